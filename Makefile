@@ -1,0 +1,37 @@
+# `make quickstart` and `make test` do all the set-up they need.
+PYTHON ?= python3
+VENV := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help setup prepare image real-tasks quickstart test check bench
+
+help: ## Show this help
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+setup: ## Make the trainer and engine environments and see to a sandbox
+	@$(PYTHON) agent_rl/bootstrap.py trainer engine sandbox
+
+prepare: setup ## Make the starting model and the tasks
+	@$(VENV)/agent-rl setup configs/quickstart.yaml
+
+image: setup ## Build the containers' base image, where a container engine answers
+	@if docker info >/dev/null 2>&1; then $(VENV)/python -m sandbox.image; else echo "==> image: no container engine answers"; fi
+
+real-tasks: setup ## Build the tasks made of real package releases (downloads their sources)
+	@$(VENV)/python -m envs.swe.real --out .cache/tasks/real.jsonl
+
+quickstart: prepare ## Train a small MoE agent end to end on this machine
+	@$(VENV)/agent-rl train configs/quickstart.yaml
+
+test: prepare image ## Run the whole test suite
+	@$(VENV)/python -m pytest $(PYTEST_ARGS)
+
+check: ## Lint, check types and the import direction
+	@$(PYTHON) agent_rl/bootstrap.py trainer
+	@$(VENV)/ruff check .
+	@$(VENV)/ruff format --check .
+	@$(VENV)/mypy
+	@$(VENV)/python -m pytest -q tests/test_architecture.py
+
+bench: setup ## Run the benchmarks and print their ratios
+	@for bench in tests/bench/bench_*.py; do echo "== $$bench"; $(VENV)/python $$bench || exit 1; done

@@ -1,0 +1,191 @@
+"""The command line. Heavy imports come after the arguments are parsed, so that ``--help`` answers at once."""
+
+from __future__ import annotations
+
+import errno
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__.splitlines()[0]
+)
+config_app = typer.Typer(no_args_is_help=True, help="Look at configs.")
+envs_app = typer.Typer(no_args_is_help=True, help="Look at environments.")
+model_app = typer.Typer(no_args_is_help=True, help="Make a starting model.")
+app.add_typer(config_app, name="config")
+app.add_typer(envs_app, name="envs")
+app.add_typer(model_app, name="model")
+
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML config, see configs/.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[section.key=value]...", help="Overrides of the config.")
+]
+
+
+@app.callback()
+def about() -> None:
+    """Train, evaluate and extend software-engineering agents by RL with rollout routing replay."""
+
+
+@app.command()
+def train(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Train from a config; a run that was killed goes on from its last checkpoint."""
+    from agent_rl.config import load_config
+    from agent_rl.controller.train import train as run
+
+    _run_async(run(load_config(config, overrides or ())))
+
+
+@app.command("eval")
+def evaluate(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    policy: Annotated[
+        str, typer.Option(help="engine, gold (applies the true fix) or noop (submits at once).")
+    ] = "engine",
+    tasks: Annotated[int | None, typer.Option(help="Tasks to evaluate; the config's number by default.")] = None,
+    split: Annotated[str | None, typer.Option(help="Split to evaluate on; the config's by default.")] = None,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Greedy decoding instead of sampling.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Write the report here as JSON.")] = None,
+) -> None:
+    """Evaluate Pass@1 on a split of the config's environment."""
+    from agent_rl.config import load_config
+    from agent_rl.controller.evaluate import run_evaluation
+
+    loaded = load_config(config, overrides or ())
+    _run_async(run_evaluation(loaded, policy=policy, tasks=tasks, split=split, greedy=greedy, out=out))
+
+
+@app.command()
+def rollout(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    tasks: Annotated[int, typer.Option(help="Tasks to roll out, each group_size times.")] = 4,
+    split: Annotated[str, typer.Option(help="Split to take them from.")] = "train",
+) -> None:
+    """Roll out some tasks with the config's model and write their trajectories, without training."""
+    from agent_rl.config import load_config
+    from agent_rl.controller.evaluate import run_rollout
+
+    _run_async(run_rollout(load_config(config, overrides or ()), tasks=tasks, split=split))
+
+
+@app.command()
+def setup(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Make what a config needs and is not there yet: sandbox image, starting model, verified tasks."""
+    from agent_rl.config import load_config
+    from agent_rl.controller.prepare import prepare
+
+    _run_async(prepare(load_config(config, overrides or ())))
+
+
+@config_app.command("show")
+def config_show(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Print a config as it is resolved, defaults included."""
+    import yaml
+
+    from agent_rl.config import load_config
+
+    typer.echo(yaml.safe_dump(load_config(config, overrides or ()).model_dump(mode="json"), sort_keys=False), nl=False)
+
+
+@envs_app.command("list")
+def envs_list() -> None:
+    """List the environments that a config can name."""
+    from envs.registry import list_environments
+
+    for name, summary in list_environments().items():
+        typer.echo(f"{name:<12} {summary}")
+
+
+@model_app.command("init")
+def model_init(
+    out: Annotated[Path, typer.Argument(help="Folder to make.")] = Path(".cache/models/tiny-moe"),
+    from_scratch: Annotated[
+        bool, typer.Option("--from-scratch", help="Warm it up anew on recorded demonstrations (half an hour).")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Seed of a warm-up from scratch.")] = 0,
+) -> None:
+    """Make the tiny Qwen3-MoE that the quickstart starts from, its tokenizer and chat template."""
+    from agent_rl.model.shipped import install_model
+
+    if not from_scratch:
+        typer.echo(f"{out}: {'made' if install_model(out) else 'there already'}")
+        return
+    from agent_rl.controller.prepare import warm_up
+
+    _run_async(warm_up(out, seed))
+
+
+class Stopped(Exception):
+    """The user stopped the command; everything it had started is cleaned up."""
+
+
+def _run_async(work: object) -> None:
+    """Run a coroutine; Ctrl-C and SIGTERM cancel it, and it cleans up after itself."""
+    import asyncio
+    from collections.abc import Coroutine
+
+    from agent_rl.controller.stop import cancel_on_sigterm
+
+    assert isinstance(work, Coroutine)
+
+    async def supervised() -> None:
+        cancel_on_sigterm()
+        await work
+
+    try:
+        asyncio.run(supervised())
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        # Not KeyboardInterrupt: typer would answer that one itself, without a word.
+        raise Stopped from None
+
+
+def main() -> None:
+    """Entry point: one clear line and exit code 2 for what the user can mend, a traceback for what only we can."""
+    from agent_rl.errors import EngineError, RolloutFailed, TrainerError, UserError, WeightSyncError
+    from envs import EnvsError
+    from sandbox import SandboxError
+
+    try:
+        app()
+    except (UserError, EngineError, WeightSyncError, TrainerError, RolloutFailed, EnvsError, SandboxError) as error:
+        sys.exit(_complain(str(error)))
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        sys.exit(
+            _complain(f"{error.filename or 'disk'}: no room left on the disk; free some and start again to resume")
+        )
+    except Stopped:
+        print("stopped; start again to resume", file=sys.stderr)
+        sys.exit(130)
+    except BaseExceptionGroup as group:
+        sys.exit(_complain_of_group(group))
+
+
+def _complain(text: str) -> int:
+    print(f"error: {text}", file=sys.stderr)
+    return 2
+
+
+def _complain_of_group(group: BaseExceptionGroup[BaseException]) -> int:
+    """A task group's failure is told as its first cause; an unexpected one keeps its traceback."""
+    from agent_rl.errors import AgentRlError
+    from envs import EnvsError
+    from sandbox import SandboxError
+
+    known = group.subgroup((AgentRlError, EnvsError, SandboxError))
+    if known is None:
+        raise group
+    first: BaseException = known
+    while isinstance(first, BaseExceptionGroup):
+        first = first.exceptions[0]
+    return _complain(str(first))
+
+
+if __name__ == "__main__":
+    main()

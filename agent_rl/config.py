@@ -1,0 +1,207 @@
+"""The typed schema of a config file. Imports no torch; unknown keys are refused with the nearest known key named."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from agent_rl.errors import ConfigError
+
+
+class Section(BaseModel):
+    """Base of every section: immutable, unknown keys refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class EngineConfig(Section):
+    """The inference engine: a server that we launch, or running ones by ``urls``."""
+
+    urls: tuple[str, ...] = Field((), description="Running SGLang servers; empty launches one on this machine.")
+    python: str = Field(".venv-engine/bin/python", description="Interpreter of the engine environment.")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where a launched server runs.")
+    dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="Precision of the engine's weights.")
+    port: int = Field(0, ge=0, le=65535, description="Port of a launched server; 0 takes a free one.")
+    threads: int = Field(0, ge=0, description="CPU threads of a launched server; 0 takes all cores.")
+    max_total_tokens: int = Field(65536, gt=0, description="KV cache slots of a launched server.")
+    max_running_requests: int = Field(64, gt=0, description="Requests a launched server runs at once.")
+    extra_args: tuple[str, ...] = Field((), description="Further arguments of a launched server.")
+    start_timeout: float = Field(180.0, gt=0, description="Seconds until a launched server must be healthy.")
+    request_timeout: float = Field(600.0, gt=0, description="Seconds one request may take.")
+    retries: int = Field(5, ge=0, description="Retries of a request that met an infrastructure failure.")
+
+
+class SandboxConfig(Section):
+    """Where the agent's commands run."""
+
+    backend: Literal["auto", "docker", "bubblewrap"] = Field(
+        "auto", description="auto takes docker where an engine answers, bubblewrap where none does."
+    )
+    image: str | None = Field(None, description="Image for tasks that name none; None takes the backend's default.")
+    memory_mb: int = Field(512, gt=0, description="Memory limit of one box.")
+    pids: int = Field(128, gt=0, description="Process limit of one box.")
+    cpus: float = Field(1.0, gt=0, description="CPU limit of one box.")
+    max_starts: int = Field(8, gt=0, description="Boxes being started at once.")
+
+
+class EnvConfig(Section):
+    """Which tasks. ``name`` is a registered environment, an entry point or a dotted path ``package.module:Class``."""
+
+    name: str = Field("mini", description="The environment.")
+    options: dict[str, Any] = Field(default_factory=dict, description="Arguments of the environment's constructor.")
+    tool_style: Literal["full", "concise"] = Field(
+        "full", description="concise shortens prompts and tool answers for models with a short context."
+    )
+    grade_timeout: float = Field(300.0, gt=0, description="Seconds one run of the hidden tests may take.")
+
+
+class RolloutConfig(Section):
+    """How episodes are driven."""
+
+    group_size: int = Field(8, gt=0, description="Trajectories a task (n).")
+    tasks_per_step: int = Field(8, gt=0, description="Tasks a global step.")
+    concurrency: int = Field(64, gt=0, description="Episodes in flight at once.")
+    max_turns: int = Field(50, gt=0, description="Turns an episode may take.")
+    max_tokens: int = Field(65536, gt=0, description="Tokens a trajectory may hold.")
+    max_new_tokens: int = Field(4096, gt=0, description="Tokens one turn may sample.")
+    temperature: float = Field(1.0, ge=0, description="Sampling temperature.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; below 1 the log-probs are not renormalised.")
+    tool_format: Literal["hermes", "xml"] = Field("hermes", description="Text format of tool calls.")
+    describe_tools: bool = Field(
+        True, description="Tell the agent its tools in the opening prompt; off for a model trained on these very tools."
+    )
+    tool_timeout: float = Field(90.0, gt=0, description="Seconds one tool call may take.")
+    time_limit: float = Field(3600.0, gt=0, description="Seconds one episode may take.")
+    max_parse_failures: int = Field(
+        3, gt=0, description="Turns in a row without a well-formed call that end an episode."
+    )
+    sandbox_retries: int = Field(
+        3, ge=0, description="Episodes of a group that may be run again after an infrastructure failure."
+    )
+
+
+class ParallelConfig(Section):
+    """Megatron's parallel layout. The data-parallel size follows from ``world_size``."""
+
+    world_size: int = Field(1, gt=0, description="Trainer ranks.")
+    tensor: int = Field(1, gt=0)
+    pipeline: int = Field(1, gt=0)
+    context: int = Field(1, gt=0)
+    expert: int = Field(1, gt=0)
+
+
+class TrainConfig(Section):
+    """The GRPO trainer."""
+
+    steps: int = Field(20, ge=0, description="Global steps.")
+    replay: Literal["r3", "r2", "off"] = Field("r3", description="Whose routes the trainer uses (R3, R2 or its own).")
+    lr: float = Field(2e-6, gt=0, description="Learning rate.")
+    lr_warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up.")
+    weight_decay: float = Field(0.0, ge=0)
+    betas: tuple[float, float] = Field((0.9, 0.95))
+    grad_clip: float = Field(1.0, gt=0, description="Global gradient-norm limit.")
+    eps_low: float = Field(0.2, gt=0, description="Lower clip of the ratio.")
+    eps_high: float = Field(0.27, gt=0, description="Upper clip of the ratio (clip-higher).")
+    mini_steps: int = Field(1, gt=0, description="Optimizer updates a global step.")
+    microbatch_tokens: int = Field(8192, gt=0, description="Tokens a packed micro-batch may hold.")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Precision of the trainer's passes.")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto")
+    recompute: Literal["none", "full"] = Field("none", description="Activation recomputation.")
+    parallel: ParallelConfig = ParallelConfig()
+    ray_address: str | None = Field(None, description="A Ray cluster's address; None starts a local one.")
+    native_every: int = Field(1, ge=0, description="Measure mismatch_native/* every so many steps; 0 never.")
+    checkpoint_every: int = Field(5, ge=0, description="Steps between checkpoints; 0 keeps only the last.")
+    keep_checkpoints: int = Field(2, gt=0, description="Checkpoints kept.")
+
+
+class EvalConfig(Section):
+    """Evaluation on held-out tasks before and after training, and every so many steps."""
+
+    tasks: int = Field(256, ge=0, description="Held-out tasks; 0 turns evaluation off.")
+    every: int = Field(0, ge=0, description="Steps between evaluations; 0 only before and after.")
+    greedy: bool = Field(True, description="Also evaluate with greedy decoding, before and after.")
+    split: str = Field("heldout", description="The environment's split to evaluate on.")
+
+
+class RunConfig(Section):
+    """A whole config file."""
+
+    name: str = Field(..., pattern=r"^[\w.-]+$", description="The run's name; its folder is runs/<name>.")
+    runs_dir: Path = Field(Path("runs"), description="Where run folders go.")
+    seed: int = Field(0, ge=0)
+    model: Path = Field(..., description="Folder of a Hugging Face checkpoint to start from.")
+    engine: EngineConfig = EngineConfig()
+    sandbox: SandboxConfig = SandboxConfig()
+    env: EnvConfig = EnvConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()
+
+    @property
+    def run_dir(self) -> Path:
+        return self.runs_dir / self.name
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a YAML config and apply ``section.key=value`` overrides (values are YAML). Raises ConfigError, one line."""
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such config file")
+    try:
+        data = yaml.safe_load(path.read_text()) or {}
+    except yaml.YAMLError as error:
+        where = getattr(error, "problem_mark", None)
+        raise ConfigError(
+            f"{path}:{where.line + 1 if where else '?'}: not valid YAML: {getattr(error, 'problem', error)}"
+        ) from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: a config is a mapping of sections, this is a {type(data).__name__}")
+    for override in overrides:
+        _apply_override(data, override)
+    try:
+        return RunConfig.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {_explain(error)}") from None
+
+
+def _apply_override(data: dict[str, Any], override: str) -> None:
+    key, separator, value = override.partition("=")
+    if not separator or not key:
+        raise ConfigError(f"override {override!r}: write it as section.key=value")
+    *parents, leaf = key.split(".")
+    node = data
+    for parent in parents:
+        node = node.setdefault(parent, {})
+        if not isinstance(node, dict):
+            raise ConfigError(f"override {override!r}: {parent} is a value, not a section")
+    node[leaf] = yaml.safe_load(value)
+
+
+def _explain(error: ValidationError) -> str:
+    """The first problem in one line: the key, what was wrong, what would be right."""
+    problem = error.errors()[0]
+    location = tuple(str(part) for part in problem["loc"])
+    key = ".".join(location)
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    if problem["type"] == "extra_forbidden":
+        known = _known_keys(location[:-1])
+        near = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
+        return f"unknown key {key!r}: {hint}{more}"
+    if problem["type"] == "missing":
+        return f"{key}: required, and not given{more}"
+    return f"{key}: {problem['msg']}, got {problem['input']!r}{more}"
+
+
+def _known_keys(section: tuple[str, ...]) -> list[str]:
+    model: type[BaseModel] = RunConfig
+    for part in section:
+        annotation = model.model_fields[part].annotation
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return []
+        model = annotation
+    return list(model.model_fields)

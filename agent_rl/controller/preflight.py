@@ -1,0 +1,40 @@
+"""Checks made before anything is started: a user's mistake is answered at once, in one line."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from agent_rl.config import RunConfig
+from agent_rl.errors import UserError
+
+FREE_BYTES_WANTED = 1 << 30
+
+
+def check(config: RunConfig) -> None:
+    """Raises UserError for what would fail later: no model, no engine environment, no room on the disk."""
+    check_model(config.model)
+    if not config.engine.urls and not Path(config.engine.python).exists():
+        raise UserError(f"engine.python: {config.engine.python}: no such interpreter; make it with `make setup`")
+    check_room(config.runs_dir)
+
+
+def check_model(folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        raise UserError(
+            f"model: {folder}: no Hugging Face checkpoint there; `agent-rl model init {folder}` makes a tiny one"
+        )
+
+
+def check_room(folder: Path) -> None:
+    """A run needs room for checkpoints and trajectories."""
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    free = shutil.disk_usage(existing).free
+    if free < FREE_BYTES_WANTED:
+        raise UserError(
+            f"runs_dir: {folder}: {free / 2**20:.0f} MiB free, "
+            f"a run wants {FREE_BYTES_WANTED / 2**20:.0f} MiB; "
+            "free some room or set runs_dir to another disk"
+        )

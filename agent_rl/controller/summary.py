@@ -1,0 +1,83 @@
+"""What a run came to: ``summary.json``, a table, and one picture."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from agent_rl.controller.state import RunState, evaluation_step
+from agent_rl.observe.files import write_json
+from agent_rl.observe.picture import draw_run
+
+MEANS = (
+    "mismatch/k3_kl",
+    "mismatch_native/k3_kl",
+    "mismatch/logprob_abs_diff",
+    "mismatch_native/logprob_abs_diff",
+    "r3/router_mismatch",
+    "mismatch_native/router_mismatch",
+    "rollout/tokens_per_second",
+    "time/step",
+)
+
+
+def summarize(
+    state: RunState, rows: Sequence[Mapping[str, float]], facts: Mapping[str, Any], *, steps: int
+) -> dict[str, Any]:
+    """Write ``summary.json`` and ``run.png``; return the summary. ``facts`` are about the parts (sandbox, engine)."""
+    before, after = state.evaluations.get("step-0/sampled"), state.evaluations.get(f"step-{steps}/sampled")
+    evaluations = state.evaluations
+    summary = {
+        "name": state.dir.name,
+        "pass_at_1_before": before and before["pass_at_1"],
+        "pass_at_1_before_interval": before and before["interval"],
+        "pass_at_1_after": after and after["pass_at_1"],
+        "pass_at_1_after_interval": after and after["interval"],
+        "steps": steps,
+        "seconds": _seconds(rows, evaluations),
+        **facts,
+        "greedy_before": _rate(evaluations, "step-0/greedy"),
+        "greedy_after": _rate(evaluations, f"step-{steps}/greedy"),
+        "infrastructure_failures": {key: report["infrastructure_failures"] for key, report in evaluations.items()},
+        "means": {name: statistics.fmean(values) for name in MEANS if (values := [r[name] for r in rows if name in r])},
+    }
+    write_json(state.dir / "summary.json", summary)
+    draw_run(rows, state.dir / "run.png", title=state.dir.name, evaluations=_points(evaluations))
+    return summary
+
+
+def summary_table(summary: Mapping[str, Any]) -> Table:
+    """The summary as a table for the terminal."""
+    table = Table(title=f"{summary['name']}: {summary['steps']} steps in {summary['seconds']:.0f} s", show_header=False)
+    for side in ("before", "after"):
+        if (rate := summary[f"pass_at_1_{side}"]) is not None:
+            low, high = summary[f"pass_at_1_{side}_interval"]
+            table.add_row(f"Pass@1 {side}", f"{100 * rate:.1f} %   [{100 * low:.1f}, {100 * high:.1f}]")
+        if (rate := summary[f"greedy_{side}"]) is not None:
+            table.add_row(f"Pass@1 {side}, greedy", f"{100 * rate:.1f} %")
+    table.add_row("infrastructure failures in evaluation", str(sum(summary["infrastructure_failures"].values())))
+    for name, value in summary["means"].items():
+        table.add_row(f"mean {name}", f"{value:.4g}")
+    for name in ("sandbox", "engine"):
+        table.add_row(name, str(summary[name]))
+    return table
+
+
+def _rate(evaluations: Mapping[str, Mapping[str, Any]], key: str) -> float | None:
+    return evaluations[key]["pass_at_1"] if key in evaluations else None
+
+
+def _seconds(rows: Sequence[Mapping[str, float]], evaluations: Mapping[str, Mapping[str, Any]]) -> float:
+    """Wall time of all steps and evaluations, over however many starts the run took."""
+    return sum(row["time/step"] for row in rows) + sum(report["seconds"] for report in evaluations.values())
+
+
+def _points(evaluations: Mapping[str, Mapping[str, Any]]) -> dict[int, tuple[float, float, float]]:
+    return {
+        evaluation_step(key): (report["pass_at_1"], *report["interval"])
+        for key, report in evaluations.items()
+        if key.endswith("/sampled") and report["pass_at_1"] is not None
+    }

@@ -1,0 +1,221 @@
+"""The training run: rollout, update, publish, step after step.
+
+::
+
+    schedule ── tasks ──▶ collect_groups ── groups ──▶ samples_of ── samples ──▶ trainer.step ── weights ──▶ engine
+       ▲                                                                                                       │
+       └──────────────────────────── the next step waits for the published version ────────────────────────────┘
+
+On-policy: a step's episodes are all sampled with the weights the step before published. What a step consumed and
+produced is on disk before the next begins; a killed run goes on from its last checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+
+from agent_rl.config import RunConfig
+from agent_rl.controller import preflight
+from agent_rl.controller.schedule import tasks_of_step
+from agent_rl.controller.state import RunState
+from agent_rl.controller.stop import cancel_on_sigterm
+from agent_rl.controller.summary import summarize, summary_table
+from agent_rl.controller.world import World, open_world
+from agent_rl.errors import WeightSyncError
+from agent_rl.evaluate import EvalReport, evaluate
+from agent_rl.observe.display import Display
+from agent_rl.observe.metrics import MetricsLog
+from agent_rl.rollout.group import GroupSettings, Rollout, RolloutEvent, collect_groups
+from agent_rl.rollout.records import write_trajectories
+from agent_rl.rollout.settings import RolloutSettings
+from agent_rl.rollout.stats import rollout_metrics
+from agent_rl.train.advantages import samples_of
+from agent_rl.train.ray_trainer import RayTrainer
+from agent_rl.types import Sample
+from envs import Task
+
+# Engine and trainer differ by bf16 rounding, a mean of about 0.03 nats a token; weights that did not arrive, or arrived
+# under wrong names, differ by whole nats.
+SYNC_LIMIT = {"bfloat16": 0.3, "float32": 0.02}
+
+
+@dataclass
+class Clock:
+    """Seconds of a step's stages, under their metric names."""
+
+    values: dict[str, float] = field(default_factory=dict)
+
+    @asynccontextmanager
+    async def stage(self, name: str) -> AsyncIterator[None]:
+        started = time.perf_counter()
+        yield
+        self.values[f"time/{name}"] = time.perf_counter() - started
+
+
+async def train(config: RunConfig) -> None:
+    """Run ``config`` to its last step, from its last checkpoint if it has one; write and show the summary."""
+    preflight.check(config)
+    state = RunState(config)
+    display = Display(config.name)
+    with display:
+        async with _parts(config, state, display) as (world, trainer):
+            summary = await TrainingRun(config, state, display, world, trainer).run()
+    display.note(f"{state.dir}/summary.json   {state.dir}/run.png")
+    display.table(summary_table(summary))
+
+
+@asynccontextmanager
+async def _parts(config: RunConfig, state: RunState, display: Display) -> AsyncIterator[tuple[World, RayTrainer]]:
+    """The world and the trainer, started side by side: each takes many seconds, mostly of imports."""
+    async with AsyncExitStack() as stack:
+        trainer = RayTrainer(config)
+        stack.push_async_callback(trainer.close)
+        async with asyncio.TaskGroup() as starting:
+            starting.create_task(trainer.start())
+            world = await stack.enter_async_context(open_world(config, state.dir / "logs", display))
+            display.stage("starting the trainer")
+        cancel_on_sigterm()
+        yield world, trainer
+
+
+class TrainingRun:
+    """One start of a run, between its resume point and its last step."""
+
+    def __init__(self, config: RunConfig, state: RunState, display: Display, world: World, trainer: RayTrainer) -> None:
+        self.config, self.state, self.display = config, state, display
+        self.world, self.trainer = world, trainer
+        self.settings = RolloutSettings.from_config(config.rollout)
+        self.metrics = MetricsLog(state.dir)
+
+    async def run(self) -> dict[str, object]:
+        """All remaining steps, with the evaluations before, between and after them. Returns the summary."""
+        total, env = self.config.train.steps, self.world.workshop.env
+        await env.prepare("train", self.config.eval.split)
+        done = await self._resume()
+        self.display.start_steps(done, total)
+        for row in self.metrics.rows:
+            self.display.step(int(row["step"]), row)
+        await self._publish(done, Clock())
+        await self._evaluate(done, total)
+        train_tasks = env.tasks("train")
+        for step in range(done + 1, total + 1):
+            tasks = tasks_of_step(train_tasks, step, self.config.rollout.tasks_per_step, self.config.seed)
+            await self._step(step, tasks)
+            await self._checkpoint(step, total)
+            await self._evaluate(step, total)
+        await self.trainer.export(self.state.dir / "model")
+        self.metrics.close()
+        facts = {"sandbox": self.world.workshop.backend.name, "engine": f"sglang, {self.config.engine.dtype}"}
+        return await asyncio.to_thread(summarize, self.state, self.metrics.rows, facts, steps=total)
+
+    async def _resume(self) -> int:
+        """Load the last checkpoint, forget what came after it, and return its step."""
+        latest = self.state.latest_checkpoint()
+        step = latest[0] if latest else 0
+        if latest:
+            self.display.note(f"resuming from {latest[1]}")
+            await self.trainer.load(latest[1])
+        self.metrics.forget_after(step)
+        self.state.forget_after(step)
+        return step
+
+    async def _step(self, step: int, tasks: Sequence[Task]) -> None:
+        clock = Clock()
+        async with clock.stage("step"):
+            async with clock.stage("rollout"):
+                rollout = await self._rollout(step, tasks)
+            values = rollout_metrics(rollout)
+            prepared = samples_of(rollout.groups)
+            values |= prepared.metrics
+            if prepared.samples:
+                self.display.stage(f"step {step}: update")
+                values |= await self.trainer.step(prepared.samples, measure_native=self._measure_native(step))
+            values |= await self._publish(step, clock)
+            await asyncio.to_thread(write_trajectories, self.state.dir, step, rollout.groups)
+        values |= clock.values
+        self.metrics.append(step, values)
+        self.display.step(step, values)
+
+    async def _rollout(self, step: int, tasks: Sequence[Task]) -> Rollout:
+        size = self.config.rollout.group_size
+        self.display.stage(f"step {step}: rollout", total=len(tasks) * size)
+        return await collect_groups(
+            tasks,
+            self.world.runner(self.settings),
+            GroupSettings(size, retries=self.config.rollout.sandbox_retries),
+            limiter=self.world.limiter,
+            on_event=self._on_event,
+        )
+
+    def _on_event(self, event: RolloutEvent) -> None:
+        if event.trajectory is not None and not event.trajectory.stop.infrastructure:
+            self.display.advance()
+
+    def _measure_native(self, step: int) -> bool:
+        every = self.config.train.native_every
+        return every > 0 and step % every == 0
+
+    async def _publish(self, step: int, clock: Clock) -> Mapping[str, float]:
+        """Send the weights to the engine as version ``step``, and check that they arrived."""
+        self.display.stage(f"step {step}: weights to the engine")
+        async with clock.stage("weight_sync"):
+            await self.trainer.publish(self.world.engine.urls, str(step))
+            return {"weight_sync/logprob_abs_diff": await self._check_sync(step)}
+
+    async def _check_sync(self, step: int) -> float:
+        """Mean difference of the engine's and the trainer's log-probs on a fixed sequence. Raises WeightSyncError."""
+        tokens = np.arange(min(128, self.world.engine.facts.vocab_size), dtype=np.int32)
+        probe = Sample(tokens, np.ones(len(tokens), np.bool_), np.zeros(len(tokens), np.float32), 0.0, None)
+        (ours,) = await self.trainer.logprobs([probe], replay=False)
+        difference = 0.0
+        for url in self.world.engine.urls:
+            version = (await self.world.engine.info(url)).weight_version
+            if version != str(step):
+                raise WeightSyncError(f"{url} answers with weights {version!r}, not {str(step)!r}")
+            theirs = await self.world.engine.score(tokens.tolist(), url=url)
+            difference = max(difference, float(np.abs(np.asarray(theirs)[1:] - np.asarray(ours)[1:]).mean()))
+        if not difference < (limit := SYNC_LIMIT[self.config.engine.dtype]):
+            raise WeightSyncError(
+                f"after the update to version {step} engine and trainer differ by {difference:.3f} nats a token "
+                f"on a fixed sequence, more than {limit}"
+            )
+        return difference
+
+    async def _checkpoint(self, step: int, total: int) -> None:
+        every = self.config.train.checkpoint_every
+        if step == total or (every and step % every == 0):
+            self.display.stage(f"step {step}: checkpoint")
+            await self.trainer.save(self.state.checkpoint(step))
+            self.state.prune_checkpoints(self.config.train.keep_checkpoints)
+
+    async def _evaluate(self, step: int, total: int) -> None:
+        """Evaluate where one is due and not yet recorded: before, after, and every ``eval.every`` steps."""
+        settings = self.config.eval
+        ends = step in (0, total)
+        if not settings.tasks or not (ends or (settings.every and step % settings.every == 0)):
+            return
+        for kind in ("sampled", "greedy") if settings.greedy and ends else ("sampled",):
+            key = f"step-{step}/{kind}"
+            if key not in self.state.evaluations:
+                report = await self._evaluate_once(f"Pass@1 at step {step}, {kind}", greedy=kind == "greedy")
+                self.state.record_evaluation(key, asdict(report))
+
+    async def _evaluate_once(self, what: str, *, greedy: bool) -> EvalReport:
+        tasks = self.world.workshop.env.tasks(self.config.eval.split)[: self.config.eval.tasks]
+        self.display.stage(what, total=len(tasks))
+        report = await evaluate(
+            tasks,
+            self.world.runner(self.settings.for_evaluation(greedy=greedy)),
+            policy="engine",
+            limiter=self.world.limiter,
+            on_event=self._on_event,
+        )
+        low, high = report.interval
+        self.display.fact(what, f"{100 * report.pass_at_1:.1f} % [{100 * low:.1f}, {100 * high:.1f}]")
+        return report

@@ -1,0 +1,100 @@
+"""Everything a rollout needs, opened and closed as one: sandboxes, environment, engine, renderer, tool format."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from agent_rl.config import RunConfig
+from agent_rl.engine.open import open_engine
+from agent_rl.engine.sglang import SGLangEngine
+from agent_rl.observe.display import Display
+from agent_rl.render import ChatRenderer
+from agent_rl.rollout.episode import run_episode
+from agent_rl.rollout.group import EpisodeRunner
+from agent_rl.rollout.limiter import Limiter
+from agent_rl.rollout.settings import RolloutSettings
+from agent_rl.types import Trajectory
+from envs import Environment, Task
+from envs.context import EnvContext
+from envs.registry import load_environment
+from sandbox import SandboxBackend, SandboxSpec, open_backend
+from tools.formats import ToolCallFormat, tool_format
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """Where tasks are worked on: the sandbox backend and the environment."""
+
+    backend: SandboxBackend
+    env: Environment
+
+
+@dataclass(frozen=True)
+class World:
+    """A workshop, and a policy to work in it."""
+
+    workshop: Workshop
+    engine: SGLangEngine
+    renderer: ChatRenderer
+    format: ToolCallFormat
+    limiter: Limiter
+
+    def runner(self, settings: RolloutSettings) -> EpisodeRunner:
+        """Runs one episode of a task with the engine's policy under ``settings``."""
+
+        async def run(task: Task) -> Trajectory:
+            return await run_episode(self.workshop.env, task, self.engine, self.renderer, self.format, settings)
+
+        return run
+
+
+@asynccontextmanager
+async def open_workshop(config: RunConfig, display: Display) -> AsyncIterator[Workshop]:
+    """Open the sandbox backend and the environment, removing first what dead runs left behind."""
+    backend = open_backend(config.sandbox.backend, run_id=uuid.uuid4().hex[:12], max_starts=config.sandbox.max_starts)
+    try:
+        if reaped := await backend.reap():
+            display.note(f"removed {reaped} sandbox(es) that a killed run had left behind")
+        display.fact("sandbox", backend.name)
+        yield Workshop(backend, load_environment(config.env.name, _context(config, backend), config.env.options))
+    finally:
+        await backend.close()
+
+
+def _context(config: RunConfig, backend: SandboxBackend) -> EnvContext:
+    limits = SandboxSpec(memory_mb=config.sandbox.memory_mb, pids=config.sandbox.pids, cpus=config.sandbox.cpus)
+    if config.sandbox.image is not None:
+        limits = SandboxSpec(config.sandbox.image, memory_mb=limits.memory_mb, pids=limits.pids, cpus=limits.cpus)
+    return EnvContext(
+        backend=backend,
+        limits=limits,
+        tool_style=config.env.tool_style,
+        tool_timeout=config.rollout.tool_timeout,
+        grade_timeout=config.env.grade_timeout,
+    )
+
+
+@asynccontextmanager
+async def open_world(config: RunConfig, log_dir: Path, display: Display) -> AsyncIterator[World]:
+    """Open a workshop, and an engine that serves ``config.model``: running ones by url, or a server of our own.
+
+    Raises ConfigError, SandboxError or EngineStartError, each one line; leaving stops what was started.
+    """
+    async with AsyncExitStack() as stack:
+        workshop = await stack.enter_async_context(open_workshop(config, display))
+        renderer = ChatRenderer(config.model)
+        display.stage("starting the engine")
+        engine = await stack.enter_async_context(open_engine(config.engine, config.model, log_dir))
+        info = await engine.info()
+        display.fact("engine", f"SGLang, {info.dtype}, {', '.join(engine.urls)}")
+        yield World(
+            workshop=workshop,
+            engine=engine,
+            renderer=renderer,
+            format=tool_format(config.rollout.tool_format),
+            limiter=Limiter(config.rollout.concurrency),
+        )

@@ -1,0 +1,161 @@
+"""SGLang's answer to ``/generate`` as a :class:`Completion`, with nothing taken on trust."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import orjson
+
+from agent_rl.errors import EngineAborted, EngineOverloaded, EngineRejected, RoutesMissingError
+from agent_rl.types import Completion, FinishReason
+from r3.codec import RouteLayout, decode_payload, extract_payload
+from r3.routing import Routing, RoutingError, Span, SpanKind, append_span
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The request an answer belongs to: what its numbers are checked against, and how errors name it."""
+
+    rid: str
+    session: str
+    url: str
+    prompt_tokens: int
+    routes_from: int | None
+    layout: RouteLayout | None
+
+    def __str__(self) -> str:
+        return f"{self.url} request {self.rid} of session {self.session!r} ({self.prompt_tokens} prompt tokens)"
+
+
+def read_answer(body: bytes, asked: Asked, seconds: float) -> Completion:
+    """Turn the body of a 200 answer into a Completion.
+
+    Raises EngineAborted for an aborted request, EngineRejected for an answer that is not SGLang's, RoutesMissingError
+    for routes that are absent, of the wrong row count, or not expert ids.
+    """
+    answer, payload = split_body(body, asked)
+    meta = answer["meta_info"]
+    finish = _finish(meta, asked)
+    tokens = tuple(answer["output_ids"])
+    logprobs = _logprobs(meta, tokens, asked)
+    return Completion(
+        tokens=tokens,
+        logprobs=logprobs,
+        finish=finish,
+        weight_version=_last_version(meta),
+        engine=asked.url,
+        routing=_routing(payload, meta, len(tokens), asked),
+        cached_tokens=int(meta.get("cached_tokens", 0)),
+        wire_bytes=len(body),
+        seconds=seconds,
+    )
+
+
+def split_body(body: bytes, asked: Asked) -> tuple[Mapping[str, Any], bytes | memoryview | None]:
+    """The parsed answer without its routes, and the routes' base64 (None where there are none)."""
+    cut = extract_payload(body)
+    payload: bytes | memoryview | None
+    payload, rest = cut if cut else (None, body)
+    try:
+        answer = orjson.loads(rest)
+        meta = answer["meta_info"]
+        if payload is None and meta.get("routed_experts") is not None:
+            payload = str(meta["routed_experts"]).encode()
+        if not isinstance(answer["output_ids"], list):
+            raise TypeError("output_ids is no list")
+    except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        if _is_aborted_in_queue(rest):
+            raise EngineAborted(f"{asked}: aborted while queued") from None
+        raise EngineRejected(f"{asked}: not an answer of SGLang's /generate ({error!r})") from None
+    return answer, payload
+
+
+def _is_aborted_in_queue(rest: bytes) -> bool:
+    # Such an answer's meta_info holds little more than the finish reason.
+    try:
+        return bool(orjson.loads(rest)["meta_info"]["finish_reason"]["type"] == "abort")
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return False
+
+
+def _finish(meta: Mapping[str, Any], asked: Asked) -> FinishReason:
+    reason = meta.get("finish_reason") or {}
+    kind = reason.get("type")
+    if kind == "abort":
+        said = f"{asked}: aborted by the engine: {reason.get('message') or 'no reason given'}"
+        raise EngineOverloaded(said) if reason.get("status_code") in (429, 503) else EngineAborted(said)
+    if kind not in (FinishReason.STOP, FinishReason.LENGTH):
+        raise EngineRejected(f"{asked}: finish_reason {reason!r}, expected stop, length or abort")
+    return FinishReason(kind)
+
+
+def _logprobs(meta: Mapping[str, Any], tokens: Sequence[int], asked: Asked) -> tuple[float, ...]:
+    entries = meta.get("output_token_logprobs")
+    if entries is None or len(entries) != len(tokens):
+        received = "none" if entries is None else str(len(entries))
+        raise EngineRejected(f"{asked}: expected {len(tokens)} log-probs, received {received}")
+    if tuple(entry[1] for entry in entries) != tuple(tokens):
+        raise EngineRejected(f"{asked}: the log-probs belong to other tokens than output_ids")
+    if any(entry[0] is None for entry in entries):
+        raise EngineRejected(f"{asked}: a log-prob is null, which is how the engine writes NaN: its weights are broken")
+    return tuple(float(entry[0]) for entry in entries)
+
+
+def _last_version(meta: Mapping[str, Any]) -> str:
+    versions = meta.get("weight_versions")
+    return str(versions[-1]["version"] if versions else meta.get("weight_version", ""))
+
+
+def _routing(
+    payload: bytes | memoryview | None, meta: Mapping[str, Any], completion_tokens: int, asked: Asked
+) -> Routing | None:
+    if asked.routes_from is None:
+        return None
+    if asked.layout is None:
+        raise RoutesMissingError(f"{asked}: routes asked, but the client was given no model facts to read them by")
+    stop = asked.prompt_tokens + completion_tokens - 1
+    rows = stop - asked.routes_from
+    if payload is None:
+        raise RoutesMissingError(
+            f"{asked}: expected {rows} rows of routes, received no routed_experts; the engine runs without "
+            "--enable-return-routed-experts, or something between us and it drops the key"
+        )
+    try:
+        experts = decode_payload(payload, asked.layout, rows, f"{asked}, rows from {asked.routes_from}")
+    except RoutingError as error:
+        raise RoutesMissingError(str(error)) from None
+    spans = provenance(meta, asked.prompt_tokens, completion_tokens, asked.routes_from, asked.url)
+    return Routing(experts, np.ones(rows, dtype=np.bool_), spans, asked.layout.num_experts)
+
+
+def provenance(
+    meta: Mapping[str, Any], prompt_tokens: int, completion_tokens: int, routes_from: int, engine: str
+) -> tuple[Span, ...]:
+    """Spans of rows ``[routes_from, prompt + completion - 1)``, numbered from 0.
+
+    A row is SAMPLED when the token after it was sampled by this request: the prompt's last row on. It was then computed
+    with that token's weight version (``weight_versions`` counts sampled tokens); the rows before with the first one.
+    """
+    first_sampled = prompt_tokens - 1 if completion_tokens else prompt_tokens
+    stop = prompt_tokens + completion_tokens - 1
+    version = str(meta.get("weight_version", ""))
+    versions = meta.get("weight_versions") or [{"version": version, "start": 0, "end": completion_tokens}]
+    spans: list[Span] = []
+
+    def add(start: int, end: int, of: str, kind: SpanKind) -> None:
+        start, end = max(start, routes_from), min(end, stop)
+        if start < end:
+            append_span(spans, Span(start - routes_from, end - routes_from, of, engine, kind))
+
+    add(routes_from, first_sampled, str(versions[0]["version"]), SpanKind.PREFILLED)
+    for part in versions:
+        add(
+            first_sampled + int(part["start"]),
+            first_sampled + int(part["end"]),
+            str(part["version"]),
+            SpanKind.SAMPLED,
+        )
+    return tuple(spans)

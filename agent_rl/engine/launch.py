@@ -1,0 +1,262 @@
+"""Starts the real SGLang server on this machine, waits until it is healthy, and leaves nothing of it behind.
+
+The server runs in the engine environment's interpreter, in a process group of its own. It dies with its owner, however
+the owner ends (see ``agent_rl/engine/server/serve.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+from types import TracebackType
+
+import httpx
+
+from agent_rl.config import EngineConfig
+from agent_rl.engine.aio import shielded
+from agent_rl.engine.facts import read_facts
+from agent_rl.errors import ConfigError, EngineStartError
+
+_SERVE = Path(__file__).resolve().parent / "server" / "serve.py"
+_PORT_ATTEMPTS = 3
+_TERM_SECONDS = 2.0
+_KILL_SECONDS = 5.0
+
+
+class EngineServer:
+    """One SGLang server as an async context manager.
+
+    ``model`` is a checkpoint's folder, ``log`` the file its output goes to. Entering raises ConfigError for a wrong
+    config and EngineStartError, with the reason from the log, when the server dies or is not healthy in time.
+    """
+
+    def __init__(self, config: EngineConfig, model: Path, log: Path, *, capture_routes: bool = True) -> None:
+        self._config = config
+        self._model = model
+        self._log = log
+        self._capture = capture_routes
+        self._process: subprocess.Popen[bytes] | None = None
+        self._url: str | None = None
+
+    @property
+    def url(self) -> str:
+        """The server's address. Raises RuntimeError before it was started."""
+        if self._url is None:
+            raise RuntimeError("the engine server was not started")
+        return self._url
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    def death(self) -> str | None:
+        """Why the server is dead, in one line, or None while it lives."""
+        if self._process is None or self._process.poll() is None:
+            return None
+        return self._reason(self._process.returncode)
+
+    async def __aenter__(self) -> EngineServer:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """Start the server and wait until it is healthy; stops what was started if that fails."""
+        command = self._command()
+        for attempt in range(1, _PORT_ATTEMPTS + 1):
+            port = self._config.port or _free_port()
+            _refuse_taken(port)
+            try:
+                await self._start_on(port, command)
+                return
+            except EngineStartError as error:
+                # A free port may be taken between our look and the bind; a given one is not ours to change.
+                if self._config.port or attempt == _PORT_ATTEMPTS or "is taken" not in str(error):
+                    raise
+
+    async def _start_on(self, port: int, command: list[str]) -> None:
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._spawn([*command, "--port", str(port)])
+            self._url = f"http://127.0.0.1:{port}"
+            await self._wait_healthy()
+        except BaseException:
+            await self.stop()
+            raise
+
+    def _spawn(self, command: list[str]) -> None:
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,  # never written: its closing tells the server that its owner is gone
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=self._environment(),
+            )
+
+    def _command(self) -> list[str]:
+        _refuse_dense_layers(self._model)
+        python = shutil.which(self._config.python)
+        if python is None:
+            raise ConfigError(
+                f"engine.python: {self._config.python} is no interpreter; `make setup` builds the engine environment"
+            )
+        config = self._config
+        command = [
+            os.path.abspath(python), str(_SERVE), "--model-path", str(self._model.resolve()), "--host", "127.0.0.1",
+            "--device", self.device, "--dtype", config.dtype, "--max-total-tokens", str(config.max_total_tokens),
+            "--max-running-requests", str(config.max_running_requests), "--skip-tokenizer-init",
+        ]  # fmt: skip
+        if self._capture:
+            command.append("--enable-return-routed-experts")
+        if self.device == "cpu":
+            # An idle scheduler polls a whole core away, which the trainer beside it needs.
+            command += ["--attention-backend", "torch_native", "--disable-overlap-schedule", "--sleep-on-idle"]
+        return [*command, *config.extra_args]
+
+    @property
+    def device(self) -> str:
+        """``cpu`` or ``cuda``: as configured, or what this machine has."""
+        if self._config.device != "auto":
+            return self._config.device
+        return "cuda" if Path("/dev/nvidiactl").exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != "" else "cpu"
+
+    def _environment(self) -> dict[str, str]:
+        # The engine environment has its own packages: paths of the trainer's interpreter must not leak into it.
+        environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
+        environment["PYTHONUNBUFFERED"] = "1"
+        environment["HF_HUB_OFFLINE"] = "1"
+        if self.device == "cpu":
+            environment["SGLANG_USE_CPU_ENGINE"] = "1"
+            environment["OMP_NUM_THREADS"] = str(self._config.threads or len(os.sched_getaffinity(0)))
+            # Threads that spin at a barrier starve the sandboxes that share these cores, and each other.
+            environment["OMP_WAIT_POLICY"] = "PASSIVE"
+        return environment
+
+    async def _wait_healthy(self) -> None:
+        deadline = time.monotonic() + self._config.start_timeout
+        async with httpx.AsyncClient(timeout=5.0, trust_env=False) as client:
+            while time.monotonic() < deadline:
+                reason = self.death()
+                if reason is not None:
+                    raise EngineStartError(reason)
+                try:
+                    if (await client.get(f"{self.url}/health")).status_code == 200:
+                        return
+                except httpx.TransportError:
+                    pass  # not listening yet: the deadline and the process's own end are what is watched
+                await asyncio.sleep(0.1)
+        raise EngineStartError(
+            f"the engine was not healthy within engine.start_timeout={self._config.start_timeout:g} s; log: {self._log}"
+        )
+
+    def _reason(self, code: int) -> str:
+        reason = reason_in_log(self._log.read_text(errors="replace"))
+        return f"the engine server died ({_ended(code)}): {reason}; log: {self._log}"
+
+    async def stop(self) -> None:
+        """Stop the server and every process it started. Idempotent; completes even when the caller is cancelled."""
+        process = self._process
+        if process is not None:
+            await shielded(asyncio.to_thread(_stop_group, process))
+
+
+def _ended(code: int) -> str:
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+_REASONS = (
+    (
+        re.compile(r"address already in use|port \d+ is not available|Port \d+ is (already )?in use", re.I),
+        "its port is taken",
+    ),
+    (re.compile(r"out of memory|Cannot allocate memory|DefaultCPUAllocator|MemoryError", re.I), "out of memory"),
+    (re.compile(r"No space left on device", re.I), "no room left on the disk"),
+)
+_ERROR_LINE = re.compile(r"^(?:\[[^\]]*\]\s*)?((?:\w+\.)*\w*(?:Error|Exception)\b:? .*)$", re.M)
+
+
+def reason_in_log(log: str) -> str:
+    """The reason a server's log gives for its end, in one line: a known cause, the last error, or the last line."""
+    found = _ERROR_LINE.findall(log)
+    detail = found[-1].strip() if found else ""
+    for pattern, cause in _REASONS:
+        match = pattern.search(log)
+        if match:
+            return f"{cause} ({detail or match.group(0)})"
+    lines = [line for line in log.splitlines() if line.strip()]
+    return detail or (lines[-1].strip() if lines else "its log is empty")
+
+
+def _refuse_dense_layers(model: Path) -> None:
+    """SGLang 0.5.23 takes every layer of a qwen3_moe for one with experts: a dense layer's weights are dropped without
+    a word, and whatever lies in memory routes its tokens."""
+    facts = read_facts(model)
+    dense = sorted(set(range(facts.num_layers)) - set(facts.moe_layer_ids))
+    if dense:
+        raise ConfigError(f"model: {model} has dense layers {dense}, which SGLang's qwen3_moe would not load")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _refuse_taken(port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise EngineStartError(
+                f"engine.port: port {port} is taken ({error.strerror}); free it, or set engine.port=0 for any free port"
+            ) from None
+
+
+def _stop_group(process: subprocess.Popen[bytes]) -> None:
+    """TERM to the group, KILL to what is left, and wait until no process of it runs."""
+    _signal(process.pid, signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):  # what is left is killed below
+        process.wait(_TERM_SECONDS)
+    deadline = time.monotonic() + _KILL_SECONDS
+    while group_members(process.pid) and time.monotonic() < deadline:
+        _signal(process.pid, signal.SIGKILL)
+        process.poll()
+        time.sleep(0.02)
+    process.wait(_KILL_SECONDS)
+    if process.stdin:
+        process.stdin.close()
+
+
+def _signal(group: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):  # all gone already
+        os.killpg(group, number)
+
+
+def group_members(group: int) -> list[int]:
+    """Ids of the processes of process group ``group`` that still run (zombies don't)."""
+    members = []
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        try:
+            state, _, pgrp = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
+        except OSError:
+            continue  # it ended while we looked
+        if int(pgrp) == group and state != "Z":
+            members.append(int(folder.name))
+    return members

@@ -1,0 +1,121 @@
+"""An engine that says what it is told: for tests, for replaying gold solutions, for measuring the loop around it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agent_rl.errors import EngineRejected
+from agent_rl.types import Completion, FinishReason, SamplingParams, TokenIds
+from r3.codec import RouteLayout
+from r3.routing import Routing, Span, SpanKind, append_span, narrowest_dtype
+
+Policy = Callable[[str, int, TokenIds], Sequence[int]]
+"""``(session, turn, tokens so far) -> the tokens to "sample"``. May raise an engine error, to rehearse one."""
+
+
+class ScriptedEngine:
+    """Implements ``agent_rl.engine.types.Engine`` without a model.
+
+    ``policy`` says what is sampled. ``layout`` gives the routes' shape (None: routes can't be asked for); row i is
+    :func:`scripted_rows` of i, so a row out of place shows. Each sampled token's log-prob is ``logprob``. An answer
+    takes ``latency`` seconds. ``calls`` counts the answers given, ``rows_sent`` the rows of routes.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        layout: RouteLayout | None = None,
+        latency: float = 0.0,
+        logprob: float = -0.5,
+        weight_version: str = "scripted",
+    ) -> None:
+        self._policy = policy
+        self._layout = layout
+        self._latency = latency
+        self._logprob = logprob
+        self._turns: Counter[str] = Counter()
+        self.weight_version = weight_version
+        self.calls = 0
+        self.rows_sent = 0
+
+    @classmethod
+    def from_transcripts(
+        cls,
+        transcripts: Mapping[str, Sequence[Sequence[int]]],
+        *,
+        layout: RouteLayout | None = None,
+        latency: float = 0.0,
+    ) -> ScriptedEngine:
+        """Answers each session's turns from its list in ``transcripts``; past its end raises EngineRejected."""
+
+        def policy(session: str, turn: int, tokens: TokenIds) -> Sequence[int]:
+            turns = transcripts.get(session)
+            if turns is None or turn >= len(turns):
+                held = "none" if turns is None else str(len(turns))
+                raise EngineRejected(f"session {session!r}: turn {turn} asked, the transcript holds {held}")
+            return turns[turn]
+
+        return cls(policy, layout=layout, latency=latency)
+
+    async def generate(
+        self, tokens: TokenIds, sampling: SamplingParams, *, routes_from: int | None, session: str
+    ) -> Completion:
+        """Answer the session's next turn; cut at ``sampling.max_new_tokens``, then with finish ``length``."""
+        started = time.perf_counter()
+        said = tuple(self._policy(session, self._turns[session], tokens))
+        routing = self._routing(routes_from, len(tokens), min(len(said), sampling.max_new_tokens))
+        if self._latency:
+            await asyncio.sleep(self._latency)
+        self._turns[session] += 1
+        self.calls += 1
+        kept = said[: sampling.max_new_tokens]
+        return Completion(
+            tokens=kept,
+            logprobs=(self._logprob,) * len(kept),
+            finish=FinishReason.STOP if len(kept) == len(said) else FinishReason.LENGTH,
+            weight_version=self.weight_version,
+            engine="scripted",
+            routing=routing,
+            cached_tokens=routes_from or 0,
+            seconds=time.perf_counter() - started,
+        )
+
+    def _routing(self, routes_from: int | None, prompt: int, completion: int) -> Routing | None:
+        if routes_from is None:
+            return None
+        if self._layout is None:
+            raise EngineRejected("routes asked of a scripted engine that was given no layout")
+        stop = prompt + completion - 1
+        if not 0 <= routes_from <= prompt:
+            raise EngineRejected(f"routes asked from row {routes_from}, expected one in [0, {prompt}]")
+        experts = scripted_rows(routes_from, max(stop, routes_from), self._layout)
+        self.rows_sent += len(experts)
+        spans: list[Span] = []
+        sampled_from = min(max(prompt - 1 - routes_from, 0), len(experts))
+        for start, end, kind in (
+            (0, sampled_from, SpanKind.PREFILLED),
+            (sampled_from, len(experts), SpanKind.SAMPLED),
+        ):
+            append_span(spans, Span(start, end, self.weight_version, "scripted", kind))
+        return Routing(experts, np.ones(len(experts), dtype=np.bool_), tuple(spans), self._layout.num_experts)
+
+
+def scripted_rows(start: int, stop: int, layout: RouteLayout) -> NDArray[np.unsignedinteger]:
+    """Rows ``start`` to ``stop``, ``[stop - start, moe_layers, top_k]``: distinct experts, and no two rows alike.
+
+    The first expert of each layer is a digit of the row's number in base ``num_experts``, the others follow it; so up
+    to ``num_experts ** moe_layers`` rows can be told apart.
+    """
+    rows = np.arange(start, stop, dtype=np.int64)[:, None, None]
+    # Digits past the 62nd bit are 0 for every row number there is; the clipped power gives just that.
+    powers = [min(layout.num_experts**layer, 1 << 62) for layer in range(len(layout.moe_layer_ids))]
+    digits = rows // np.array(powers, dtype=np.int64)[None, :, None]
+    experts = (digits + np.arange(layout.top_k)[None, None, :]) % layout.num_experts
+    return experts.astype(narrowest_dtype(layout.num_experts))

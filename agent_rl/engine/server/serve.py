@@ -1,0 +1,43 @@
+"""``python serve.py [sglang arguments]``: the SGLang server, tied to the life of whoever started it.
+
+Run as a file by the engine environment's interpreter, which has nothing of this project installed. The server spawns
+child processes; each re-imports this file as its main module, so what the top level installs holds in them too.
+
+Standard input is a pipe whose writing end only the owner holds. When it closes - the owner stopped us or was killed,
+also by SIGKILL - the whole process group is killed: no server outlives its run.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "cpu"))
+    import cpu_shims
+
+    cpu_shims.install()
+
+
+def _die_with_owner() -> None:
+    while os.read(0, 4096):
+        pass
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def main() -> None:
+    """Run sglang's own launcher with the arguments we were given."""
+    if os.getpgrp() != os.getpid():
+        os.setpgrp()  # the group is what gets killed: it must be ours alone
+    threading.Thread(target=_die_with_owner, name="die-with-owner", daemon=True).start()
+    from sglang.launch_server import load_plugins, prepare_server_args, run_server
+
+    load_plugins()
+    run_server(prepare_server_args(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,23 @@
+"""The engine as the loop sees it: one method."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from agent_rl.types import Completion, SamplingParams, TokenIds
+
+
+class Engine(Protocol):
+    """Samples a continuation of ``tokens``. Backends: an SGLang server over HTTP, or a script."""
+
+    async def generate(
+        self, tokens: TokenIds, sampling: SamplingParams, *, routes_from: int | None, session: str
+    ) -> Completion:
+        """Sample after ``tokens``.
+
+        ``routes_from`` is the first row of routes wanted, or None for none; the answer's ``routing`` then has exactly
+        ``len(tokens) + len(completion) - 1 - routes_from`` rows. ``session`` names the episode (keeps it on its
+        engine).
+        Raises one of :mod:`agent_rl.errors`' engine errors once the retry budget is spent.
+        """
+        ...

@@ -1,0 +1,145 @@
+"""The live display of a training run: what step, what reward, what mismatch, how fast, where the time goes.
+
+On a terminal it is one panel that is redrawn; elsewhere each step and stage is a plain line.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+BARS = "▁▂▃▄▅▆▇█"
+SHOWN = (
+    ("reward", "reward/mean", "{:.3f}"),
+    ("turns", "rollout/turns_mean", "{:.1f}"),
+    ("tokens/s", "rollout/tokens_per_second", "{:.0f}"),
+    ("k3-KL replay", "mismatch/k3_kl", "{:.2e}"),
+    ("k3-KL native", "mismatch_native/k3_kl", "{:.2e}"),
+    ("router mismatch", "r3/router_mismatch", "{:.4f}"),
+    ("grad norm", "train/grad_norm", "{:.3f}"),
+    ("entropy", "train/entropy", "{:.3f}"),
+)
+STAGES = ("rollout", "old_logprob", "update", "weight_sync")
+
+
+def sparkline(values: Sequence[float], width: int = 40) -> str:
+    """The last ``width`` values as a line of block characters, scaled between their own extremes."""
+    shown = list(values)[-width:]
+    if not shown:
+        return ""
+    low, high = min(shown), max(shown)
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BARS[round((value - low) * scale)] for value in shown)
+
+
+class Display:
+    """Shows stages and steps as they happen. A context manager; leaving it restores the terminal."""
+
+    def __init__(self, name: str, console: Console | None = None) -> None:
+        self._name = name
+        self._console = console or Console()
+        self._live: Live | None = None
+        self._progress = Progress(
+            TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+        )
+        self._stage: TaskID | None = None
+        self._stage_text = ""
+        self._stage_started = 0.0
+        self._steps: TaskID | None = None
+        self._rows: list[Mapping[str, float]] = []
+        self._facts: dict[str, str] = {}
+
+    def __enter__(self) -> Display:
+        if self._console.is_terminal:
+            self._live = Live(self._render(), console=self._console, refresh_per_second=4)
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def note(self, text: str) -> None:
+        """One line that stays on the screen."""
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def table(self, table: Table) -> None:
+        """A table that stays on the screen."""
+        self._console.print(table)
+
+    def fact(self, name: str, value: str) -> None:
+        """A fact about the run, shown in the panel's head (the engine, the sandbox, Pass@1 ...)."""
+        self._facts[name] = value
+        if self._live is None:
+            self.note(f"{name}: {value}")
+        self._refresh()
+
+    def stage(self, text: str, total: int | None = None) -> None:
+        """A stage begins; ``advance`` moves it on."""
+        self._end_stage()
+        self._stage_text, self._stage_started = text, time.monotonic()
+        self._stage = self._progress.add_task(text, total=total)
+        if self._live is None:
+            self.note(f"[{self._name}] {text} ...")
+        self._refresh()
+
+    def advance(self, count: int = 1) -> None:
+        if self._stage is not None:
+            self._progress.advance(self._stage, count)
+            self._refresh()
+
+    def start_steps(self, done: int, total: int) -> None:
+        self._steps = self._progress.add_task("steps", total=total, completed=done)
+
+    def step(self, step: int, values: Mapping[str, float]) -> None:
+        """A global step is finished."""
+        self._rows.append(values)
+        self._end_stage()
+        if self._steps is not None:
+            self._progress.update(self._steps, completed=step)
+        if self._live is None:
+            figures = "  ".join(f"{label} {form.format(values[key])}" for label, key, form in SHOWN if key in values)
+            self.note(f"[{self._name}] step {step}: {figures}  ({values.get('time/step', 0.0):.1f} s)")
+        self._refresh()
+
+    def _end_stage(self) -> None:
+        if self._stage is not None:
+            self._progress.remove_task(self._stage)
+            self._stage = None
+            if self._live is None:
+                self.note(f"[{self._name}] {self._stage_text}: {time.monotonic() - self._stage_started:.1f} s")
+
+    def _refresh(self) -> None:
+        if self._live is not None:
+            self._live.update(self._render())
+
+    def _render(self) -> RenderableType:
+        parts: list[RenderableType] = [Text("   ".join(f"{name}: {value}" for name, value in self._facts.items()))]
+        if self._rows:
+            parts.append(self._metrics_table())
+            parts.append(Text(self._stage_times()))
+        parts.append(self._progress)
+        return Panel(Group(*parts), title=f"agent-rl · {self._name}", title_align="left")
+
+    def _metrics_table(self) -> Table:
+        table = Table.grid(padding=(0, 2))
+        for label, key, form in SHOWN:
+            values = [row[key] for row in self._rows if key in row]
+            if values:
+                table.add_row(label, form.format(values[-1]), sparkline(values))
+        return table
+
+    def _stage_times(self) -> str:
+        last = self._rows[-1]
+        return "seconds a step   " + "   ".join(
+            f"{stage} {last[f'time/{stage}']:.1f}" for stage in (*STAGES, "step") if f"time/{stage}" in last
+        )

@@ -1,0 +1,136 @@
+"""A model folder's chat template: read and rendered as transformers does, with jinja2 and tokenizers alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from agent_rl.errors import TemplateError
+
+Messages = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatModel:
+    """What rendering needs of a model: its tokenizer, its template's source, its named special tokens (``bos_token``,
+    ...) and the token ids that end its generation."""
+
+    tokenizer: Tokenizer
+    template: str
+    special: Mapping[str, str] = field(default_factory=dict)
+    eos_token_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> ChatModel:
+        """Read a Hugging Face folder. Raises ``TemplateError`` naming the file that is absent or broken."""
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise TemplateError(f"{path}: not there; a fast tokenizer's file is needed")
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # tokenizers raises bare Exception
+            raise TemplateError(f"{path}: not a tokenizer: {error}") from error
+        config = _read_json(folder / "tokenizer_config.json")
+        special = {key: _token_text(value) for key, value in config.items() if key.endswith("_token") and value}
+        return cls(tokenizer, _template_source(folder, config), special, _eos_token_ids(folder))
+
+
+class ChatTemplate:
+    """A compiled template. ``options`` are its own variables, ``enable_thinking`` say."""
+
+    def __init__(self, source: str, special: Mapping[str, str], options: Mapping[str, Any]) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
+        self._variables = {**special, **options}
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise TemplateError(f"the chat template is no valid Jinja: line {error.lineno}: {error.message}") from None
+
+    def render(self, messages: Messages, tools: Tools | None, *, generation_prompt: bool = True) -> str:
+        """The conversation as text. Raises ``TemplateError`` where the template cannot take it."""
+        try:
+            return self._template.render(
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=generation_prompt,
+                **self._variables,
+            )
+        except Exception as error:  # a template can raise what any expression in it raises
+            roles = ", ".join(str(message.get("role")) for message in messages)
+            raise TemplateError(f"the chat template fails on messages of roles {roles}: {error}") from error
+
+
+class _GenerationTag(Extension):
+    """``{% generation %}`` marks assistant text for training masks; here its body is rendered as it stands."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it as an instance variable)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _template_source(folder: Path, config: Mapping[str, Any]) -> str:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    source = config.get("chat_template")
+    if isinstance(source, list):
+        source = {entry["name"]: entry["template"] for entry in source}.get("default")
+    if not isinstance(source, str):
+        raise TemplateError(f"{folder}: no chat template in chat_template.jinja or tokenizer_config.json")
+    return source
+
+
+def _eos_token_ids(folder: Path) -> tuple[int, ...]:
+    """The ids that end a generation: generation_config.json's, else config.json's."""
+    for name in ("generation_config.json", "config.json"):
+        ids = _read_json(folder / name).get("eos_token_id")
+        if ids is not None:
+            return tuple(ids) if isinstance(ids, list) else (int(ids),)
+    return ()
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TemplateError(f"{path}: not valid JSON: {error}") from None
+    return data
+
+
+def _token_text(value: Any) -> str:
+    return str(value["content"]) if isinstance(value, dict) else str(value)
+
+
+def _to_json(value: Any, **options: Any) -> str:
+    """transformers' filter: Jinja's own one escapes HTML and non-ASCII characters."""
+    dumps: Callable[..., str] = json.dumps
+    return dumps(value, **{"ensure_ascii": False, **options})
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)

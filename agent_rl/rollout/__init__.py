@@ -1,0 +1,1 @@
+"""Episodes of an agent and what they leave: trajectories, groups, metrics, records. See docs/rollout.md."""

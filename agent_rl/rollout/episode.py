@@ -1,0 +1,221 @@
+"""One episode: sample a turn, run its tool call, append what came back; until an ending, which is then graded.
+
+Every ending but an infrastructure failure is graded on whatever the agent left behind, submitted or not, as R2E-Gym
+does. Infrastructure failures become a trajectory without a reward; errors that no other episode would escape (missing
+routes, a missing image, no usable sandbox backend, a broken task record) are raised and stop the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+from agent_rl.engine.types import Engine
+from agent_rl.errors import EngineAborted, EngineError, RoutesMissingError
+from agent_rl.rollout.opening import Renderer, open_conversation
+from agent_rl.rollout.settings import RolloutSettings
+from agent_rl.rollout.transcript import Transcript
+from agent_rl.types import Completion, FinishReason, StopReason, Trajectory, Turn
+from envs import Environment, Episode, Grade, GradingError, Task
+from sandbox import ImageMissingError, SandboxError, SandboxUnavailableError
+from tools import ParseFailure, ToolCall, ToolCallFormat, ToolSet
+
+
+async def run_episode(
+    env: Environment,
+    task: Task,
+    engine: Engine,
+    renderer: Renderer,
+    fmt: ToolCallFormat,
+    settings: RolloutSettings,
+) -> Trajectory:
+    """Drive ``task`` to an ending and grade it.
+
+    A sandbox, grading or engine failure is returned as a trajectory whose ``stop.infrastructure`` is True and whose
+    reward is None. Raises RoutesMissingError, ImageMissingError, SandboxUnavailableError and TaskRecordError; being
+    cancelled closes the sandbox first.
+    """
+    return await _Run(env, task, engine, renderer, fmt, settings).run()
+
+
+class _Run:
+    """The state of one running episode."""
+
+    def __init__(
+        self,
+        env: Environment,
+        task: Task,
+        engine: Engine,
+        renderer: Renderer,
+        fmt: ToolCallFormat,
+        settings: RolloutSettings,
+    ) -> None:
+        self.env, self.task, self.engine = env, task, engine
+        self.renderer, self.fmt, self.settings = renderer, fmt, settings
+        self.session = f"{task.id}-{uuid.uuid4().hex[:12]}"
+        self.started = time.perf_counter()
+        self.transcript = Transcript((), max_tokens=settings.max_tokens, routes=False)
+        self.messages: list[Mapping[str, str]] = []
+        self.turns: list[dict[str, Any]] = []  # the fields of Turn: frozen at the end, since a turn may be cut short
+        self.parse_failures_in_a_row = 0
+        self.grade_seconds = 0.0
+
+    async def run(self) -> Trajectory:
+        try:
+            async with self._started_episode() as episode:
+                tools = episode.tools
+                self._open(episode, tools)
+                stop = await self._act(tools)
+                return self._trajectory(stop, await self._grade(episode))
+        except (RoutesMissingError, ImageMissingError, SandboxUnavailableError):
+            raise
+        except EngineError as error:
+            return self._trajectory(StopReason.ENGINE_FAILURE, None, error)
+        except (SandboxError, GradingError) as error:
+            return self._trajectory(StopReason.SANDBOX_FAILURE, None, error)
+
+    @asynccontextmanager
+    async def _started_episode(self) -> AsyncIterator[Episode]:
+        async with AsyncExitStack() as stack:
+            async with _bounded(self.settings.start_timeout, "starting the task"):
+                episode = await stack.enter_async_context(self.env.start(self.task))
+            yield episode
+
+    def _open(self, episode: Episode, tools: ToolSet) -> None:
+        self.messages, opening = open_conversation(
+            self.renderer,
+            self.fmt,
+            episode.messages,
+            tools.schemas(),
+            describe_tools=self.settings.describe_tools,
+        )
+        self.transcript = Transcript(opening, max_tokens=self.settings.max_tokens, routes=self.settings.routes)
+
+    async def _act(self, tools: ToolSet) -> StopReason:
+        limit = asyncio.timeout(self.settings.time_limit)
+        try:
+            async with limit:
+                for _ in range(self.settings.max_turns):
+                    if stop := await self._turn(tools):
+                        return stop
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            return StopReason.TIME_LIMIT
+        return StopReason.MAX_TURNS
+
+    async def _turn(self, tools: ToolSet) -> StopReason | None:
+        """Sample, call, observe; the ending if there is one."""
+        if self.transcript.room < 1:
+            return StopReason.CONTEXT_FULL
+        completion = await self._sample()
+        parsed = self.fmt.parse(self.turns[-1]["text"])
+        observation, stop = await self._answer(tools, parsed)
+        return stop or self._observe(observation, completion)
+
+    async def _sample(self) -> Completion:
+        started = time.perf_counter()
+        prompt_tokens = len(self.transcript.tokens)
+        sampling = self.settings.sampling(self.transcript.room, self.renderer.stop_token_ids)
+        completion = await self.engine.generate(
+            self.transcript.tokens, sampling, routes_from=self.transcript.routes_from, session=self.session
+        )
+        if completion.finish is FinishReason.ABORT:
+            raise EngineAborted(f"engine {completion.engine} aborted turn {len(self.turns) + 1} of {self.session}")
+        self.transcript.sampled(completion)
+        text = self.renderer.decode(completion.tokens)
+        self.messages.append({"role": "assistant", "content": text})
+        self.turns.append(
+            {
+                "text": text,
+                "tool": None,
+                "arguments": {},
+                "parse_failure": None,
+                "observation": "",
+                "prompt_tokens": prompt_tokens,
+                "completion_tokens": len(completion.tokens),
+                "observation_tokens": 0,
+                "cached_tokens": completion.cached_tokens,
+                "weight_version": completion.weight_version,
+                "generate_seconds": time.perf_counter() - started,
+                "tool_seconds": 0.0,
+            }
+        )
+        return completion
+
+    async def _answer(self, tools: ToolSet, parsed: ToolCall | ParseFailure) -> tuple[str, StopReason | None]:
+        """What the agent is shown next, and the ending if its call, or the lack of one, was the last."""
+        if isinstance(parsed, ParseFailure):
+            self.parse_failures_in_a_row += 1
+            self._note(parse_failure=parsed.reason, observation=parsed.reason)
+            ended = self.parse_failures_in_a_row >= self.settings.max_parse_failures
+            return parsed.reason, StopReason.PARSE_FAILURES if ended else None
+        self.parse_failures_in_a_row = 0
+        self._note(tool=parsed.name, arguments=dict(parsed.arguments))
+        started = time.perf_counter()
+        try:
+            result = await tools.call(parsed)
+        finally:
+            self._note(tool_seconds=time.perf_counter() - started)
+        self._note(observation=result.text)
+        return result.text, StopReason.SUBMITTED if result.submitted else None
+
+    def _observe(self, text: str, completion: Completion) -> StopReason | None:
+        """Append the observation, or end the episode where it leaves no room to answer it."""
+        stop_included = completion.tokens[-1:] and completion.tokens[-1] in self.renderer.stop_token_ids
+        tokens = self.renderer.observation(text, stop_included=bool(stop_included))
+        self.messages.append({"role": "tool", "content": text})
+        self._note(observation_tokens=len(tokens))
+        if len(tokens) >= self.transcript.room:
+            return StopReason.CONTEXT_FULL
+        self.transcript.observed(tokens)
+        return None
+
+    def _note(self, **fields: object) -> None:
+        self.turns[-1].update(fields)
+
+    async def _grade(self, episode: Episode) -> Grade:
+        started = time.perf_counter()
+        async with _bounded(self.settings.grade_timeout, "grading"):
+            grade = await episode.grade()
+        self.grade_seconds = time.perf_counter() - started
+        return grade
+
+    def _trajectory(self, stop: StopReason, grade: Grade | None, error: Exception | None = None) -> Trajectory:
+        tokens, loss_mask, logprobs, routing = self.transcript.arrays()
+        return Trajectory(
+            task_id=self.task.id,
+            env=self.task.env,
+            tokens=tokens,
+            loss_mask=loss_mask,
+            logprobs=logprobs,
+            routing=routing,
+            stop=stop,
+            reward=grade.reward if grade else None,
+            resolved=grade.resolved if grade else False,
+            turns=tuple(Turn(**fields) for fields in self.turns),
+            messages=tuple(self.messages),
+            weight_versions=self.transcript.weight_versions,
+            patch=grade.patch if grade else "",
+            error=f"{type(error).__name__}: {error}" if error else "",
+            suspected_hack=tuple(grade.suspected_hack) if grade else (),
+            seconds=time.perf_counter() - self.started,
+            grade_seconds=self.grade_seconds,
+        )
+
+
+@asynccontextmanager
+async def _bounded(seconds: float, what: str) -> AsyncIterator[None]:
+    """Turn passing ``seconds`` into a SandboxError."""
+    limit = asyncio.timeout(seconds)
+    try:
+        async with limit:
+            yield
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise SandboxError(f"{what} took longer than {seconds:g} s") from error

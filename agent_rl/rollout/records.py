@@ -1,0 +1,151 @@
+"""Trajectories on disk: ``trajectories/step-NNNNNN.jsonl``, one row a trajectory, and their arrays beside it.
+
+A row holds what a person reads (messages, tool calls, times, reward, ending) and refers to its arrays in
+``step-NNNNNN.safetensors`` by key: ``<key>/tokens``, ``<key>/loss_mask``, ``<key>/logprobs``, ``<key>/experts``,
+``<key>/present``. The arrays are in place before the rows are, so a step whose JSONL exists is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from agent_rl.errors import AgentRlError
+from agent_rl.observe.files import write_atomic
+from agent_rl.types import Group, StopReason, Trajectory, Turn
+from r3.routing import Routing, Span, SpanKind
+
+FOLDER = "trajectories"
+_PLAIN = ("task_id", "env", "reward", "resolved", "patch", "error", "seconds", "grade_seconds")
+
+
+def write_trajectories(run_dir: Path, step: int, groups: Sequence[Group], *, routes: bool = True) -> Path:
+    """Write the groups of ``step`` and return the JSONL's path. ``routes`` False leaves the routes out (they are most
+    of the bytes). Blocks on the disk: call it in a thread from an event loop."""
+    path = _path(run_dir, step)
+    members = [(index, group, t) for index, group in enumerate(groups) for t in group.trajectories]
+    arrays: dict[str, NDArray] = {}
+    rows: list[dict[str, Any]] = []
+    for number, (index, group, trajectory) in enumerate(members):
+        key = f"{number:05d}"
+        arrays |= _arrays(key, trajectory, routes)
+        rows.append(_row(trajectory, index, group, key, routes))
+    # Not orjson: a model may write integers over 64 bits and lone surrogates, which it refuses.
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    path.unlink(missing_ok=True)  # rows of a step done before must not be read with the new arrays
+    _save_arrays(path.with_suffix(".safetensors"), arrays)
+    write_atomic(path, lines)
+    return path
+
+
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a step's JSONL as they stand, without arrays."""
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            yield json.loads(line)
+
+
+def read_trajectories(run_dir: Path, step: int) -> tuple[Group, ...]:
+    """The groups of ``step`` as they were written. Raises AgentRlError where rows or arrays are absent."""
+    path = _path(run_dir, step)
+    arrays = path.with_suffix(".safetensors")
+    for file in (path, arrays):
+        if not file.is_file():
+            raise AgentRlError(f"{file}: no trajectories of step {step} there")
+    members: dict[int, list[Trajectory]] = {}
+    failures: dict[int, int] = {}
+    tasks: dict[int, str] = {}
+    with safe_open(arrays, framework="numpy") as tensors:
+        for row in read_rows(path):
+            index = row["group"]["index"]
+            members.setdefault(index, []).append(_trajectory(row, tensors))
+            failures[index], tasks[index] = row["group"]["infrastructure_failures"], row["task_id"]
+    return tuple(Group(tasks[index], tuple(members[index]), failures[index]) for index in members)
+
+
+def steps_on_disk(run_dir: Path) -> list[int]:
+    """The steps that have trajectories, in order."""
+    return sorted(int(path.stem.removeprefix("step-")) for path in (run_dir / FOLDER).glob("step-*.jsonl"))
+
+
+def _path(run_dir: Path, step: int) -> Path:
+    return run_dir / FOLDER / f"step-{step:06d}.jsonl"
+
+
+def _row(trajectory: Trajectory, index: int, group: Group, key: str, routes: bool) -> dict[str, Any]:
+    routing = trajectory.routing if routes else None
+    return {
+        **{name: getattr(trajectory, name) for name in _PLAIN},
+        "group": {"index": index, "infrastructure_failures": group.infrastructure_failures},
+        "stop": trajectory.stop.value,
+        "weight_versions": trajectory.weight_versions,
+        "suspected_hack": trajectory.suspected_hack,
+        "messages": [dict(message) for message in trajectory.messages],
+        "turns": [asdict(turn) for turn in trajectory.turns],
+        "arrays": {"key": key, "tokens": len(trajectory.tokens), "routing": _routing_row(routing)},
+    }
+
+
+def _routing_row(routing: Routing | None) -> dict[str, Any] | None:
+    if routing is None:
+        return None
+    spans = [[s.start, s.stop, s.weight_version, s.engine, s.kind.value] for s in routing.spans]
+    return {"num_experts": routing.num_experts, "spans": spans}
+
+
+def _arrays(key: str, trajectory: Trajectory, routes: bool) -> dict[str, NDArray]:
+    arrays: dict[str, NDArray] = {
+        f"{key}/tokens": trajectory.tokens,
+        f"{key}/loss_mask": trajectory.loss_mask,
+        f"{key}/logprobs": trajectory.logprobs,
+    }
+    if routes and trajectory.routing is not None:
+        arrays[f"{key}/experts"] = trajectory.routing.experts
+        arrays[f"{key}/present"] = trajectory.routing.present
+    # safetensors writes an array's buffer as it lies in memory, strides ignored.
+    return {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+
+
+def _save_arrays(path: Path, arrays: Mapping[str, NDArray]) -> None:
+    """As :func:`write_atomic`, without the bytes of a whole step in memory a second time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        save_file(dict(arrays), temporary)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _trajectory(row: Mapping[str, Any], tensors: Any) -> Trajectory:
+    key, routing = row["arrays"]["key"], row["arrays"]["routing"]
+    return Trajectory(
+        **{name: row[name] for name in _PLAIN},
+        tokens=tensors.get_tensor(f"{key}/tokens"),
+        loss_mask=tensors.get_tensor(f"{key}/loss_mask"),
+        logprobs=tensors.get_tensor(f"{key}/logprobs"),
+        routing=_routing(routing, key, tensors) if routing else None,
+        stop=StopReason(row["stop"]),
+        turns=tuple(Turn(**turn) for turn in row["turns"]),
+        messages=tuple(row["messages"]),
+        weight_versions=tuple(row["weight_versions"]),
+        suspected_hack=tuple(row["suspected_hack"]),
+    )
+
+
+def _routing(row: Mapping[str, Any], key: str, tensors: Any) -> Routing:
+    spans = tuple(Span(start, stop, version, by, SpanKind(kind)) for start, stop, version, by, kind in row["spans"])
+    return Routing(
+        tensors.get_tensor(f"{key}/experts"), tensors.get_tensor(f"{key}/present"), spans, row["num_experts"]
+    )

@@ -1,0 +1,96 @@
+"""Policies without a model, gold and no-op, driven through the same episode loop as a model's.
+
+A solver is a list of tool calls a task. They are written in a real tool-call format, turned into tokens (UTF-8 bytes),
+"sampled" by a scripted engine, parsed, and run by the environment's own tools in its own sandbox; then the episode is
+graded. So a gold solver that fails means a fault of the environment, the tools, the sandbox or the grading.
+"""
+
+from __future__ import annotations
+
+import base64
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from agent_rl.engine.scripted import ScriptedEngine
+from agent_rl.errors import UserError
+from agent_rl.rollout.episode import run_episode
+from agent_rl.rollout.group import EpisodeRunner
+from agent_rl.rollout.settings import RolloutSettings
+from agent_rl.types import TokenIds, Trajectory
+from envs import Environment, Task
+from tools import ToolCall
+from tools.formats import tool_format
+
+Solver = Callable[[Environment, Task], Sequence[ToolCall]]
+
+PATCH_CHUNK = 90_000
+"""Base64 characters a call: Linux takes at most 128 KiB in one argument of a command."""
+
+_PATCH_FILE = ".git/solver-patch.b64"
+
+
+def noop(env: Environment, task: Task) -> Sequence[ToolCall]:
+    """Submits at once: what a task's tests must not accept."""
+    return [ToolCall("finish", {"command": "submit"})]
+
+
+def gold(env: Environment, task: Task) -> Sequence[ToolCall]:
+    """Applies the task's true fix with ``git apply`` and submits.
+
+    The patch goes through as base64 in a file under ``.git``, which no shell quoting, tool-call format or diff of the
+    working tree can touch. Raises UserError for a task without a gold patch.
+    """
+    patch = env.gold(task)
+    if not patch:
+        raise UserError(f"task {task.id}: environment {env.name!r} has no gold patch of it")
+    encoded = base64.b64encode(patch.encode()).decode()
+    chunks = [encoded[start : start + PATCH_CHUNK] for start in range(0, len(encoded), PATCH_CHUNK)]
+    writes = [f"printf %s {shlex.quote(chunk)} >> {_PATCH_FILE}" for chunk in chunks]
+    apply = f"base64 -d {_PATCH_FILE} | git apply --whitespace=nowarn && rm {_PATCH_FILE}"
+    return [*(ToolCall("execute_bash", {"cmd": cmd}) for cmd in [*writes, apply]), *noop(env, task)]
+
+
+SOLVERS: Mapping[str, Solver] = {"gold": gold, "noop": noop}
+
+
+def solver_runner(env: Environment, solver: str | Solver, settings: RolloutSettings) -> EpisodeRunner:
+    """Runs one episode of a task with ``solver``, "gold", "noop" or one of your own.
+
+    Of ``settings`` the times hold; a solver has no context to fill and as many turns as it has calls. Raises UserError
+    for an unknown name.
+    """
+    if isinstance(solver, str) and solver not in SOLVERS:
+        raise UserError(f"solver {solver!r}: there are {', '.join(SOLVERS)}")
+    solve = SOLVERS[solver] if isinstance(solver, str) else solver
+    renderer, fmt = ByteRenderer(), tool_format("hermes")
+    limits = replace(settings, max_tokens=1 << 30, max_new_tokens=1 << 20, describe_tools=False, routes=False)
+
+    async def run(task: Task) -> Trajectory:
+        calls = solve(env, task)
+        turns = [renderer.encode(fmt.render(call)) for call in calls]
+        engine = ScriptedEngine(lambda session, turn, tokens: turns[turn])
+        return await run_episode(env, task, engine, renderer, fmt, replace(limits, max_turns=len(turns)))
+
+    return run
+
+
+class ByteRenderer:
+    """Text as UTF-8 bytes, one token a byte, and one stop token: no tokenizer, no template, nothing to download."""
+
+    STOP = 256
+    stop_token_ids = (STOP,)
+
+    def opening(self, messages: Sequence[Mapping[str, str]], tools: Sequence[Mapping[str, Any]] | None) -> list[int]:
+        return [token for message in messages for token in self.encode(message["content"])]
+
+    def observation(self, text: str, *, stop_included: bool) -> list[int]:
+        return list(text.encode()) if stop_included else [self.STOP, *text.encode()]
+
+    def encode(self, text: str) -> list[int]:
+        """``text`` and the stop token after it: a whole turn."""
+        return [*text.encode(), self.STOP]
+
+    def decode(self, tokens: TokenIds) -> str:
+        return bytes(token for token in tokens if token < self.STOP).decode("utf-8", errors="replace")

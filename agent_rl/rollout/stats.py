@@ -1,0 +1,68 @@
+"""Metrics of one rollout. The names are listed in docs/rollout.md."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+
+from agent_rl.rollout.group import Rollout
+from agent_rl.types import Group, StopReason, Trajectory
+
+
+def rollout_metrics(rollout: Rollout) -> dict[str, float]:
+    """The metrics of one global step's groups; empty where every group was dropped."""
+    trajectories = [trajectory for group in rollout.groups for trajectory in group.trajectories]
+    failures = sum(g.infrastructure_failures for g in rollout.groups) + sum(len(d.errors) for d in rollout.dropped)
+    metrics: dict[str, float] = {
+        "rollout/infrastructure_failures": failures,
+        "rollout/groups_dropped": len(rollout.dropped),
+    }
+    if not trajectories:
+        return metrics
+    return metrics | _reward_metrics(rollout.groups, trajectories) | _work_metrics(rollout, trajectories)
+
+
+def _reward_metrics(groups: Sequence[Group], trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    rewards = [reward_of(trajectory) for trajectory in trajectories]
+    uniform = [len({reward_of(t) for t in group.trajectories}) == 1 for group in groups]
+    return {
+        "reward/mean": statistics.fmean(rewards),
+        "reward/std": statistics.pstdev(rewards),
+        "reward/pass_rate": _mean(trajectory.resolved for trajectory in trajectories),
+        "reward/groups_uniform": _mean(uniform),
+        "rollout/suspected_hacks": sum(bool(trajectory.suspected_hack) for trajectory in trajectories),
+    }
+
+
+def _work_metrics(rollout: Rollout, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    sampled = sum(turn.completion_tokens for turn in turns)
+    tokens = sum(len(trajectory.tokens) for trajectory in trajectories)
+    metrics = {
+        "rollout/trajectories": float(len(trajectories)),
+        "rollout/turns_mean": len(turns) / len(trajectories),
+        "rollout/tokens_mean": tokens / len(trajectories),
+        "rollout/sampled_tokens_mean": sampled / len(trajectories),
+        "rollout/tokens_per_second": tokens / rollout.seconds,
+        "rollout/sampled_tokens_per_second": sampled / rollout.seconds,
+        "rollout/parse_failures": float(sum(turn.parse_failure is not None for turn in turns)),
+        "rollout/generate_seconds_mean": _mean(turn.generate_seconds for turn in turns),
+        "rollout/tool_seconds_mean": _mean(turn.tool_seconds for turn in turns),
+        "rollout/grade_seconds_mean": _mean(trajectory.grade_seconds for trajectory in trajectories),
+    }
+    for reason in StopReason:
+        if not reason.infrastructure:
+            metrics[f"rollout/stop/{reason}"] = _mean(trajectory.stop is reason for trajectory in trajectories)
+    return metrics
+
+
+def reward_of(trajectory: Trajectory) -> float:
+    """The reward of a trajectory in a group. Raises ValueError where it has none: such a one must not get there."""
+    if trajectory.reward is None:
+        raise ValueError(f"a trajectory of {trajectory.task_id} ({trajectory.stop}) is in a group without a reward")
+    return trajectory.reward
+
+
+def _mean(values: Iterable[float]) -> float:
+    values = list(values)
+    return statistics.fmean(values) if values else 0.0

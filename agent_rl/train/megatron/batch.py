@@ -1,0 +1,89 @@
+"""Packed micro-batches as the model takes them, and what a pass gives back. Imports torch, not megatron.
+
+A worked example, two sequences of 3 and 2 tokens (T = 5)::
+
+    tokens        a b c x y
+    position_ids  0 1 2 0 1
+    cu_seqlens    0 3 5
+    logprobs      0 b c 0 y      of the token itself given those before it; the first of a sequence has none
+    routes        a b c x y      row i: experts used when token i was the input
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedBatch:
+    """Sequences laid end to end.
+
+    ``tokens`` and ``position_ids`` int64 ``[T]``, ``cu_seqlens`` int32 ``[n + 1]`` from 0 to T. ``extras`` are the loss
+    function's own tensors by name; the model only moves them to its device.
+    """
+
+    tokens: Tensor
+    position_ids: Tensor
+    cu_seqlens: Tensor
+    extras: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        lengths = self.cu_seqlens.diff()
+        if self.tokens.ndim != 1 or self.tokens.shape != self.position_ids.shape:
+            raise ValueError(
+                f"tokens {tuple(self.tokens.shape)} and position_ids {tuple(self.position_ids.shape)} are not both [T]"
+            )
+        if self.cu_seqlens[0] != 0 or self.cu_seqlens[-1] != len(self.tokens) or bool((lengths <= 0).any()):
+            raise ValueError(f"cu_seqlens {self.cu_seqlens.tolist()} do not rise from 0 to {len(self.tokens)}")
+
+    @classmethod
+    def from_sequences(
+        cls, sequences: Sequence[Sequence[int] | Tensor], extras: Mapping[str, Tensor] | None = None
+    ) -> PackedBatch:
+        """Lay ``sequences`` of token ids end to end; ``extras`` are already packed, ``[T, ...]``."""
+        parts = [torch.as_tensor(sequence, dtype=torch.int64) for sequence in sequences]
+        lengths = torch.tensor([0, *(len(part) for part in parts)], dtype=torch.int32)
+        positions = torch.cat([torch.arange(len(part)) for part in parts])
+        return cls(torch.cat(parts), positions, lengths.cumsum(0, dtype=torch.int32), dict(extras or {}))
+
+    def to(self, device: torch.device) -> PackedBatch:
+        """The batch on ``device``."""
+        return PackedBatch(
+            self.tokens.to(device),
+            self.position_ids.to(device),
+            self.cu_seqlens.to(device),
+            {name: tensor.to(device) for name, tensor in self.extras.items()},
+        )
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedRoutes:
+    """Routes of a packed batch: ``experts`` ``[T, moe_layers, top_k]`` of integers, ``present`` bool ``[T]``."""
+
+    experts: Tensor
+    present: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PassOutput:
+    """What a forward pass gives: ``logprobs`` and ``entropy`` float32 ``[T]``, ``routes`` int16 as in PackedRoutes.
+
+    Entry i belongs to the distribution token i was drawn from; it is 0 for the first token of a sequence.
+    ``entropy`` is detached.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor | None = None
+    routes: Tensor | None = None
+
+
+LossFn = Callable[[Tensor, Tensor | None, PackedBatch], tuple[Tensor, dict[str, Any]]]
+"""``(logprobs, entropy, batch) -> (loss, metrics)``; losses are summed over micro-batches and data ranks."""

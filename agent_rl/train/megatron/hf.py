@@ -1,0 +1,294 @@
+"""Hugging Face checkpoints of Qwen3 and Qwen3-MoE: which tensor is which parameter, reading, exporting, writing.
+
+Every parameter of this rank is a :class:`Slot`: the Hugging Face names it is made of and how it is cut. Reading takes
+the cut out of the full tensors; exporting gathers the cuts over tensor or expert ranks, then passes the tensors of
+every pipeline stage on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from agent_rl.errors import ConfigError
+from agent_rl.train.megatron.parallel import Ranks
+from agent_rl.train.megatron.shape import ModelShape
+
+_SHARD_BYTES = 4 << 30
+
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+class Cut(Enum):
+    """How a parameter is made of Hugging Face tensors and cut over ranks."""
+
+    WHOLE = "the same on every tensor rank"
+    ROWS = "cut along axis 0 over tensor ranks"
+    COLUMNS = "cut along axis 1 over tensor ranks"
+    QKV = "query, key and value interleaved by key-value group, cut along axis 0"
+    GATE_UP = "gate over up, each cut along axis 0"
+    EXPERTS_GATE_UP = "stacked over this rank's experts, gate over up"
+    EXPERTS_DOWN = "stacked over this rank's experts"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slot:
+    """A parameter and the Hugging Face names of what it holds (of all experts, on every expert rank)."""
+
+    parameter: Tensor
+    names: tuple[str, ...]
+    cut: Cut
+
+
+def slots(model: Any, shape: ModelShape) -> Iterator[Slot]:
+    """The slots of a (bare) GPT model's parameters on this rank. A tied output copy has the embedding's name."""
+    for name, parameter in model.named_parameters():
+        if name.startswith("decoder.layers."):
+            _, _, local, rest = name.split(".", 3)
+            layer = model.decoder.layers[int(local)].layer_number - 1
+            names, cut = _layer_slot(rest, shape)
+            yield Slot(parameter, tuple(f"model.layers.{layer}.{part}" for part in names), cut)
+        elif name == "decoder.final_layernorm.weight":
+            yield Slot(parameter, ("model.norm.weight",), Cut.WHOLE)
+        elif name == "output_layer.weight" and not shape.tied:
+            yield Slot(parameter, ("lm_head.weight",), Cut.ROWS)
+        elif name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+            yield Slot(parameter, (EMBEDDING,), Cut.ROWS)
+        else:
+            raise ConfigError(f"parameter {name} has no Hugging Face name")
+
+
+_LAYER_SLOTS: dict[str, tuple[tuple[str, ...], Cut]] = {
+    "input_layernorm.weight": (("input_layernorm.weight",), Cut.WHOLE),
+    "pre_mlp_layernorm.weight": (("post_attention_layernorm.weight",), Cut.WHOLE),
+    "self_attention.q_layernorm.weight": (("self_attn.q_norm.weight",), Cut.WHOLE),
+    "self_attention.k_layernorm.weight": (("self_attn.k_norm.weight",), Cut.WHOLE),
+    "self_attention.linear_qkv.weight": (tuple(f"self_attn.{part}_proj.weight" for part in "qkv"), Cut.QKV),
+    "self_attention.linear_proj.weight": (("self_attn.o_proj.weight",), Cut.COLUMNS),
+    "mlp.router.weight": (("mlp.gate.weight",), Cut.WHOLE),
+    "mlp.linear_fc1.weight": (("mlp.gate_proj.weight", "mlp.up_proj.weight"), Cut.GATE_UP),
+    "mlp.linear_fc2.weight": (("mlp.down_proj.weight",), Cut.COLUMNS),
+}
+
+
+def _layer_slot(name: str, shape: ModelShape) -> tuple[tuple[str, ...], Cut]:
+    experts = range(shape.config.get("num_experts", 0))
+    if name == "mlp.experts.weight1":
+        parts = ("gate_proj", "up_proj")
+        return tuple(f"mlp.experts.{e}.{part}.weight" for e in experts for part in parts), Cut.EXPERTS_GATE_UP
+    if name == "mlp.experts.weight2":
+        return tuple(f"mlp.experts.{e}.down_proj.weight" for e in experts), Cut.EXPERTS_DOWN
+    if name not in _LAYER_SLOTS:
+        raise ConfigError(f"layer parameter {name} has no Hugging Face name")
+    return _LAYER_SLOTS[name]
+
+
+@torch.no_grad()
+def load_weights(model: Any, shape: ModelShape, folder: Path, ranks: Ranks) -> None:
+    """Fill this rank's parameters from the safetensors in ``folder``. Raises ConfigError naming a missing tensor."""
+    with _Reader(folder) as reader:
+        for slot in slots(model, shape):
+            local = _to_local(slot, reader, shape, ranks)
+            if local.shape != slot.parameter.shape:
+                raise ConfigError(
+                    f"{folder}: {slot.names[0]} gives {tuple(local.shape)}, the config says "
+                    f"{tuple(slot.parameter.shape)}"
+                )
+            slot.parameter.copy_(local)
+
+
+def _to_local(slot: Slot, reader: _Reader, shape: ModelShape, ranks: Ranks) -> Tensor:
+    names, size, rank = slot.names, ranks.tensor_size, ranks.tensor_rank
+    match slot.cut:
+        case Cut.WHOLE:
+            return reader[names[0]]
+        case Cut.ROWS:
+            return reader[names[0]].chunk(size)[rank]
+        case Cut.COLUMNS:
+            return reader[names[0]].chunk(size, dim=1)[rank]
+        case Cut.GATE_UP:
+            return torch.cat([reader[name].chunk(size)[rank] for name in names])
+        case Cut.QKV:
+            groups = shape.config["num_key_value_heads"]
+            parts = [reader[name].unflatten(0, (groups, -1)) for name in names]
+            return torch.cat(parts, dim=1).flatten(0, 1).chunk(size)[rank]
+        case Cut.EXPERTS_GATE_UP:
+            mine = _share(names, ranks)
+            return torch.stack([torch.cat((reader[g], reader[u])) for g, u in zip(mine[::2], mine[1::2], strict=True)])
+        case Cut.EXPERTS_DOWN:
+            return torch.stack([reader[name] for name in _share(names, ranks)])
+
+
+def _share(names: tuple[str, ...], ranks: Ranks) -> tuple[str, ...]:
+    size = len(names) // ranks.expert_size
+    return names[ranks.expert_rank * size : (ranks.expert_rank + 1) * size]
+
+
+def export_weights(model: Any, shape: ModelShape, ranks: Ranks) -> Iterator[tuple[str, Tensor]]:
+    """Every Hugging Face name with its full tensor. Collective; tensors are yielded on rank 0 alone.
+
+    A tied output projection is written out as ``lm_head.weight``: SGLang's Qwen3-MoE never ties, and without it would
+    answer with uniform probabilities.
+    """
+    group = parallel_state.get_pipeline_model_parallel_group()
+    mine = [slot for slot in slots(model, shape) if not _is_tied_copy(slot, ranks)]
+    plans: list[Any] = [None] * ranks.pipeline_size
+    plan = [(slot.names, _full_shape(slot, ranks), slot.parameter.dtype) for slot in mine]
+    torch.distributed.all_gather_object(plans, plan, group=group)
+    for stage, entries in enumerate(plans):
+        for index, (names, full_shape, dtype) in enumerate(entries):
+            if stage == ranks.pipeline_rank:
+                full = _to_full(mine[index], ranks)
+            else:
+                full = torch.empty(full_shape, dtype=dtype, device=mine[0].parameter.device)
+            if ranks.pipeline_size > 1:
+                torch.distributed.broadcast(full, torch.distributed.get_global_rank(group, stage), group=group)
+            if ranks.rank == 0:
+                yield from zip(names, _split(names, full, shape), strict=True)
+                if shape.tied and names == (EMBEDDING,):
+                    yield "lm_head.weight", full.clone()
+
+
+def _is_tied_copy(slot: Slot, ranks: Ranks) -> bool:
+    return slot.names == (EMBEDDING,) and ranks.pipeline_rank > 0
+
+
+def _full_shape(slot: Slot, ranks: Ranks) -> tuple[int, ...]:
+    sizes = list(slot.parameter.shape)
+    if slot.cut in (Cut.EXPERTS_GATE_UP, Cut.EXPERTS_DOWN):
+        sizes[0] *= ranks.expert_size
+    elif slot.cut is Cut.COLUMNS:
+        sizes[1] *= ranks.tensor_size
+    elif slot.cut is not Cut.WHOLE:
+        sizes[0] *= ranks.tensor_size
+    return tuple(sizes)
+
+
+@torch.no_grad()
+def _to_full(slot: Slot, ranks: Ranks) -> Tensor:
+    """The parameter with the cuts of all tensor or expert ranks put together, in Megatron's arrangement."""
+    local = slot.parameter.detach().contiguous()
+    if slot.cut in (Cut.EXPERTS_GATE_UP, Cut.EXPERTS_DOWN):
+        return torch.cat(_gather(local, parallel_state.get_expert_model_parallel_group()))
+    if slot.cut is Cut.WHOLE:
+        return local
+    parts = _gather(local, parallel_state.get_tensor_model_parallel_group())
+    if slot.cut is Cut.COLUMNS:
+        return torch.cat(parts, dim=1).contiguous()
+    if slot.cut is Cut.GATE_UP:
+        return torch.cat([part.chunk(2)[half] for half in (0, 1) for part in parts])
+    return torch.cat(parts)
+
+
+def _gather(local: Tensor, group: Any) -> list[Tensor]:
+    if group.size() == 1:
+        return [local]
+    parts = [torch.empty_like(local) for _ in range(group.size())]
+    torch.distributed.all_gather(parts, local, group=group)
+    return parts
+
+
+def _split(names: tuple[str, ...], full: Tensor, shape: ModelShape) -> Iterable[Tensor]:
+    """The Hugging Face tensors, in the order of ``names``, out of a full parameter."""
+    parts = [name.rsplit(".", 2)[1] for name in names[:3]]
+    if parts == ["q_proj", "k_proj", "v_proj"]:
+        groups = shape.config["num_key_value_heads"]
+        per_group = shape.config["num_attention_heads"] // groups
+        widths = [width * shape.head_dim for width in (per_group, 1, 1)]
+        return [part.flatten(0, 1) for part in full.unflatten(0, (groups, -1)).split(widths, dim=1)]
+    if full.ndim == 3:
+        return [piece for expert in full for piece in expert.chunk(len(names) // len(full))]
+    return full.chunk(len(names))
+
+
+class _Reader:
+    """Tensors of a checkpoint folder by name, from one safetensors file or many."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise ConfigError(f"{folder}: holds no *.safetensors file")
+        self._files = [safe_open(file, framework="pt", device="cpu") for file in files]
+
+    def __enter__(self) -> _Reader:
+        self._handles = [file.__enter__() for file in self._files]
+        self._where = {name: handle for handle in self._handles for name in handle.keys()}  # noqa: SIM118
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for file in self._files:
+            file.__exit__(*error)
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._where:
+            raise ConfigError(f"{self._folder}: the checkpoint has no tensor {name}")
+        tensor: Tensor = self._where[name].get_tensor(name)
+        return tensor
+
+
+def write_checkpoint(weights: Iterable[tuple[str, Tensor]], source: Path, folder: Path, dtype: torch.dtype) -> None:
+    """Write ``weights`` as safetensors beside the other files of ``source``; the folder appears whole or not at all."""
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    for file in source.iterdir():
+        if file.is_file() and ".safetensors" not in file.name and file.suffix not in (".bin", ".pt"):
+            shutil.copy2(file, partial / file.name)
+    _write_shards(weights, partial, dtype)
+    if folder.exists():
+        old = folder.with_name(f".{folder.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        os.rename(folder, old)
+        os.rename(partial, folder)
+        shutil.rmtree(old)
+    else:
+        os.rename(partial, folder)
+
+
+def _write_shards(weights: Iterable[tuple[str, Tensor]], folder: Path, dtype: torch.dtype) -> None:
+    shards: list[list[str]] = []
+    held: dict[str, Tensor] = {}
+    total = size = 0
+
+    def flush() -> None:
+        save_file(held, folder / f"part-{len(shards)}.safetensors", metadata={"format": "pt"})
+        shards.append(list(held))
+        held.clear()
+
+    for name, tensor in weights:
+        held[name] = tensor.to(device="cpu", dtype=dtype, copy=True).contiguous()
+        size += held[name].nbytes
+        total += held[name].nbytes
+        if size >= _SHARD_BYTES:
+            flush()
+            size = 0
+    if held:
+        flush()
+    _name_shards(folder, shards, total)
+
+
+def _name_shards(folder: Path, shards: list[list[str]], total: int) -> None:
+    if len(shards) == 1:
+        os.rename(folder / "part-0.safetensors", folder / "model.safetensors")
+        return
+    index: dict[str, str] = {}
+    for number, names in enumerate(shards):
+        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        os.rename(folder / f"part-{number}.safetensors", folder / file)
+        index |= dict.fromkeys(names, file)
+    text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2)
+    (folder / "model.safetensors.index.json").write_text(text)

@@ -1,0 +1,168 @@
+"""The policy as the trainer sees it: log-probs of packed batches, gradients of a loss over them, weights in and out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from agent_rl.config import ParallelConfig
+from agent_rl.train.megatron import hf
+from agent_rl.train.megatron.batch import LossFn, PackedBatch, PackedRoutes, PassOutput
+from agent_rl.train.megatron.layers import block_spec
+from agent_rl.train.megatron.parallel import Ranks, current_ranks
+from agent_rl.train.megatron.passes import Passes
+from agent_rl.train.megatron.shape import ModelShape
+from r3.megatron import RouterReplayer
+
+
+class HiddenGPT(GPTModel):
+    """A GPT model whose last stage gives its hidden states: logits are made later, a chunk at a time."""
+
+    def _postprocess(self, hidden_states: Tensor, **_unused: Any) -> Tensor:
+        return hidden_states
+
+    def output_weight(self) -> Tensor:
+        """The output projection ``[vocabulary share, hidden]`` of the last stage (the embedding where tied)."""
+        if self.share_embeddings_and_output_weights:
+            tied: Tensor = self.shared_embedding_or_output_weight()
+            return tied
+        weight: Tensor = self.output_layer.weight
+        return weight
+
+
+class PolicyModel:
+    """This rank's part of a Qwen3 or Qwen3-MoE policy.
+
+    ``chunks`` are the DDP-wrapped modules and ``config`` the Megatron configuration, for ``get_megatron_optimizer``.
+    Every method that runs the model is collective: all ranks call it together.
+    """
+
+    def __init__(self, chunk: HiddenGPT, shape: ModelShape, ranks: Ranks, device: torch.device, folder: Path) -> None:
+        self.shape, self.ranks, self.device, self.folder = shape, ranks, device, folder
+        self.config: TransformerConfig = chunk.config
+        recompute = self.config.recompute_granularity == "full"
+        self.replayer = RouterReplayer([chunk], shape.moe_layers, recompute=recompute)
+        self.chunks = [_wrap(chunk)]
+        self._passes = Passes(self.chunks[0], shape, ranks, device, self.replayer)
+
+    @classmethod
+    def build(
+        cls,
+        hf_folder: Path,
+        parallel: ParallelConfig,
+        *,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        recompute: Literal["none", "full"] = "none",
+        load: bool = True,
+    ) -> PolicyModel:
+        """Make the model of ``hf_folder`` on this rank (after ``init_parallel``) and load its weights.
+
+        ``load=False`` draws random weights. Raises ConfigError where the folder or the layout does not fit.
+        """
+        shape, ranks = ModelShape.read(hf_folder), current_ranks()
+        config = shape.transformer_config(parallel, dtype, recompute)
+        chunk = HiddenGPT(
+            config=config,
+            transformer_layer_spec=block_spec(config, list(shape.moe)),
+            vocab_size=shape.config["vocab_size"],
+            max_sequence_length=shape.config["max_position_embeddings"],
+            pre_process=ranks.pipeline_rank == 0,
+            post_process=ranks.last_stage,
+            share_embeddings_and_output_weights=shape.tied,
+            position_embedding_type="none",  # applied in the core attention, from each token's own position
+        )
+        model = cls(chunk, shape, ranks, device, hf_folder)
+        if load:
+            model.load_hf(hf_folder)
+        return model
+
+    @property
+    def module(self) -> HiddenGPT:
+        """The bare model (its ``state_dict`` is this rank's weights)."""
+        module: HiddenGPT = self.chunks[0].module
+        return module
+
+    @property
+    def moe_layers(self) -> int:
+        return len(self.shape.moe_layers)
+
+    @property
+    def num_experts(self) -> int:
+        return int(self.shape.config.get("num_experts", 0))
+
+    @property
+    def top_k(self) -> int:
+        return int(self.shape.config.get("num_experts_per_tok", 0))
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.shape.config["vocab_size"])
+
+    def forward_logprobs(
+        self,
+        batches: Sequence[PackedBatch],
+        routes: Sequence[PackedRoutes | None] | None,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        record: bool = False,
+    ) -> list[PassOutput]:
+        """Log-probs of every token without gradients, one output a batch, on every model-parallel rank.
+
+        ``routes`` replays given experts (None routes natively); ``record`` also returns the experts used. Data ranks
+        may give different numbers of batches. Raises ReplayError on routes that are wrong or not consumed exactly once.
+        """
+        return self._passes.forward(batches, routes, temperature=temperature, entropy=entropy, record=record)
+
+    def train_microbatches(
+        self,
+        batches: Sequence[PackedBatch],
+        routes: Sequence[PackedRoutes | None] | None,
+        loss_fn: LossFn,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = True,
+    ) -> list[dict[str, Any]]:
+        """Zero the gradients, run all micro-batches forward and backward, reduce the gradients over data ranks.
+
+        The gradient is that of the *sum* of the losses over all micro-batches and data ranks, so ``loss_fn`` normalises
+        by global counts. Returns its metrics, one dict a batch. Raises as :meth:`forward_logprobs`.
+        """
+        return self._passes.train(batches, routes, loss_fn, temperature=temperature, entropy=entropy)
+
+    def load_hf(self, folder: Path) -> None:
+        """Load the weights of a Hugging Face checkpoint. Raises ConfigError naming what is missing."""
+        hf.load_weights(self.module, self.shape, folder, self.ranks)
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Hugging Face names and full tensors, on rank 0 alone; every rank must exhaust the iterator."""
+        return hf.export_weights(self.module, self.shape, self.ranks)
+
+    def save_hf(self, folder: Path, *, dtype: torch.dtype | None = None) -> None:
+        """Write a Hugging Face checkpoint with the config and tokenizer files of the folder this model came from.
+
+        The folder appears whole or not at all; ``dtype`` None keeps the weights' own.
+        """
+        weights = self.export_weights()
+        if self.ranks.rank == 0:
+            hf.write_checkpoint(weights, self.folder, folder, dtype or self.config.params_dtype)
+        else:
+            for _ in weights:
+                pass
+        torch.distributed.barrier()
+
+
+def _wrap(chunk: HiddenGPT) -> DistributedDataParallel:
+    from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
+
+    for parameter in chunk.parameters():
+        set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    return DistributedDataParallel(chunk.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), chunk)

@@ -1,0 +1,148 @@
+"""Joins this process to the trainer's process group and lays Megatron's parallel groups over it.
+
+Ranks that share a ``data_rank`` (tensor, pipeline and context peers) work on the same micro-batches; each data rank has
+its own. Experts are spread over ``expert`` ranks out of the tensor, context and data ranks of a pipeline stage, and are
+never cut themselves (expert tensor parallelism stays 1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from agent_rl.config import ParallelConfig
+from agent_rl.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Where this process stands, and how wide each kind of parallelism is."""
+
+    rank: int
+    world_size: int
+    data_rank: int
+    data_size: int
+    tensor_rank: int
+    tensor_size: int
+    pipeline_rank: int
+    pipeline_size: int
+    context_rank: int
+    context_size: int
+    expert_rank: int
+    expert_size: int
+
+    @property
+    def last_stage(self) -> bool:
+        return self.pipeline_rank == self.pipeline_size - 1
+
+
+def check_parallel(parallel: ParallelConfig) -> None:
+    """Refuse an impossible layout with a ConfigError of one line. Imports no torch."""
+    world = parallel.world_size
+    model = parallel.tensor * parallel.pipeline * parallel.context
+    if world % model:
+        raise ConfigError(
+            f"train.parallel: world_size {world} is not a multiple of tensor x pipeline x context = "
+            f"{parallel.tensor} x {parallel.pipeline} x {parallel.context} = {model}"
+        )
+    stage = world // parallel.pipeline
+    if stage % parallel.expert:
+        raise ConfigError(
+            f"train.parallel: expert {parallel.expert} does not divide the {stage} ranks of a pipeline stage "
+            f"(world_size {world} / pipeline {parallel.pipeline})"
+        )
+
+
+def init_parallel(
+    parallel: ParallelConfig,
+    rank: int,
+    *,
+    master_addr: str,
+    master_port: int,
+    device: torch.device,
+    seed: int = 0,
+    timeout: float = 600.0,
+    listener: int | None = None,
+) -> Ranks:
+    """Join the process group (gloo on a CPU, NCCL on a GPU) and make Megatron's groups; every rank must call it.
+
+    ``timeout`` in seconds bounds the rendezvous and every collective. ``listener`` is rank 0's file descriptor of a
+    socket already bound to ``master_port``: a port that was only looked up may be taken before it is used. Raises
+    ConfigError on an impossible layout.
+    """
+    check_parallel(parallel)
+    import torch
+
+    if device.type == "cpu":
+        from agent_rl.train.megatron.cpu import install_cpu_shim
+
+        install_cpu_shim()
+    else:
+        torch.cuda.set_device(device)
+    limit = timedelta(seconds=timeout)
+    store = torch.distributed.TCPStore(
+        master_addr, master_port, parallel.world_size, rank == 0, timeout=limit, master_listen_fd=listener
+    )
+    torch.distributed.init_process_group(
+        "gloo" if device.type == "cpu" else "nccl",
+        store=store,
+        rank=rank,
+        world_size=parallel.world_size,
+        timeout=limit,
+    )
+    _init_megatron(parallel, seed, timeout)
+    return current_ranks()
+
+
+def _init_megatron(parallel: ParallelConfig, seed: int, timeout: float) -> None:
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.transformer.moe import moe_utils
+
+    # Without Transformer Engine, 0.16.1 leaves this name undefined and every router raises NameError, also on a GPU.
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        context_parallel_size=parallel.context,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=1,
+        distributed_timeout_minutes=max(1, round(timeout / 60)),
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def current_ranks() -> Ranks:
+    """This process's place in the groups that :func:`init_parallel` made."""
+    import torch
+    from megatron.core import parallel_state as state
+
+    return Ranks(
+        rank=torch.distributed.get_rank(),
+        world_size=torch.distributed.get_world_size(),
+        data_rank=state.get_data_parallel_rank(),
+        data_size=state.get_data_parallel_world_size(),
+        tensor_rank=state.get_tensor_model_parallel_rank(),
+        tensor_size=state.get_tensor_model_parallel_world_size(),
+        pipeline_rank=state.get_pipeline_model_parallel_rank(),
+        pipeline_size=state.get_pipeline_model_parallel_world_size(),
+        context_rank=state.get_context_parallel_rank(),
+        context_size=state.get_context_parallel_world_size(),
+        expert_rank=state.get_expert_model_parallel_rank(),
+        expert_size=state.get_expert_model_parallel_world_size(),
+    )
+
+
+def destroy_parallel() -> None:
+    """Leave the process group. Idempotent."""
+    import torch
+
+    if torch.distributed.is_initialized():
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()

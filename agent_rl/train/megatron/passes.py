@@ -1,0 +1,277 @@
+"""Runs packed micro-batches through Megatron's schedule: forward alone, or forward and backward with a loss function.
+
+batches, routes ─> cut for this rank ─> schedule (pipeline stages) ─> hidden ─> log-probs in the batch's order
+                                                                                 └─> loss_fn ─> backward
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from torch import Tensor
+
+from agent_rl.errors import TrainerError
+from agent_rl.train.megatron.attention import PackedAttention
+from agent_rl.train.megatron.batch import LossFn, PackedBatch, PackedRoutes, PassOutput
+from agent_rl.train.megatron.layout import Layout
+from agent_rl.train.megatron.logprobs import token_logprobs
+from agent_rl.train.megatron.parallel import Ranks
+from agent_rl.train.megatron.shape import ModelShape
+from r3.megatron import RouterReplayer, validate_routes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Microbatch:
+    """A micro-batch ready to run: the batch on the device, its cut, this rank's routes. ``real`` False: a filler."""
+
+    batch: PackedBatch
+    layout: Layout
+    experts: Tensor | None
+    present: Tensor | None
+    real: bool
+
+
+class Passes:
+    """The two kinds of pass over one model chunk."""
+
+    def __init__(
+        self, chunk: Any, shape: ModelShape, ranks: Ranks, device: torch.device, replayer: RouterReplayer
+    ) -> None:
+        self.chunk, self.shape, self.ranks, self.device, self.replayer = chunk, shape, ranks, device, replayer
+        # The schedule would divide by token counts; the loss function has already done that.
+        chunk.config.finalize_model_grads_func = _finalize
+
+    def forward(
+        self,
+        batches: Sequence[PackedBatch],
+        routes: Sequence[PackedRoutes | None] | None,
+        *,
+        temperature: float,
+        entropy: bool,
+        record: bool,
+    ) -> list[PassOutput]:
+        """See :meth:`PolicyModel.forward_logprobs`."""
+        recorded: list[Tensor] = []
+
+        def finish(item: Microbatch, hidden: Tensor) -> tuple[Tensor, Any]:
+            logprobs, spread = self._logprobs(hidden, item, temperature, entropy)
+            return logprobs.sum(), (logprobs, spread)
+
+        self.chunk.eval()
+        with torch.no_grad():
+            results = self._run(batches, routes, finish, recorded if record else None, forward_only=True)
+        paths = self._all_stages(recorded) if record else [None] * len(batches)
+        return [PassOutput(logprobs, spread, path) for (logprobs, spread), path in zip(results, paths, strict=True)]
+
+    def train(
+        self,
+        batches: Sequence[PackedBatch],
+        routes: Sequence[PackedRoutes | None] | None,
+        loss_fn: LossFn,
+        *,
+        temperature: float,
+        entropy: bool,
+    ) -> list[dict[str, Any]]:
+        """See :meth:`PolicyModel.train_microbatches`."""
+
+        def finish(item: Microbatch, hidden: Tensor) -> tuple[Tensor, Any]:
+            logprobs, spread = self._logprobs(hidden, item, temperature, entropy)
+            if not item.real:
+                return logprobs.sum() * 0.0, {}
+            loss, metrics = loss_fn(logprobs, spread, item.batch)
+            return loss, {name: _detached(value) for name, value in metrics.items()}
+
+        self.chunk.train()
+        self.chunk.zero_grad_buffer()
+        for parameter in self.chunk.parameters():
+            # The optimizer leaves .grad pointing into the buffer: the first micro-batch would be counted twice.
+            parameter.grad = None
+        return self._run(batches, routes, finish, None, forward_only=False)
+
+    def _run(
+        self,
+        batches: Sequence[PackedBatch],
+        routes: Sequence[PackedRoutes | None] | None,
+        finish: Callable[[Microbatch, Tensor], tuple[Tensor, Any]],
+        recorded: list[Tensor] | None,
+        *,
+        forward_only: bool,
+    ) -> list[Any]:
+        count = self._agree_on_count(len(batches))
+        if count == 0:
+            return []
+        if routes is not None and len(routes) != len(batches):
+            raise TrainerError(f"{len(batches)} batches and {len(routes)} routes: give one (or None) a batch")
+        items = self._items(batches, routes, count)
+        step = partial(self._step, finish=finish, recorded=recorded, backward=not forward_only)
+        try:
+            data = get_forward_backward_func()(
+                forward_step_func=step,
+                data_iterator=items,
+                model=[self.chunk],
+                num_microbatches=count,
+                seq_length=1,  # the schedule asks for lengths and then reads the real ones (variable_seq_lengths)
+                micro_batch_size=1,
+                forward_only=forward_only,
+            )
+            self.replayer.finish(count, backward=not forward_only)
+        finally:
+            self.replayer.clear()
+        return self._share(data)[: len(batches)]
+
+    def _agree_on_count(self, mine: int) -> int:
+        """The largest number of micro-batches any rank has: expert ranks must all take part in every exchange."""
+        counts = torch.tensor([mine], device=self.device)
+        torch.distributed.all_reduce(counts, torch.distributed.ReduceOp.MAX)
+        return int(counts.item())
+
+    def _items(
+        self, batches: Sequence[PackedBatch], routes: Sequence[PackedRoutes | None] | None, count: int
+    ) -> Iterator[Microbatch]:
+        for index, batch in enumerate(batches):
+            yield self._item(batch, routes[index] if routes else None, real=True)
+        for _ in range(count - len(batches)):
+            yield self._item(PackedBatch.from_sequences([[0, 0]]), None, real=False)
+
+    def _item(self, batch: PackedBatch, routes: PackedRoutes | None, *, real: bool) -> Microbatch:
+        layout = Layout(batch, self.ranks)
+        experts = present = None
+        if routes is not None and self.shape.moe_layers:
+            if len(routes.experts) != len(batch):
+                raise TrainerError(f"a batch of {len(batch)} tokens has {len(routes.experts)} rows of routes")
+            validate_routes(
+                routes.experts,
+                routes.present,
+                moe_layers=len(self.shape.moe_layers),
+                top_k=self.shape.config["num_experts_per_tok"],
+                num_experts=self.shape.config["num_experts"],
+            )
+            experts = layout.take(routes.experts, 0)[layout.router_slice].to(self.device)
+            mine = layout.take(routes.present, False)[layout.router_slice]
+            present = None if bool(mine.all()) else mine.to(self.device)
+        return Microbatch(batch.to(self.device), layout, experts, present, real)
+
+    def _step(
+        self,
+        items: Iterator[Microbatch],
+        chunk: Any,
+        *,
+        finish: Callable[[Microbatch, Tensor], tuple[Tensor, Any]],
+        recorded: list[Tensor] | None,
+        backward: bool,
+    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Any]]]:
+        """One micro-batch through this stage, and what the last stage makes of its output."""
+        item = next(items)
+        layout = item.layout
+        packed = PackedAttention.build(layout, self.shape.head_dim, self.shape.config["rope_theta"], self.device)
+        with self.replayer.forward(0, item.experts, item.present, backward=backward) as used:
+            output = chunk(
+                input_ids=layout.take(item.batch.tokens, 0)[None],
+                position_ids=layout.positions.to(self.device)[None],
+                attention_mask=None,
+                packed_seq_params=packed,
+            )
+        if recorded is not None and item.real:
+            recorded.append(self._collect(used, layout))
+
+        def loss(hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
+            value, result = finish(item, hidden)
+            return value, torch.ones((), dtype=torch.int, device=self.device), result
+
+        return output, loss
+
+    def _logprobs(
+        self, hidden: Tensor, item: Microbatch, temperature: float, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probs (and entropy) ``[T]`` in the uncut batch's order, the same on every tensor and context rank."""
+        layout, batch = item.layout, item.batch
+        if self.ranks.tensor_size > 1:
+            # Each tensor rank's share of the vocabulary gives a part of the gradient: summed on the way back.
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+        source = layout.source.to(self.device)
+        last = torch.zeros(len(batch), dtype=torch.bool, device=self.device)
+        last[batch.cu_seqlens[1:].long() - 1] = True
+        rows = ((source >= 0) & ~last[source.clamp(min=0)]).nonzero()[:, 0]
+        place = source[rows] + 1  # what is read at a token is said of the next one
+        logprobs, spread = token_logprobs(
+            hidden[:, 0][rows],
+            self.chunk.module.output_weight(),
+            batch.tokens[place],
+            temperature=temperature,
+            entropy=entropy,
+        )
+        full = _put(logprobs, place, len(batch), self.ranks)
+        return full, None if spread is None else _put(spread, place, len(batch), self.ranks)
+
+    def _collect(self, used: dict[int, Tensor], layout: Layout) -> Tensor:
+        """The experts used at every token and layer of this stage, ``[T, moe_layers, top_k]``, the other layers 0."""
+        top_k = self.shape.config["num_experts_per_tok"]
+        full = torch.zeros(
+            layout.tokens_total, len(self.shape.moe_layers), top_k, dtype=torch.int32, device=self.device
+        )
+        source = layout.source[layout.router_slice].to(self.device)
+        for column, experts in used.items():
+            full[source[source >= 0], column] = experts[source >= 0].to(torch.int32)
+        for group in (
+            parallel_state.get_tensor_model_parallel_group(),
+            parallel_state.get_context_parallel_group(),
+        ):
+            if group.size() > 1:
+                torch.distributed.all_reduce(full, group=group)
+        return full
+
+    def _all_stages(self, recorded: list[Tensor]) -> list[Tensor | None]:
+        """Each pipeline stage's layers put together."""
+        group = parallel_state.get_pipeline_model_parallel_group()
+        for routes in recorded:
+            if group.size() > 1:
+                torch.distributed.all_reduce(routes, group=group)
+        return [routes.to(torch.int16) for routes in recorded]
+
+    def _share(self, data: list[Any]) -> list[Any]:
+        """What the last stage made, on every stage."""
+        if self.ranks.pipeline_size == 1:
+            return data
+        group = parallel_state.get_pipeline_model_parallel_group()
+        box = [data if self.ranks.last_stage else None]
+        source = parallel_state.get_pipeline_model_parallel_last_rank()
+        torch.distributed.broadcast_object_list(box, src=source, group=group)
+        return box[0] or []
+
+
+class _SumOverContext(torch.autograd.Function):
+    """Adds up the context ranks' disjoint shares; all compute the same loss, so the gradient passes unchanged."""
+
+    @staticmethod
+    def forward(ctx: Any, share: Tensor) -> Tensor:
+        total = share.clone()
+        torch.distributed.all_reduce(total, group=parallel_state.get_context_parallel_group())
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+def _put(values: Tensor, place: Tensor, size: int, ranks: Ranks) -> Tensor:
+    full = values.new_zeros(size).index_put((place,), values)
+    if ranks.context_size == 1:
+        return full
+    total: Tensor = _SumOverContext.apply(full)
+    return total
+
+
+def _finalize(model: list[Any], _tokens: Any = None, pg_collection: Any = None, force_all_reduce: bool = False) -> None:
+    finalize_model_grads(model, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if torch.is_tensor(value) else value

@@ -1,0 +1,154 @@
+"""From a Hugging Face config.json to Megatron's configuration."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from agent_rl.config import ParallelConfig
+from agent_rl.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What of a Qwen3 or Qwen3-MoE ``config.json`` the model is built from. ``moe[i]``: layer i has experts."""
+
+    config: dict[str, Any]
+    moe: tuple[bool, ...]
+
+    @classmethod
+    def read(cls, folder: Path) -> ModelShape:
+        """Read ``folder/config.json``. Raises ConfigError naming what is missing or not supported."""
+        path = folder / "config.json"
+        if not path.is_file():
+            raise ConfigError(f"{folder}: no model folder with a config.json (a Hugging Face checkpoint is needed)")
+        config = json.loads(path.read_text())
+        _check(config, path)
+        return cls(config, tuple(_is_moe(config, layer) for layer in range(config["num_hidden_layers"])))
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Megatron's 1-based numbers of the layers that have experts."""
+        return tuple(index + 1 for index, moe in enumerate(self.moe) if moe)
+
+    @property
+    def head_dim(self) -> int:
+        return int(self.config.get("head_dim") or self.config["hidden_size"] // self.config["num_attention_heads"])
+
+    @property
+    def tied(self) -> bool:
+        return bool(self.config.get("tie_word_embeddings", False))
+
+    def transformer_config(
+        self, parallel: ParallelConfig, dtype: torch.dtype, recompute: Literal["none", "full"]
+    ) -> TransformerConfig:
+        """Megatron's configuration, with everything off that needs Transformer Engine or Apex."""
+        self._check_parallel(parallel)
+        config = self.config
+        full = recompute == "full"
+        return TransformerConfig(
+            num_layers=config["num_hidden_layers"],
+            hidden_size=config["hidden_size"],
+            num_attention_heads=config["num_attention_heads"],
+            num_query_groups=config["num_key_value_heads"],
+            kv_channels=self.head_dim,
+            ffn_hidden_size=config["intermediate_size"],
+            qk_layernorm=True,
+            normalization="RMSNorm",
+            layernorm_epsilon=config["rms_norm_eps"],
+            gated_linear_unit=True,
+            activation_func=F.silu,
+            add_bias_linear=False,
+            attention_dropout=0.0,
+            hidden_dropout=0.0,
+            init_method_std=config.get("initializer_range", 0.02),
+            # Also where weights are loaded: without it Megatron does not mark parameters as cut over tensor ranks, and
+            # the gradient norm leaves those of the other ranks out.
+            perform_initialization=True,
+            params_dtype=dtype,
+            pipeline_dtype=dtype,
+            bf16=dtype == torch.bfloat16,
+            tensor_model_parallel_size=parallel.tensor,
+            pipeline_model_parallel_size=parallel.pipeline,
+            context_parallel_size=parallel.context,
+            expert_model_parallel_size=parallel.expert,
+            expert_tensor_parallel_size=1,
+            sequence_parallel=parallel.tensor > 1,
+            variable_seq_lengths=True,
+            batch_p2p_comm=False,
+            # The loss function normalises by global counts, so gradients are summed and never averaged.
+            calculate_per_token_loss=True,
+            gradient_accumulation_fusion=False,
+            persist_layer_norm=False,
+            apply_rope_fusion=False,
+            cuda_graph_scope=[],
+            masked_softmax_fusion=False,
+            bias_dropout_fusion=False,
+            bias_activation_fusion=False,
+            moe_token_dispatcher_type="alltoall",
+            recompute_granularity="full" if full else None,
+            recompute_method="uniform" if full else None,
+            recompute_num_layers=1 if full else None,
+            **self._moe_options(),
+        )
+
+    def _moe_options(self) -> dict[str, Any]:
+        if not any(self.moe):
+            return {}
+        return {
+            "num_moe_experts": self.config["num_experts"],
+            "moe_ffn_hidden_size": self.config["moe_intermediate_size"],
+            "moe_router_topk": self.config["num_experts_per_tok"],
+            "moe_layer_freq": [int(moe) for moe in self.moe],
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+            "moe_router_pre_softmax": False,
+            "moe_router_dtype": "fp32",
+            "moe_grouped_gemm": False,
+            "moe_permute_fusion": False,
+            "moe_router_fusion": False,
+            "moe_enable_routing_replay": True,
+        }
+
+    def _check_parallel(self, parallel: ParallelConfig) -> None:
+        config = self.config
+        for name, size, key in (
+            ("tensor", parallel.tensor, "num_attention_heads"),
+            ("tensor", parallel.tensor, "num_key_value_heads"),
+            ("tensor", parallel.tensor, "vocab_size"),
+            ("pipeline", parallel.pipeline, "num_hidden_layers"),
+            ("expert", parallel.expert, "num_experts"),
+        ):
+            if size > 1 and config.get(key, 0) % size:
+                raise ConfigError(f"train.parallel.{name}={size} does not divide the model's {key}={config.get(key)}")
+        if parallel.expert > 1 and not any(self.moe):
+            raise ConfigError(f"train.parallel.expert={parallel.expert}: this model has no experts; set it to 1")
+
+
+def _check(config: dict[str, Any], path: Path) -> None:
+    kind = config.get("model_type")
+    if kind not in ("qwen3", "qwen3_moe"):
+        raise ConfigError(f"{path}: model_type {kind!r} is not supported; supported: qwen3, qwen3_moe")
+    refused = {
+        "rope_scaling": config.get("rope_scaling"),
+        "use_sliding_window": config.get("use_sliding_window"),
+        "attention_bias": config.get("attention_bias"),
+    }
+    for key, value in refused.items():
+        if value:
+            raise ConfigError(f"{path}: {key}={value!r} is not supported")
+    # Without normalised top-k weights the gate is not a softmax over the chosen experts (Eq. 8 of the R3 paper).
+    if kind == "qwen3_moe" and not config.get("norm_topk_prob", False):
+        raise ConfigError(f"{path}: norm_topk_prob must be true: routing replay needs gates normalised over the top k")
+
+
+def _is_moe(config: dict[str, Any], layer: int) -> bool:
+    if config["model_type"] != "qwen3_moe" or layer in config.get("mlp_only_layers", ()):
+        return False
+    return (layer + 1) % config.get("decoder_sparse_step", 1) == 0

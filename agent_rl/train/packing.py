@@ -1,0 +1,187 @@
+"""Samples to packed micro-batches: several sequences behind one another, routes alongside. numpy only.
+
+A worked example: samples of 3 and 2 tokens in one micro-batch (``T`` = 5)::
+
+    tokens_T    a b c | d e        cu_seqlens 0 3 5
+    present_T   1 1 0 | 1 0        row i: experts used when token i was the input; each sample's last is absent
+
+Axes: ``T`` packed tokens, ``L`` MoE layers, ``K`` experts a token, ``n`` sequences. The log-prob of token i comes from
+the logits at position i - 1, so the first token of every sequence has none and is never trained on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agent_rl.errors import TrainerError
+from agent_rl.types import Sample
+from r3.routing import Routing
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MicroBatch:
+    """Sequences packed for one forward pass.
+
+    ``sample_ids``: each sequence's index in the global batch.
+    ``tokens_T`` int64, ``cu_seqlens`` int32 ``[n + 1]``, ``mask_T`` bool (sampled, and not a sequence's first token),
+    ``logprobs_T`` float32 (the rollout's), ``advantages_T`` and ``weights_T`` float32.
+    ``experts_TLK`` and ``present_T``: the rollout's routes, or None where none were given.
+    """
+
+    sample_ids: tuple[int, ...]
+    tokens_T: NDArray[np.int64]
+    cu_seqlens: NDArray[np.int32]
+    mask_T: NDArray[np.bool_]
+    logprobs_T: NDArray[np.float32]
+    advantages_T: NDArray[np.float32]
+    weights_T: NDArray[np.float32]
+    experts_TLK: NDArray[np.unsignedinteger] | None
+    present_T: NDArray[np.bool_] | None
+
+    @property
+    def tokens(self) -> int:
+        return int(self.tokens_T.shape[0])
+
+    @property
+    def sampled_tokens(self) -> int:
+        return int(self.mask_T.sum())
+
+
+Plan = tuple[tuple[tuple[int, ...], ...], ...]
+"""``plan[rank][micro_batch]`` = the sequences packed there. A rank may have none, where there are few sequences."""
+
+
+def plan(lengths: Sequence[int], *, budget: int, ranks: int) -> Plan:
+    """Spread sequences over as few micro-batches as hold them, balanced over them and over the ranks.
+
+    Longest first onto the emptiest micro-batch; then neighbours in size go to different ranks, so that ranks which
+    wait for each other inside a forward pass (expert parallelism) wait little. Raises TrainerError for a sequence
+    longer than ``budget`` tokens or shorter than 2.
+    """
+    if not lengths:
+        raise TrainerError("no sequences to train on")
+    for index, length in enumerate(lengths):
+        _check_length(index, length, budget)
+    per_rank = max(1, -(-sum(lengths) // (budget * ranks)))
+    while (bins := _fill(lengths, budget, per_rank * ranks)) is None:
+        per_rank += 1
+    bins.sort(key=lambda members: -sum(lengths[i] for i in members))
+    rows = [bins[start : start + ranks] for start in range(0, len(bins), ranks)]
+    # Every other row is turned round: rank 0 must not get the larger bin of each row.
+    rows = [row if index % 2 == 0 else row[::-1] for index, row in enumerate(rows)]
+    return tuple(tuple(tuple(row[rank]) for row in rows if row[rank]) for rank in range(ranks))
+
+
+def _check_length(index: int, length: int, budget: int) -> None:
+    if length > budget:
+        raise TrainerError(
+            f"sequence {index} has {length} tokens and train.microbatch_tokens is {budget}: raise it to at least "
+            f"rollout.max_tokens"
+        )
+    if length < 2:
+        raise TrainerError(f"sequence {index} has {length} token(s): at least 2 are needed to predict one")
+
+
+def _fill(lengths: Sequence[int], budget: int, bins: int) -> list[list[int]] | None:
+    members: list[list[int]] = [[] for _ in range(bins)]
+    load = [0] * bins
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        target = min(range(bins), key=lambda b: load[b])
+        if load[target] + lengths[index] > budget:
+            return None
+        members[target].append(index)
+        load[target] += lengths[index]
+    return members
+
+
+def pack(samples: Sequence[Sample], ids: Sequence[int]) -> MicroBatch:
+    """Pack ``samples[i] for i in ids``. Raises TrainerError where a sample's arrays don't line up, or some samples
+    have routes and others none."""
+    members = [samples[i] for i in ids]
+    for index, sample in zip(ids, members, strict=True):
+        _check_sample(index, sample)
+    lengths = [len(sample.tokens) for sample in members]
+    experts_TLK, present_T = _pack_routes([sample.routing for sample in members])
+    return MicroBatch(
+        sample_ids=tuple(ids),
+        tokens_T=np.concatenate([sample.tokens for sample in members]).astype(np.int64),
+        cu_seqlens=np.cumsum([0, *lengths]).astype(np.int32),
+        mask_T=np.concatenate([_trainable(sample) for sample in members]),
+        logprobs_T=np.concatenate([sample.logprobs for sample in members]).astype(np.float32),
+        advantages_T=np.repeat([sample.advantage for sample in members], lengths).astype(np.float32),
+        weights_T=np.repeat([sample.weight for sample in members], lengths).astype(np.float32),
+        experts_TLK=experts_TLK,
+        present_T=present_T,
+    )
+
+
+def pack_weighted(sequences: Sequence[tuple[NDArray[np.int32], NDArray[np.float32]]], ids: Sequence[int]) -> MicroBatch:
+    """Pack supervised sequences of ``(tokens, per-token loss weights)``; a sequence's first weight counts as 0."""
+    members = [sequences[i] for i in ids]
+    for index, (tokens, weights) in zip(ids, members, strict=True):
+        if len(tokens) != len(weights):
+            raise TrainerError(f"sequence {index} has {len(tokens)} tokens and {len(weights)} loss weights")
+    weights_T = np.concatenate([weights for _, weights in members]).astype(np.float32)
+    weights_T[np.cumsum([0, *(len(tokens) for tokens, _ in members[:-1])])] = 0.0
+    zeros_T = np.zeros(len(weights_T), np.float32)
+    return MicroBatch(
+        sample_ids=tuple(ids),
+        tokens_T=np.concatenate([tokens for tokens, _ in members]).astype(np.int64),
+        cu_seqlens=np.cumsum([0, *(len(tokens) for tokens, _ in members)]).astype(np.int32),
+        mask_T=weights_T != 0,
+        logprobs_T=zeros_T,
+        advantages_T=zeros_T,
+        weights_T=weights_T,
+        experts_TLK=None,
+        present_T=None,
+    )
+
+
+def unpack(batches: Sequence[MicroBatch], packed: Sequence[NDArray], count: int) -> list[NDArray]:
+    """Cut per-token arrays ``[T, ...]`` back into one array a sample, in the samples' order.
+
+    Raises TrainerError unless every one of ``count`` samples is found exactly once.
+    """
+    found: dict[int, NDArray] = {}
+    for batch, values in zip(batches, packed, strict=True):
+        if len(values) != batch.tokens:
+            raise TrainerError(f"a micro-batch of {batch.tokens} tokens came back with {len(values)} rows")
+        for position, index in enumerate(batch.sample_ids):
+            if index in found:
+                raise TrainerError(f"sample {index} is in two micro-batches")
+            found[index] = values[batch.cu_seqlens[position] : batch.cu_seqlens[position + 1]]
+    if missing := sorted(set(range(count)) - found.keys()):
+        raise TrainerError(f"{len(missing)} of {count} samples are in no micro-batch, the first is {missing[0]}")
+    return [found[index] for index in range(count)]
+
+
+def _trainable(sample: Sample) -> NDArray[np.bool_]:
+    mask = np.array(sample.loss_mask, dtype=bool)
+    mask[0] = False
+    return mask
+
+
+def _check_sample(index: int, sample: Sample) -> None:
+    tokens = len(sample.tokens)
+    for name, array in (("loss_mask", sample.loss_mask), ("logprobs", sample.logprobs)):
+        if len(array) != tokens:
+            raise TrainerError(f"sample {index} has {tokens} tokens and {len(array)} entries of {name}")
+    if sample.routing is not None and sample.routing.tokens != tokens:
+        raise TrainerError(f"sample {index} has {tokens} tokens and {sample.routing.tokens} rows of routes")
+
+
+def _pack_routes(
+    routings: Sequence[Routing | None],
+) -> tuple[NDArray[np.unsignedinteger] | None, NDArray[np.bool_] | None]:
+    given = [routing for routing in routings if routing is not None]
+    if not given:
+        return None, None
+    if len(given) != len(routings):
+        raise TrainerError(f"{len(routings) - len(given)} of {len(routings)} packed samples have no routes")
+    if len(shapes := {(r.moe_layers, r.top_k, r.experts.dtype) for r in given}) > 1:
+        raise TrainerError(f"samples with routes of different shapes in one micro-batch: {sorted(map(str, shapes))}")
+    return np.concatenate([r.experts for r in given]), np.concatenate([r.present for r in given])

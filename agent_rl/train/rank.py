@@ -1,0 +1,196 @@
+"""One trainer rank: model, optimizer and what can be asked of them. Imports torch; making a rank imports Megatron."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from agent_rl.errors import WeightSyncError
+from agent_rl.train import checkpoint
+from agent_rl.train.losses import weighted_cross_entropy
+from agent_rl.train.megatron.batch import LossFn, PackedBatch
+from agent_rl.train.megatron.parallel import destroy_parallel, init_parallel
+from agent_rl.train.packing import pack_weighted
+from agent_rl.train.publish import WeightPublisher
+from agent_rl.train.reports import MiniStepShare, RankReport, Update
+from agent_rl.train.settings import ModelSettings, OptimizerSettings, StepSettings
+from agent_rl.train.step import grpo_step, packed, sample_logprobs
+from agent_rl.types import Sample
+
+if TYPE_CHECKING:
+    from agent_rl.train.megatron.model import PolicyModel
+
+
+@dataclass(frozen=True, slots=True)
+class RankInfo:
+    """Where a rank stands: it gets the batches of its ``data_rank``; ``parameters`` are this rank's own."""
+
+    rank: int
+    data_rank: int
+    data_size: int
+    parameters: int
+    vocab_size: int
+
+
+class TrainerRank:
+    """One process's part of the trainer. Methods marked collective must be called on all ranks at once."""
+
+    def __init__(
+        self,
+        settings: ModelSettings,
+        optimizer: OptimizerSettings,
+        rank: int,
+        *,
+        master_addr: str,
+        master_port: int,
+        listener: int | None = None,
+    ) -> None:
+        torch.set_num_threads(settings.threads)
+        self._settings = settings
+        self._dtype = getattr(torch, settings.dtype)
+        device = torch.device(settings.device)
+        self._ranks = init_parallel(
+            settings.parallel,
+            rank,
+            master_addr=master_addr,
+            master_port=master_port,
+            device=device,
+            seed=settings.seed,
+            listener=listener,
+        )
+        # Only now: on a CPU, Megatron must be imported after what init_parallel installs.
+        from agent_rl.train.megatron.model import PolicyModel
+
+        self._model: PolicyModel = PolicyModel.build(
+            settings.folder, settings.parallel, dtype=self._dtype, device=device, recompute=settings.recompute
+        )
+        self.set_optimizer(optimizer)
+        self._publisher: WeightPublisher | None = None
+
+    @property
+    def model(self) -> PolicyModel:
+        return self._model
+
+    def info(self) -> RankInfo:
+        """This rank's place and size."""
+        parameters = sum(p.numel() for chunk in self._model.chunks for p in chunk.parameters())
+        ranks = self._ranks
+        return RankInfo(ranks.rank, ranks.data_rank, ranks.data_size, parameters, self._model.vocab_size)
+
+    def set_optimizer(self, settings: OptimizerSettings) -> None:
+        """Start over with a new optimizer and schedule; the weights stay."""
+        from agent_rl.train.optimizer import PolicyOptimizer
+
+        self._optimizer = PolicyOptimizer(self._model.chunks, settings, self._dtype)
+        self._updates = 0
+
+    def grpo(
+        self, samples: Sequence[Sample], shares: Sequence[Sequence[MiniStepShare]], settings: StepSettings
+    ) -> RankReport:
+        """This rank's share of a GRPO global step; ``shares[data_rank]``. Collective."""
+        report = grpo_step(self._model, self._optimizer, samples, shares[self._ranks.data_rank], settings)
+        self._updates += len(report.updates)
+        return report
+
+    def logprobs(
+        self, samples: Sequence[Sample], plan: Sequence[Sequence[Sequence[int]]], replay: bool
+    ) -> dict[int, NDArray[np.float32]]:
+        """Log-probs of this rank's share of the samples, by index. Collective."""
+        share = plan[self._ranks.data_rank]
+        return sample_logprobs(self._model, samples, share, replay=replay)
+
+    def supervise(
+        self,
+        sequences: Sequence[tuple[NDArray[np.int32], NDArray[np.float32]]],
+        plan: Sequence[Sequence[Sequence[int]]],
+        batch_weight: float,
+    ) -> tuple[float, Update]:
+        """One supervised update over this rank's share; its part of the loss. Collective."""
+        batches = [pack_weighted(sequences, ids) for ids in plan[self._ranks.data_rank]]
+        inputs = [packed(batch, weights=torch.from_numpy(batch.weights_T)) for batch in batches]
+        parts = self._model.train_microbatches(inputs, None, _supervised_loss(batch_weight), entropy=False)
+        update = self._optimizer.step()
+        self._updates += 1
+        return sum(float(values["loss"]) for values in parts), update
+
+    def save(self, partial: Path) -> int:
+        """Write this rank's file into ``partial``; returns the number of updates made. Collective."""
+        state = {
+            "updates": self._updates,
+            "model": [chunk.module.state_dict() for chunk in self._model.chunks],
+            "optimizer": self._optimizer.state_dict(),
+            "rng": _rng_state(self._settings.device),
+        }
+        checkpoint.write_rank(partial, self._ranks.rank, state)
+        return self._updates
+
+    def load(self, folder: Path) -> None:
+        """Resume from a complete checkpoint. Collective."""
+        state = checkpoint.read_rank(folder, self._ranks.rank)
+        for chunk, weights in zip(self._model.chunks, state["model"], strict=True):
+            chunk.module.load_state_dict(weights)
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._updates = int(state["updates"])
+        _set_rng_state(state["rng"])
+
+    def export(self, folder: Path) -> None:
+        """Write a Hugging Face checkpoint. Collective."""
+        self._model.save_hf(folder)
+
+    def publish(self, urls: Sequence[str], version: str, dtype: str) -> None:
+        """Send the weights to the engines at ``urls``, in their ``dtype``. Collective; rank 0 sends."""
+        weights = self._model.export_weights()
+        try:
+            if self._ranks.rank == 0:
+                self._publisher_to(urls).publish(weights, version, getattr(torch, dtype))
+        except WeightSyncError:
+            self._drop_publisher()
+            raise
+        finally:
+            # The other ranks take part in gathering every tensor, also of an update that an engine refused.
+            for _ in weights:
+                pass
+
+    def _publisher_to(self, urls: Sequence[str]) -> WeightPublisher:
+        if self._publisher is None or self._publisher.urls != tuple(urls):
+            self._drop_publisher()
+            self._publisher = WeightPublisher(urls, self._model.device)
+        return self._publisher
+
+    def _drop_publisher(self) -> None:
+        publisher, self._publisher = self._publisher, None
+        if publisher is not None:
+            publisher.close()
+
+    def close(self) -> None:
+        """Leave the process groups. Idempotent."""
+        self._drop_publisher()
+        destroy_parallel()
+
+
+def _supervised_loss(batch_weight: float) -> LossFn:
+    def loss_fn(logprobs_T: Tensor, entropy_T: Tensor | None, batch: PackedBatch) -> tuple[Tensor, dict[str, Any]]:
+        loss = weighted_cross_entropy(logprobs_T, batch.extras["weights"], batch_weight=batch_weight)
+        return loss, {"loss": loss.detach()}
+
+    return loss_fn
+
+
+def _rng_state(device: str) -> dict[str, Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    if device == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _set_rng_state(state: dict[str, Tensor]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])

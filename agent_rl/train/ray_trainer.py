@@ -1,0 +1,300 @@
+"""The trainer as the controller drives it: its ranks are Ray actors, on this machine or on a cluster.
+
+::
+
+    step(samples) ── put once ──> Ray's object store ──> every rank packs its data-parallel share
+                  <── a report a rank: sums and the sampled tokens' log-probs, merged into metrics ──
+
+Every call reaches all ranks at once, since they meet in collectives. A rank that fails or dies leaves the others
+waiting there, so the first failure ends the trainer: later calls raise the same reason. An engine that refuses weights
+(WeightSyncError) is no such failure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agent_rl.config import RunConfig
+from agent_rl.errors import AgentRlError, TrainerError, WeightSyncError
+from agent_rl.train import checkpoint
+from agent_rl.train.metrics import step_metrics
+from agent_rl.train.packing import Plan, plan
+from agent_rl.train.reports import MiniStepShare
+from agent_rl.train.settings import ModelSettings, OptimizerSettings, optimizer_settings, step_settings
+from agent_rl.types import Sample
+
+if TYPE_CHECKING:
+    from agent_rl.train.rank import RankInfo
+    from agent_rl.train.reports import RankReport
+
+START_SECONDS = 600.0
+CALL_SECONDS = 6 * 3600.0
+PUBLISH_SECONDS = 900.0
+
+
+class RayTrainer:
+    """Implements :class:`agent_rl.train.types.Trainer`; an async context manager, or call start() and close().
+
+    ``optimizer`` overrides the GRPO optimizer that the config asks for (supervised training has its own).
+    """
+
+    def __init__(self, config: RunConfig, *, optimizer: OptimizerSettings | None = None) -> None:
+        from agent_rl.train.megatron.parallel import check_parallel
+
+        check_parallel(config.train.parallel)
+        self._config = config
+        self._optimizer = optimizer or optimizer_settings(config.train)
+        self._stack = ExitStack()
+        self._boot: asyncio.Future[None] | None = None
+        self._actors: list[Any] = []
+        self._infos: list[RankInfo] = []
+        self._ended: str | None = None
+
+    @property
+    def parameters(self) -> int:
+        """The parameters rank 0 holds (all of them where the model is not split)."""
+        return self._infos[0].parameters
+
+    @property
+    def data_size(self) -> int:
+        """The number of data-parallel ranks."""
+        return self._infos[0].data_size
+
+    async def start(self) -> RayTrainer:
+        """Start Ray and the ranks and build the model in each. Raises TrainerError or ConfigError."""
+        self._boot = asyncio.ensure_future(asyncio.to_thread(self._start_actors))
+        try:
+            # Shielded: a cancelled start must not leave behind a thread that starts processes nobody owns.
+            await asyncio.shield(self._boot)
+            places = await self._gather([actor.place.remote() for actor in self._actors], START_SECONDS)
+            settings = self._model_settings()
+            refs = [
+                actor.start.remote(settings, self._optimizer, rank, places[0])
+                for rank, actor in enumerate(self._actors)
+            ]
+            self._infos = await self._gather(refs, START_SECONDS)
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def step(self, samples: Sequence[Sample], *, measure_native: bool) -> Mapping[str, float]:
+        """One GRPO global step; without a sampled token (no group had any variance) nothing is updated."""
+        if not any(sample.loss_mask[1:].any() for sample in samples):
+            return {"train/updates": 0.0, "time/old_logprob": 0.0, "time/update": 0.0}
+        shares = split_step(
+            samples,
+            mini_steps=self._config.train.mini_steps,
+            budget=self._config.train.microbatch_tokens,
+            ranks=self.data_size,
+        )
+        settings = step_settings(self._config, measure_native=measure_native)
+        reports: list[RankReport] = await self._per_data_rank("grpo", self.put(list(samples)), shares, settings)
+        return step_metrics(reports)
+
+    async def logprobs(self, samples: Sequence[Sample], *, replay: bool) -> Sequence[Sequence[float]]:
+        """Log-probs of every token given those before it (0 for the first), one list a sample, at temperature 1."""
+        budget = max(self._config.train.microbatch_tokens, *(len(sample.tokens) for sample in samples))
+        shares = self._plan([len(sample.tokens) for sample in samples], budget=budget)
+        found: dict[int, NDArray[np.float32]] = {}
+        stored = self.put(list(samples))
+        for part in await self._per_data_rank("logprobs", stored, shares, replay):
+            found.update(part)
+        return [found[index].tolist() for index in range(len(samples))]
+
+    async def supervise(self, sequences: Any, ids: Sequence[int], lengths: Sequence[int], weight: float) -> Any:
+        """One supervised update over ``ids`` of ``sequences`` (from :meth:`put`); ``(loss, Update)``."""
+        local = self._plan([lengths[index] for index in ids])
+        shares = tuple(tuple(tuple(ids[i] for i in micro) for micro in rank) for rank in local)
+        parts = await self._per_data_rank("supervise", sequences, shares, weight)
+        return sum(loss for loss, _ in parts), parts[0][1]
+
+    async def set_optimizer(self, settings: OptimizerSettings) -> None:
+        """Start over with a new optimizer and schedule; the weights stay."""
+        await self._all("set_optimizer", settings)
+
+    def put(self, value: Any) -> Any:
+        """Put a value into Ray's object store once, for calls to refer to."""
+        import ray
+
+        self._check_running()  # before Ray is touched: it would start a new one by itself
+        return ray.put(value)
+
+    async def publish(self, engine_urls: Sequence[str], weight_version: str) -> float:
+        """Send the weights to every engine as ``weight_version``; returns seconds. Raises WeightSyncError."""
+        started = time.perf_counter()
+        dtype = self._config.engine.dtype
+        await self._all("publish", tuple(engine_urls), weight_version, dtype, timeout=PUBLISH_SECONDS)
+        return time.perf_counter() - started
+
+    async def save(self, folder: Path) -> None:
+        """Write a checkpoint that :meth:`load` resumes from exactly; atomic. All ranks must see ``folder``."""
+        folder = _absolute(folder)
+        partial = await asyncio.to_thread(checkpoint.begin, folder)
+        try:
+            updates = await self._all("save", partial)
+            manifest = checkpoint.Manifest(
+                format=checkpoint.FORMAT,
+                updates=updates[0],
+                parallel=self._config.train.parallel.model_dump(),
+                dtype=self._config.train.dtype,
+            )
+            await asyncio.to_thread(checkpoint.commit, folder, manifest)
+        except BaseException:
+            checkpoint.abandon(folder)
+            raise
+
+    async def load(self, folder: Path) -> None:
+        """Resume from a checkpoint. Raises ConfigError where it is incomplete or of another layout."""
+        checkpoint.read_manifest(folder, self._config.train.parallel)
+        await self._all("load", _absolute(folder))
+
+    async def export(self, folder: Path) -> None:
+        """Write a Hugging Face checkpoint."""
+        await self._all("export", _absolute(folder))
+
+    async def close(self) -> None:
+        """Stop the ranks, and Ray where it is ours. Idempotent; not interrupted by a cancellation."""
+        self._ended = self._ended or "the trainer was closed"
+        await asyncio.shield(asyncio.ensure_future(self._close()))
+
+    async def __aenter__(self) -> RayTrainer:
+        return await self.start()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _close(self) -> None:
+        if self._boot is not None and not self._boot.done():
+            await asyncio.wait([self._boot])
+        await asyncio.to_thread(self._kill)
+
+    def _kill(self) -> None:
+        import ray
+
+        actors, self._actors = self._actors, []
+        for actor in actors:
+            ray.kill(actor)
+        self._stack.close()
+
+    def _start_actors(self) -> None:
+        import ray
+
+        from agent_rl.train.actor import RankActor
+        from agent_rl.train.cluster import ray_cluster
+
+        world = self._config.train.parallel.world_size
+        self._stack.enter_context(ray_cluster(self._config.train.ray_address, cpus=world))
+        gpus = 1 if self._device() == "cuda" else 0
+        remote = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=0)(RankActor)
+        self._actors = [remote.remote() for _ in range(world)]
+
+    def _device(self) -> str:
+        import ray
+
+        wanted = self._config.train.device
+        gpus, world = ray.cluster_resources().get("GPU", 0), self._config.train.parallel.world_size
+        if wanted == "cuda" and gpus < world:
+            raise TrainerError(f"train.device is cuda and Ray has {gpus:g} GPUs for {world} ranks: set it to cpu")
+        return ("cuda" if gpus >= world else "cpu") if wanted == "auto" else wanted
+
+    def _model_settings(self) -> ModelSettings:
+        train = self._config.train
+        return ModelSettings(
+            folder=self._config.model.absolute(),
+            parallel=train.parallel,
+            dtype=train.dtype,
+            device="cuda" if self._device() == "cuda" else "cpu",
+            recompute=train.recompute,
+            seed=self._config.seed,
+            threads=_threads(train.parallel.world_size),
+        )
+
+    def _plan(self, lengths: Sequence[int], *, budget: int | None = None) -> Plan:
+        return plan(lengths, budget=budget or self._config.train.microbatch_tokens, ranks=self.data_size)
+
+    async def _per_data_rank(self, method: str, *arguments: Any) -> list[Any]:
+        """Call all ranks; one answer a data rank (its model-parallel peers' answers are the same)."""
+        answers = await self._all(method, *arguments)
+        by_rank: dict[int, Any] = {}
+        for info, answer in zip(self._infos, answers, strict=True):
+            by_rank.setdefault(info.data_rank, answer)
+        return [by_rank[rank] for rank in sorted(by_rank)]
+
+    async def _all(self, method: str, *arguments: Any, timeout: float = CALL_SECONDS) -> list[Any]:
+        self._check_running()
+        return await self._gather([actor.call.remote(method, *arguments) for actor in self._actors], timeout)
+
+    def _check_running(self) -> None:
+        if self._ended is not None or not self._infos:
+            raise TrainerError(self._ended or "the trainer was not started")
+
+    async def _gather(self, refs: Sequence[Any], timeout: float) -> list[Any]:
+        from ray.exceptions import RayError
+
+        try:
+            async with asyncio.timeout(timeout):
+                return list(await asyncio.gather(*refs))
+        except TimeoutError:
+            error: AgentRlError = TrainerError(f"the trainer did not answer within {timeout:g} s")
+            cause: BaseException | None = None
+        except RayError as failure:
+            error, cause = _converted(failure), failure
+        if not isinstance(error, WeightSyncError):
+            self._ended = str(error)
+        raise error from cause
+
+
+def split_step(
+    samples: Sequence[Sample], *, mini_steps: int, budget: int, ranks: int
+) -> tuple[tuple[MiniStepShare, ...], ...]:
+    """``shares[data_rank][mini_step]``: consecutive samples go to the same mini step, so groups stay together."""
+    parts = [part for part in np.array_split(np.arange(len(samples)), mini_steps) if len(part)]
+    shares: list[list[MiniStepShare]] = [[] for _ in range(ranks)]
+    for part in parts:
+        ids = part.tolist()
+        tokens = sum(int(samples[index].loss_mask[1:].sum()) for index in ids)
+        local = plan([len(samples[index].tokens) for index in ids], budget=budget, ranks=ranks)
+        for rank, micro_batches in enumerate(local):
+            named = tuple(tuple(ids[i] for i in micro) for micro in micro_batches)
+            shares[rank].append(MiniStepShare(named, tokens))
+    return tuple(tuple(share) for share in shares)
+
+
+def _converted(failure: BaseException) -> AgentRlError:
+    """A Ray failure as an error of ours, its reason in one line."""
+    from ray.exceptions import RayActorError, RayTaskError
+
+    cause = failure.cause if isinstance(failure, RayTaskError) else failure
+    if isinstance(cause, AgentRlError):
+        return type(cause)(str(cause))
+    if isinstance(cause, RayActorError):
+        return TrainerError(f"a trainer rank died: {_one_line(cause)}")
+    return TrainerError(f"a trainer rank failed: {type(cause).__name__}: {_one_line(cause)}")
+
+
+def _absolute(folder: Path) -> Path:
+    """Ranks may run in another working directory."""
+    return Path(os.path.abspath(folder))
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(line.strip() for line in str(error).splitlines() if line.strip())[:500]
+
+
+def _threads(ranks: int) -> int:
+    """CPU threads a rank uses: OMP_NUM_THREADS where the user set it, else this machine's share."""
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    return int(wanted) if wanted.isdigit() else max(1, len(os.sched_getaffinity(0)) // ranks)

@@ -1,0 +1,106 @@
+"""Supervised training of token sequences with a loss weight a token, on the same ranks as GRPO."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agent_rl.errors import TrainerError
+from agent_rl.train.ray_trainer import RayTrainer
+from agent_rl.train.settings import OptimizerSettings
+
+Sequences = Sequence[tuple[NDArray[np.int32], NDArray[np.float32]]]
+Progress = Callable[["SftProgress"], None]
+
+
+@dataclass(frozen=True, slots=True)
+class SftConfig:
+    """``steps`` updates of ``batch`` sequences; every epoch draws them in a new order, made from ``seed``."""
+
+    steps: int
+    batch: int = 8
+    lr: float = 3e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.01
+    grad_clip: float = 1.0
+    warmup_steps: int = 30
+    min_lr_ratio: float = 0.1
+    seed: int = 0
+
+    def optimizer(self) -> OptimizerSettings:
+        """AdamW, warmed up, then a cosine down to ``min_lr_ratio``."""
+        return OptimizerSettings(
+            lr=self.lr,
+            betas=self.betas,
+            weight_decay=self.weight_decay,
+            grad_clip=self.grad_clip,
+            warmup_steps=self.warmup_steps,
+            total_steps=self.steps,
+            schedule="cosine",
+            min_lr_ratio=self.min_lr_ratio,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SftProgress:
+    """After an update: ``loss`` is the weighted mean over its tokens; ``tokens`` and ``seconds`` are totals so far."""
+
+    step: int
+    steps: int
+    loss: float
+    lr: float
+    grad_norm: float
+    tokens: int
+    seconds: float
+
+
+async def sft(
+    trainer: RayTrainer, sequences: Sequences, config: SftConfig, progress: Progress | None = None
+) -> dict[str, float]:
+    """Train a started trainer on ``(tokens, weights)`` pairs; ``weights`` ``[S]`` scale each token's cross entropy.
+
+    The trainer's optimizer starts over. Returns ``sft/loss`` (mean of the last tenth of the updates),
+    ``sft/tokens_per_second``, ``sft/tokens`` and ``sft/seconds``. Raises TrainerError for sequences that don't line up.
+    """
+    _check(sequences)
+    await trainer.set_optimizer(config.optimizer())
+    stored = trainer.put(list(sequences))
+    lengths = [len(tokens) for tokens, _ in sequences]
+    weights = [float(np.sum(weights[1:], dtype=np.float64)) for _, weights in sequences]
+    losses: list[float] = []
+    tokens, started = 0, time.perf_counter()
+    for step, ids in enumerate(batches(len(sequences), config), 1):
+        loss, update = await trainer.supervise(stored, ids, lengths, max(sum(weights[i] for i in ids), 1e-9))
+        losses.append(loss)
+        tokens += sum(lengths[i] for i in ids)
+        if progress is not None:
+            seconds = time.perf_counter() - started
+            progress(SftProgress(step, config.steps, loss, update.lr, update.grad_norm, tokens, seconds))
+    seconds = time.perf_counter() - started
+    last = losses[-max(1, len(losses) // 10) :]
+    return {
+        "sft/loss": float(np.mean(last)),
+        "sft/tokens": float(tokens),
+        "sft/seconds": seconds,
+        "sft/tokens_per_second": tokens / seconds,
+    }
+
+
+def batches(count: int, config: SftConfig) -> list[list[int]]:
+    """The sequences of every update: epoch after epoch in a new order, none skipped."""
+    generator = np.random.default_rng(config.seed)
+    needed = config.steps * config.batch
+    order = np.concatenate([generator.permutation(count) for _ in range(-(-needed // count))])[:needed]
+    return [part.tolist() for part in order.reshape(config.steps, config.batch)]
+
+
+def _check(sequences: Sequences) -> None:
+    if not sequences:
+        raise TrainerError("no sequences to train on")
+    for index, (tokens, weights) in enumerate(sequences):
+        if len(tokens) != len(weights):
+            raise TrainerError(f"sequence {index} has {len(tokens)} tokens and {len(weights)} loss weights")

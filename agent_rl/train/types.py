@@ -1,0 +1,43 @@
+"""The trainer as the controller sees it. The controller's side imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from agent_rl.types import Sample
+
+
+class Trainer(Protocol):
+    """Owns the training weights, optimizer and schedule; ranks are Ray actors behind it. All methods are awaitable."""
+
+    async def step(self, samples: Sequence[Sample], *, measure_native: bool) -> Mapping[str, float]:
+        """One GRPO global step: old log-probs (replayed), then the update(s) (replayed).
+
+        ``measure_native`` also runs a pass without replay for the ``mismatch_native/*`` metrics. Returns metrics under
+        the names of docs/metrics.md (``train/*``, ``mismatch/*``, ``r3/*``, ``time/old_logprob``, ``time/update``).
+        """
+        ...
+
+    async def logprobs(self, samples: Sequence[Sample], *, replay: bool) -> Sequence[Sequence[float]]:
+        """Log-probs of every token given those before it (0 for the first), one list a sample, in float32."""
+        ...
+
+    async def publish(self, engine_urls: Sequence[str], weight_version: str) -> float:
+        """Send the weights to every engine under ``weight_version``; returns seconds. Raises WeightSyncError."""
+        ...
+
+    async def save(self, folder: Path) -> None:
+        """Write a checkpoint that :meth:`load` resumes from exactly; atomic (a killed save leaves nothing)."""
+        ...
+
+    async def load(self, folder: Path) -> None: ...
+
+    async def export(self, folder: Path) -> None:
+        """Write a Hugging Face checkpoint."""
+        ...
+
+    async def close(self) -> None:
+        """Stop the ranks. Idempotent."""
+        ...

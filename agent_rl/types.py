@@ -1,0 +1,155 @@
+"""The data that flows from engine to trainer. All frozen; no torch.
+
+A worked example, one trajectory of two turns (``p`` prompt, ``a`` sampled, ``o`` observation tokens)::
+
+    tokens     p p p a a a o o a a
+    loss_mask  0 0 0 1 1 1 0 0 1 1
+    logprobs   0 0 0 x x x 0 0 x x     of token i given tokens[:i], as sampled
+    routing    r r r r r r r r r -     row i: experts used when token i was the input; the last is absent
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from r3.routing import Routing
+
+
+class StopReason(StrEnum):
+    """Why an episode ended."""
+
+    SUBMITTED = "submitted"  # the agent called submit
+    MAX_TURNS = "max_turns"  # max_turns turns were taken without a submit
+    CONTEXT_FULL = "context_full"  # the next turn or observation would pass max_tokens
+    TIME_LIMIT = "time_limit"  # the episode's wall-clock limit passed
+    PARSE_FAILURES = "parse_failures"  # too many turns in a row held no well-formed tool call
+    SANDBOX_FAILURE = "sandbox_failure"  # infrastructure: the sandbox or the grading broke
+    ENGINE_FAILURE = "engine_failure"  # infrastructure: the engine failed past its retry budget
+    STALE = "stale"  # dropped: begun with weights too old
+    CANCELLED = "cancelled"  # the run was stopped
+
+    @property
+    def infrastructure(self) -> bool:
+        """Whether the ending says nothing about the policy: such a trajectory has no reward."""
+        return self in (StopReason.SANDBOX_FAILURE, StopReason.ENGINE_FAILURE, StopReason.STALE, StopReason.CANCELLED)
+
+
+class FinishReason(StrEnum):
+    """Why one completion ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn. ``temperature`` 0 is greedy. ``stop_token_ids`` end a turn and are kept in the output."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_new_tokens: int = 1024
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Completion:
+    """What the engine answered to one request.
+
+    ``tokens`` and ``logprobs``: the sampled tokens and each one's log-prob, ``[completion]``.
+    ``routing``: rows ``[routes_from, prompt + completion - 1)`` of the whole sequence, or None where none were asked.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish: FinishReason
+    weight_version: str
+    engine: str
+    routing: Routing | None = None
+    cached_tokens: int = 0
+    wire_bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of an episode: what was sampled, what was called, what came back, and the time each took in seconds."""
+
+    text: str
+    tool: str | None
+    arguments: Mapping[str, Any]
+    parse_failure: str | None
+    observation: str
+    prompt_tokens: int
+    completion_tokens: int
+    observation_tokens: int
+    cached_tokens: int
+    weight_version: str
+    generate_seconds: float
+    tool_seconds: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trajectory:
+    """A finished episode: all tokens in order, which were sampled, their log-probs, and every token's routes.
+
+    ``tokens`` int32 ``[S]``, ``loss_mask`` bool ``[S]`` (True where sampled), ``logprobs`` float32 ``[S]`` (0 where not
+    sampled), ``routing`` of S rows (the last absent) or None. ``reward`` is None iff ``stop.infrastructure``.
+    """
+
+    task_id: str
+    env: str
+    tokens: NDArray[np.int32]
+    loss_mask: NDArray[np.bool_]
+    logprobs: NDArray[np.float32]
+    routing: Routing | None
+    stop: StopReason
+    reward: float | None
+    resolved: bool
+    turns: tuple[Turn, ...]
+    messages: tuple[Mapping[str, str], ...]
+    weight_versions: tuple[str, ...]
+    patch: str = ""
+    error: str = ""
+    suspected_hack: tuple[str, ...] = ()
+    seconds: float = 0.0
+    grade_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """The n trajectories of one task; every one has a reward (infrastructure failures were retried or dropped)."""
+
+    task_id: str
+    trajectories: tuple[Trajectory, ...]
+    infrastructure_failures: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """What the trainer trains on: one trajectory with its advantage (a scalar, the same for all its sampled tokens)."""
+
+    tokens: NDArray[np.int32]
+    loss_mask: NDArray[np.bool_]
+    logprobs: NDArray[np.float32]
+    advantage: float
+    routing: Routing | None
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """One step's numbers by metric name (the names are listed in docs/metrics.md)."""
+
+    step: int
+    values: Mapping[str, float] = field(default_factory=dict)
+
+
+TokenIds = Sequence[int]

@@ -1,0 +1,21 @@
+"""What a task is, how it starts, how it is graded."""
+
+from envs.context import EnvContext, ToolStyle
+from envs.registry import EnvironmentLoadError, list_environments, load_environment
+from envs.types import Environment, EnvsError, Episode, Grade, GradingError, Message, Task, TaskRecordError
+
+__all__ = [
+    "EnvContext",
+    "Environment",
+    "EnvironmentLoadError",
+    "EnvsError",
+    "Episode",
+    "Grade",
+    "GradingError",
+    "Message",
+    "Task",
+    "TaskRecordError",
+    "ToolStyle",
+    "list_environments",
+    "load_environment",
+]

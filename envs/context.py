@@ -1,0 +1,50 @@
+"""What every environment is given: the backend that starts boxes, and the limits it works under."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
+
+from sandbox import Sandbox, SandboxBackend, SandboxSpec, SandboxStartError
+
+ToolStyle = Literal["full", "concise"]
+
+
+@dataclass(frozen=True)
+class EnvContext:
+    """The first argument of every environment's constructor: ``Env(context, **options)``.
+
+    ``limits`` is the template of every box (memory, processes, CPUs, output cap, and the image of tasks that name
+    none). ``tool_style`` "concise" shortens the opening messages, the tool schemas and what tools answer, for models
+    with a short context. ``tool_timeout`` and ``grade_timeout`` are seconds a tool call and a run of the hidden tests
+    may take. ``start_retries`` is how often a box that did not start is tried again.
+    """
+
+    backend: SandboxBackend
+    limits: SandboxSpec = field(default_factory=SandboxSpec)
+    tool_style: ToolStyle = "full"
+    tool_timeout: float = 90.0
+    grade_timeout: float = 300.0
+    start_retries: int = 2
+
+    @asynccontextmanager
+    async def box(self, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
+        """A started box, closed on leaving, also when cancelled. Raises ``SandboxError`` once the retries are spent."""
+        sandbox = await self._start(spec)
+        try:
+            yield sandbox
+        finally:
+            await sandbox.close()
+
+    async def _start(self, spec: SandboxSpec) -> Sandbox:
+        attempts = AsyncRetrying(
+            retry=retry_if_exception_type(SandboxStartError),
+            stop=stop_after_attempt(self.start_retries + 1),
+            wait=wait_random_exponential(multiplier=0.2, max=5.0),
+            reraise=True,
+        )
+        return await attempts(self.backend.start, spec)

@@ -1,0 +1,116 @@
+"""The environment of generated tasks."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from envs.context import EnvContext
+from envs.mini.generator import SPLITS, generate
+from envs.mini.records import to_record
+from envs.mini.verify import verify_records
+from envs.swe.episode import SweEpisode, start_episode
+from envs.swe.records import SweRecord, parse_record, read_jsonl, write_jsonl
+from envs.types import Message, Task, TaskRecordError
+
+_SOURCES = ("templates", "functions", "generator", "records", "runner")
+_SYSTEM: Message = {"role": "system", "content": "Fix the bug."}
+
+
+class MiniEnvironment:
+    """Small generated repositories, one seeded bug each. Splits: ``train``, ``heldout``, ``heldout_family``.
+
+    Tasks are generated from ``seed``, verified in boxes of the context's backend, and kept under ``cache_dir`` in a
+    file whose name holds a digest of the generator, so that another generator never meets them. Opening messages and
+    tool answers are short whatever the context's style: the models these tasks are for have a short context.
+    """
+
+    def __init__(
+        self,
+        context: EnvContext,
+        *,
+        train_tasks: int = 640,
+        heldout_tasks: int = 256,
+        seed: int = 0,
+        cache_dir: str | Path = ".cache/tasks",
+    ) -> None:
+        self._context = replace(context, tool_style="concise")
+        self._counts = {"train": train_tasks, "heldout": heldout_tasks, "heldout_family": heldout_tasks}
+        self._seed = seed
+        self._cache = Path(cache_dir)
+        self._tasks: dict[str, list[Task]] = {}
+
+    @property
+    def name(self) -> str:
+        return "mini"
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        """The tasks of ``split``. Where :meth:`prepare` was not awaited before, this blocks while they are verified."""
+        self._check(split)
+        if split not in self._tasks:
+            # The caller's thread may run an event loop of its own, which a blocking call cannot share.
+            with ThreadPoolExecutor(1) as thread:
+                thread.submit(asyncio.run, self.prepare(split)).result()
+        return self._tasks[split]
+
+    async def prepare(self, *splits: str) -> None:
+        """Generate and verify the tasks of ``splits`` (train and heldout, if none is named) unless they are cached."""
+        for split in splits or ("train", "heldout"):
+            self._check(split)
+            records = self._cached(split)
+            if records is None:
+                fresh = await asyncio.to_thread(_generate_records, split, self._counts[split], self._seed)
+                records = await verify_records(self._context, fresh)
+                write_jsonl(self._file(split), records)
+            self._tasks[split] = [Task(record.id, self.name, record.model_dump()) for record in records]
+
+    def is_prepared(self, split: str) -> bool:
+        """Whether the tasks of ``split`` are verified already."""
+        return split in self._tasks or self._file(split).is_file()
+
+    def start(self, task: Task) -> AbstractAsyncContextManager[SweEpisode]:
+        return self._start(self._record(task))
+
+    @asynccontextmanager
+    async def _start(self, record: SweRecord) -> AsyncIterator[SweEpisode]:
+        async with start_episode(self._context, record) as episode:
+            yield replace(episode, messages=opening(record))
+
+    def gold(self, task: Task) -> str:
+        return self._record(task).gold
+
+    @staticmethod
+    def _record(task: Task) -> SweRecord:
+        return parse_record(task.record, f"task {task.id}")
+
+    def _check(self, split: str) -> None:
+        if split not in SPLITS:
+            raise TaskRecordError(f"environment mini has no split {split!r}; it has {', '.join(SPLITS)}")
+
+    def _cached(self, split: str) -> list[SweRecord] | None:
+        file = self._file(split)
+        return read_jsonl(file) if file.is_file() else None
+
+    def _file(self, split: str) -> Path:
+        return self._cache / f"mini-{_digest()}-{split}-{self._seed}-{self._counts[split]}.jsonl"
+
+
+def opening(record: SweRecord) -> tuple[Message, Message]:
+    """The system and the user message of a generated task: the issue and nothing else."""
+    issue = record.problem_statement.removeprefix("[ISSUE]\n").removesuffix("\n[/ISSUE]")
+    return _SYSTEM, {"role": "user", "content": issue}
+
+
+def _generate_records(split: str, count: int, seed: int) -> list[SweRecord]:
+    return [to_record(task) for task in generate(split, count, seed)]
+
+
+def _digest() -> str:
+    folder = Path(__file__).parent
+    sources = b"".join((folder / f"{name}.py").read_bytes() for name in _SOURCES)
+    return hashlib.sha256(sources).hexdigest()[:12]

@@ -1,0 +1,87 @@
+"""Every generated task is tried out before it is handed out: with its true fix it passes, as it stands it fails.
+
+Many tasks share a box here, side by side in folders of their own; agents and gradings never share one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from envs.context import EnvContext
+from envs.swe.grading import judge
+from envs.swe.records import SweRecord
+from envs.types import GradingError
+from sandbox import SandboxSpec
+
+_TASKS_PER_BOX = 40
+_BOXES = 2
+_TIMEOUT = 300.0
+_MARK = "agent-rl: task "
+_NOTHING, _GOLD = "nothing", "gold"
+
+
+async def verify_records(context: EnvContext, records: Sequence[SweRecord]) -> list[SweRecord]:
+    """The records, marked verified. Raises ``GradingError`` naming the first that is not what it should be."""
+    gate = asyncio.Semaphore(_BOXES)
+
+    async def verify(chunk: Sequence[SweRecord]) -> None:
+        async with gate:
+            await _verify_chunk(context, chunk)
+
+    async with asyncio.TaskGroup() as group:
+        for chunk in _chunks(records):
+            group.create_task(verify(chunk))
+    return [record.model_copy(update={"verified": True}) for record in records]
+
+
+def _chunks(records: Sequence[SweRecord]) -> Iterator[Sequence[SweRecord]]:
+    for start in range(0, len(records), _TASKS_PER_BOX):
+        yield records[start : start + _TASKS_PER_BOX]
+
+
+async def _verify_chunk(context: EnvContext, records: Sequence[SweRecord]) -> None:
+    spec: SandboxSpec = replace(
+        context.limits, workdir="/testbed", env={**context.limits.env, "PYTHONDONTWRITEBYTECODE": "1"}
+    )
+    async with context.box(spec) as sandbox:
+        await sandbox.write_files(_files(records))
+        result = await sandbox.exec(_script(records), timeout=_TIMEOUT, cwd="/testbed")
+    if result.timed_out or result.truncated:
+        raise GradingError(f"mini tasks could not be verified: the box was cut off after {result.seconds:.0f} s")
+    logs = _logs(result.stdout.decode(errors="replace"))
+    for number, record in enumerate(records):
+        gold = judge(logs.get(f"{number}/{_GOLD}", ""), record.expected)
+        nothing = judge(logs.get(f"{number}/{_NOTHING}", ""), record.expected)
+        if gold is None or not gold.resolved:
+            why = "no test summary" if gold is None else gold.difference
+            raise GradingError(f"task {record.id}: its gold patch does not resolve it: {why}")
+        if nothing is None or nothing.resolved:
+            raise GradingError(f"task {record.id}: {'no test summary' if nothing is None else 'solved as it stands'}")
+
+
+def _files(records: Sequence[SweRecord]) -> dict[str, bytes]:
+    files: dict[str, bytes] = {}
+    for number, record in enumerate(records):
+        files[f"/testbed/{number}.patch"] = record.gold.encode()
+        for variant in (_NOTHING, _GOLD):
+            for path, content in {**record.files, **record.tests}.items():
+                files[f"/testbed/{number}/{variant}/{path}"] = content.encode()
+    return files
+
+
+def _script(records: Sequence[SweRecord]) -> str:
+    lines = []
+    for number, record in enumerate(records):
+        for variant in (_NOTHING, _GOLD):
+            patch = f"git apply ../../{number}.patch 2>&1 && " if variant == _GOLD else ""
+            inner = f"cd {number}/{variant} && {patch}timeout 20 bash -c {shlex.quote(record.command)}"
+            lines.append(f"echo {shlex.quote(f'{_MARK}{number}/{variant}')}; ({inner})")
+    return "\n".join([*lines, "true"])
+
+
+def _logs(output: str) -> dict[str, str]:
+    parts = output.split(_MARK)[1:]
+    return {head: log for head, _, log in (part.partition("\n") for part in parts)}

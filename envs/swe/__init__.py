@@ -1,0 +1,27 @@
+"""Software-engineering tasks: records, episodes in a sandbox, grading with hidden tests."""
+
+from envs.swe.boxes import SITE, WORKDIR, PatchError
+from envs.swe.environment import SweEnvironment
+from envs.swe.episode import SweEpisode, grade_patch, start_episode, verify_record
+from envs.swe.grading import Verdict, judge, parse_summary
+from envs.swe.patches import diff_files
+from envs.swe.records import SweRecord, commit_content, read_jsonl, write_jsonl
+
+__all__ = [
+    "SITE",
+    "WORKDIR",
+    "PatchError",
+    "SweEnvironment",
+    "SweEpisode",
+    "SweRecord",
+    "Verdict",
+    "commit_content",
+    "diff_files",
+    "grade_patch",
+    "judge",
+    "parse_summary",
+    "read_jsonl",
+    "start_episode",
+    "verify_record",
+    "write_jsonl",
+]

@@ -1,0 +1,179 @@
+"""A task's repository in a box: started for the agent, started afresh for the hidden tests, read back as a patch."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from envs.context import EnvContext
+from envs.swe.patches import split_patch
+from envs.swe.records import SweRecord
+from envs.types import EnvsError
+from sandbox import ExecResult, Sandbox, SandboxLostError, SandboxSpec, SandboxStartError
+
+WORKDIR = "/testbed"
+SITE = "/opt/agent-rl/site"
+MAX_PATCH_BYTES = 1 << 20
+_LOG_BYTES = 400_000
+_LOG_FILE_KIB = 256 * 1024
+_SETUP_TIMEOUT = 120.0
+_BEGIN = b"agent-rl: tests begin\n"
+
+_GIT_ENV = {
+    "GIT_AUTHOR_NAME": "agent-rl",
+    "GIT_AUTHOR_EMAIL": "agent-rl@localhost",
+    "GIT_COMMITTER_NAME": "agent-rl",
+    "GIT_COMMITTER_EMAIL": "agent-rl@localhost",
+    "GIT_CONFIG_NOSYSTEM": "1",
+    "GIT_CONFIG_COUNT": "1",
+    "GIT_CONFIG_KEY_0": "safe.directory",
+    "GIT_CONFIG_VALUE_0": "*",
+}
+_DATE = "2000-01-01T00:00:00+0000"
+
+# One commit with a fixed author and date: nothing of the future to read, and the same hash in every box.
+_COMMIT = f"""set -e
+git init -q -b main --template=
+mkdir -p .git/info
+printf '%s\\n' __pycache__/ '*.pyc' .pytest_cache/ .venv '*.egg-info/' > .git/info/exclude
+git add -A
+export GIT_AUTHOR_DATE={_DATE} GIT_COMMITTER_DATE={_DATE}
+git -c gc.auto=0 commit -q --no-verify --allow-empty -m 'Start of the task'
+git rev-parse HEAD"""
+
+# R2E-Gym's images keep the hidden tests and their script in the box: the agent's box loses them, and the history too.
+_STRIP_IMAGE = "rm -rf /r2e_tests /root/r2e_tests /root/run_tests.sh r2e_tests run_tests.sh .git\n"
+_IMAGE_PATH = (
+    "/testbed/.venv/bin:/root/.venv/bin:/root/.local/bin:/opt/miniconda3/envs/testbed/bin:"
+    "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+)
+_LINK_IMAGE_TESTS = "if [ -d /r2e_tests ]; then rm -rf r2e_tests; ln -s /r2e_tests r2e_tests; fi\n"
+
+_DIFF = """rm -f .git/index.lock
+git add -A -- . ':(exclude,glob)**/__pycache__/**' ':(exclude,glob)**/*.pyc' &&
+git -c core.quotePath=false -c diff.noprefix=false -c diff.mnemonicPrefix=false \
+    diff --cached --no-color --no-ext-diff --no-textconv --no-renames --full-index {base}"""
+
+
+class PatchError(EnvsError):
+    """The agent left its repository in a state that no patch can be taken from: the policy's doing."""
+
+
+@dataclass(frozen=True, slots=True)
+class TestRun:
+    """One run of the hidden tests. ``began`` is False where the patch did not apply; ``log`` is the log's end."""
+
+    __test__ = False  # not a test class, whatever its name says to pytest
+
+    began: bool
+    result: ExecResult
+    log: str
+
+    @property
+    def account(self) -> str:
+        """What happened, in a few words."""
+        if not self.began:
+            return f"the patch does not apply: {self.result.text.strip()[-300:]}"
+        if self.result.oom_killed:
+            return "the tests ran out of memory"
+        if self.result.timed_out:
+            return f"the tests did not end within {self.result.seconds:.0f} s"
+        return f"exit code {self.result.exit_code}: {self.log.strip()[-300:]}"
+
+
+def box_spec(context: EnvContext, record: SweRecord, site_root: Path | None) -> SandboxSpec:
+    """The box of a task: the context's limits, the record's image, its site packages (found below ``site_root``)."""
+    env = {"PYTHONDONTWRITEBYTECODE": "1", **_GIT_ENV}
+    if not record.is_local:
+        env["PATH"] = _IMAGE_PATH
+    env |= context.limits.env
+    binds = dict(context.limits.ro_binds)
+    if record.site_packages:
+        binds[str(((site_root or Path()) / record.site_packages).resolve())] = SITE
+        env["PYTHONPATH"] = SITE
+    image = record.docker_image if not record.is_local else context.limits.image
+    return replace(context.limits, image=image, workdir=WORKDIR, env=env, ro_binds=binds)
+
+
+@asynccontextmanager
+async def agent_box(context: EnvContext, record: SweRecord, spec: SandboxSpec) -> AsyncIterator[tuple[Sandbox, str]]:
+    """A box with the repository as the agent finds it, and its base commit's hash. Holds no hidden test."""
+    async with context.box(spec) as sandbox:
+        if record.is_local:
+            await sandbox.write_files(_in_workdir(record.files))
+        command = _COMMIT if record.is_local else _STRIP_IMAGE + _COMMIT
+        result = await sandbox.exec(command, timeout=_SETUP_TIMEOUT, cwd=WORKDIR)
+        if not result.ok:
+            raise SandboxStartError(
+                f"task {record.id}: its repository could not be set up: {result.text.strip()[-300:]}"
+            )
+        yield sandbox, result.stdout.decode().strip()
+
+
+async def take_patch(sandbox: Sandbox, base: str) -> str:
+    """What the agent changed since ``base``, as a git diff. Changes that are not UTF-8 text are shown as binary.
+
+    Raises ``PatchError`` if the agent broke its git data or changed more than ``MAX_PATCH_BYTES``, ``SandboxLostError``
+    if the box does not answer.
+    """
+    result = await sandbox.exec(_DIFF.format(base=base), timeout=_SETUP_TIMEOUT, cwd=WORKDIR)
+    if result.timed_out and not (await sandbox.exec("true", timeout=10.0)).ok:
+        raise SandboxLostError("the box stopped answering while the patch was taken")
+    if not result.ok:
+        raise PatchError(f"no patch can be taken: git said {result.stderr.decode(errors='replace').strip()[-200:]!r}")
+    if result.truncated or len(result.stdout) > MAX_PATCH_BYTES:
+        raise PatchError(f"the patch is larger than {MAX_PATCH_BYTES} bytes")
+    return _decode(result.stdout)
+
+
+async def run_tests(context: EnvContext, record: SweRecord, spec: SandboxSpec, patch: str) -> TestRun:
+    """Apply ``patch`` to the original repository in a fresh box and run the hidden tests there."""
+    async with context.box(spec) as sandbox:
+        # Hidden tests may be written first: a screened patch touches none of them.
+        if record.files or record.tests:
+            await sandbox.write_files(_in_workdir({**record.files, **record.tests}))
+        command = _grade_command(record, patch)
+        result = await sandbox.exec(command, timeout=context.grade_timeout, cwd=WORKDIR, stdin=patch.encode())
+    began = result.stdout.startswith(_BEGIN)
+    return TestRun(began, result, result.stdout[len(_BEGIN) :].decode(errors="replace") if began else "")
+
+
+def _grade_command(record: SweRecord, patch: str) -> str:
+    """Bash that applies the patch on standard input, announces the tests, runs them and prints their log's end.
+
+    The log goes through a file, since the summary stands at its end and the box caps output from its start; the file's
+    size is limited, and no pipe is left open for a daemon that a test may leave behind.
+    """
+    prepare = "" if record.is_local else _LINK_IMAGE_TESTS
+    apply = "git apply --whitespace=nowarn - >&2 || exit\n" if patch else ""
+    return (
+        f"{prepare}{apply}echo '{_BEGIN.decode().strip()}'; log=/tmp/agent-rl-$$.log\n"
+        f"( ulimit -f {_LOG_FILE_KIB}; eval {shlex.quote(record.command)} ) >$log 2>&1 </dev/null; code=$?\n"
+        f"tail -c {_LOG_BYTES} $log; exit $code"
+    )
+
+
+def _in_workdir(files: Mapping[str, str]) -> dict[str, bytes]:
+    return {f"{WORKDIR}/{path}": content.encode() for path, content in files.items()}
+
+
+def _decode(diff: bytes) -> str:
+    """A diff as text; a file patch that is not UTF-8 becomes the line git shows for a binary one."""
+    try:
+        return diff.decode()
+    except UnicodeDecodeError:
+        parts = split_patch(diff.decode(errors="surrogateescape"))
+        return "".join(part.text if _is_utf8(part.text) else _as_binary(part.text) for part in parts)
+
+
+def _is_utf8(text: str) -> bool:
+    return not any("\udc80" <= letter <= "\udcff" for letter in text)
+
+
+def _as_binary(text: str) -> str:
+    header = text.split("\n", 1)[0]
+    names = header.removeprefix("diff --git ").encode(errors="replace").decode()
+    return f"diff --git {names}\nBinary files differ\n"

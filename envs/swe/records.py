@@ -1,0 +1,232 @@
+"""The record of one software-engineering task: R2E-Gym's row, plus what a task without a container image needs.
+
+R2E-Gym's fields (https://github.com/R2E-Gym/R2E-Gym) keep their names and types, so its rows are read as they are. A
+*local* task brings its repository along: ``files`` is what the working directory starts as, ``tests`` the hidden test
+files, ``test_command`` what runs them, ``gold_patch`` the true fix.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from envs.swe.patches import diff_files, is_test_path
+from envs.types import TaskRecordError
+
+STATUSES = frozenset({"PASSED", "FAILED", "ERROR", "SKIPPED", "XFAIL", "XPASS"})
+R2E_TEST_COMMAND = "bash run_tests.sh"
+
+
+class SweRecord(BaseModel):
+    """One task. Every field that the row lacks takes its default; keys that are not named here are ignored.
+
+    ``expected_output_json`` is a JSON object from a test's key to its status after the true fix. The key is pytest's
+    full node id for a local task, and the node id without its file, joined by dots, for an R2E-Gym row.
+    ``site_packages`` is a folder of Python packages for the box, relative to the file the record was read from.
+    ``verified`` says that the gold patch was seen to resolve the task and an empty patch was seen not to.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    repo_name: str
+    docker_image: str = ""
+    commit_hash: str = ""
+    parsed_commit_content: str = ""
+    execution_result_content: str = ""
+    expected_output_json: str
+    problem_statement: str = Field(min_length=1)
+    prompt: str = ""
+    modified_files: tuple[str, ...] = ()
+    relevant_files: tuple[str, ...] = ()
+    num_non_test_files: int = 0
+    num_non_test_func_methods: int = 0
+    num_non_test_lines: int = 0
+
+    task_id: str = ""
+    files: dict[str, str] = Field(default_factory=dict)
+    tests: dict[str, str] = Field(default_factory=dict)
+    test_command: str = ""
+    gold_patch: str = ""
+    site_packages: str = ""
+    verified: bool = False
+
+    @field_validator("expected_output_json")
+    @classmethod
+    def _expected_is_not_empty(cls, value: str) -> str:
+        try:
+            expected = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"not JSON ({error}); right would be an object from a test to its status") from None
+        if not isinstance(expected, dict) or not expected:
+            raise ValueError("empty or no object: a task that expects nothing would resolve itself; name its tests")
+        for test, status in expected.items():
+            if status not in STATUSES:
+                raise ValueError(f"status {status!r} of {test!r} is none of {', '.join(sorted(STATUSES))}")
+        return value
+
+    @field_validator("modified_files", "relevant_files", mode="before")
+    @classmethod
+    def _list_or_json_list(cls, value: Any) -> Any:
+        return json.loads(value) if isinstance(value, str) and value.startswith("[") else value
+
+    @field_validator("files", "tests")
+    @classmethod
+    def _paths_stay_inside(cls, value: dict[str, str]) -> dict[str, str]:
+        for path in value:
+            parts = PurePosixPath(path).parts
+            if not parts or path.startswith("/") or ".." in parts or parts[0] == ".git":
+                raise ValueError(f"path {path!r}: right would be a path relative to the working directory, inside it")
+        return value
+
+    @model_validator(mode="after")
+    def _has_a_repository(self) -> SweRecord:
+        if not self.files and not self.docker_image:
+            raise ValueError("neither files nor docker_image: the task has no repository; give one of them")
+        if self.files and not self.test_command:
+            raise ValueError("test_command is empty: a task with files must say how its tests run")
+        return self
+
+    @property
+    def id(self) -> str:
+        """``task_id``, or the repository and commit for a row that has none."""
+        return self.task_id or f"{self.repo_name}@{self.commit_hash[:12]}"
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the record brings its repository along."""
+        return bool(self.files)
+
+    @property
+    def command(self) -> str:
+        """What runs the hidden tests in the working directory."""
+        return self.test_command or R2E_TEST_COMMAND
+
+    @property
+    def expected(self) -> dict[str, str]:
+        """The statuses that resolve the task, colour codes removed from the tests' keys."""
+        return {
+            re.sub(r"\x1b\[[\d;]*m", "", key): value for key, value in json.loads(self.expected_output_json).items()
+        }
+
+    @property
+    def gold(self) -> str:
+        """The true fix as a git diff; for an R2E-Gym row made from its commit, test files left out. May be empty."""
+        return self.gold_patch or _gold_of_commit(self.parsed_commit_content)
+
+
+def commit_content(old: Mapping[str, str], new: Mapping[str, str], message: str = "") -> str:
+    """``parsed_commit_content`` for a commit that takes the files ``old`` to ``new`` (absent means no such file)."""
+    diffs: list[dict[str, Any]] = []
+    for path in sorted(set(old) | set(new)):
+        if old.get(path) == new.get(path):
+            continue
+        diffs.append(
+            {
+                "header": {"file": {"path": path}, "misc_line": None},
+                "index_line": None,
+                "is_binary_file": False,
+                "binary_line": None,
+                "minus_file": {"path": f"a/{path}" if path in old else "/dev/null"},
+                "plus_file": {"path": f"b/{path}" if path in new else "/dev/null"},
+                "hunks": [],
+                "old_file_content": old.get(path, ""),
+                "new_file_content": new.get(path, ""),
+            }
+        )
+    return json.dumps({"file_diffs": diffs, "commit_message": message, "metadata": {}})
+
+
+def _gold_of_commit(content: str) -> str:
+    if not content:
+        return ""
+    old: dict[str, str] = {}
+    new: dict[str, str] = {}
+    for diff in json.loads(content).get("file_diffs", []):
+        path = diff["header"]["file"]["path"]
+        if diff.get("is_binary_file") or is_test_path(path):
+            continue
+        if (diff.get("minus_file") or {}).get("path") != "/dev/null":
+            old[path] = diff.get("old_file_content", "")
+        if (diff.get("plus_file") or {}).get("path") != "/dev/null":
+            new[path] = diff.get("new_file_content", "")
+    return diff_files(old, new)
+
+
+def parse_record(row: Mapping[str, Any], where: str) -> SweRecord:
+    """A record from a row. Raises ``TaskRecordError``: one line naming ``where``, the field and what would be right."""
+    try:
+        return SweRecord.model_validate(row)
+    except ValidationError as error:
+        raise TaskRecordError(f"{where}: {_explain(error)}") from None
+
+
+def read_jsonl(path: Path | str) -> list[SweRecord]:
+    """The records of a JSONL file, one a line. Raises ``TaskRecordError`` for the first broken row."""
+    path = Path(path)
+    if not path.is_file():
+        raise TaskRecordError(f"{path}: no such file; right would be a JSONL file of task records")
+    records: list[SweRecord] = []
+    seen: dict[str, int] = {}
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            record = parse_record(_row(line, f"{path}: row {number}"), f"{path}: row {number}")
+            if (first := seen.setdefault(record.id, number)) != number:
+                raise TaskRecordError(f"{path}: row {number}: task_id: {record.id!r} is row {first}'s; ids are unique")
+            records.append(record)
+    if not records:
+        raise TaskRecordError(f"{path}: holds no task record")
+    return records
+
+
+def write_jsonl(path: Path | str, records: Iterable[SweRecord]) -> int:
+    """Write the records, one a line, and return how many. A write that is killed leaves the old file as it was."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    count = 0
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as out:
+            for record in records:
+                out.write(record.model_dump_json() + "\n")
+                count += 1
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return count
+
+
+def _row(line: str, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise TaskRecordError(f"{where}: not JSON ({error}); right would be one JSON object a line") from None
+    if not isinstance(row, dict):
+        raise TaskRecordError(f"{where}: a {type(row).__name__}; right would be one JSON object a line")
+    return row
+
+
+def _explain(error: ValidationError) -> str:
+    problem = error.errors(include_url=False)[0]
+    field = ".".join(str(part) for part in problem["loc"]) or "record"
+    if problem["type"] == "missing":
+        return f"{field}: required, and not given"
+    message = problem["msg"].removeprefix("Value error, ")
+    got = "" if problem["type"] == "value_error" else f", got {_short(problem['input'])}"
+    return f"{field}: {message}{got}"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,89 @@
+"""What a task is, how it starts, and how it is graded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from tools import ToolSet
+
+Message = Mapping[str, str]
+"""A chat message, ``{"role": ..., "content": ...}``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One thing to do. ``id`` is unique in its environment; ``record`` is the environment's own data (a row)."""
+
+    id: str
+    env: str
+    record: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Grade:
+    """The verdict on one finished episode.
+
+    ``reward`` is what the trainer sees, ``resolved`` what Pass@1 counts. ``tests`` maps a test's name to its status.
+    A grading that broke is no Grade but an exception (``GradingError`` or ``SandboxError``).
+    """
+
+    reward: float
+    resolved: bool
+    patch: str = ""
+    tests: Mapping[str, str] = field(default_factory=dict)
+    suspected_hack: Sequence[str] = ()
+    seconds: float = 0.0
+
+
+class EnvsError(Exception):
+    """Base of the package's errors."""
+
+
+class TaskRecordError(EnvsError):
+    """A task record is broken: the message names the row, the field and what would be right."""
+
+
+class GradingError(EnvsError):
+    """The grading itself broke (no parseable log, say): infrastructure, never a reward of 0."""
+
+
+class Episode(Protocol):
+    """One started task: what the agent is told, what it may call, and the verdict at the end."""
+
+    @property
+    def messages(self) -> Sequence[Message]:
+        """The opening messages: system and user."""
+        ...
+
+    @property
+    def tools(self) -> ToolSet: ...
+
+    async def grade(self) -> Grade:
+        """Grade what the agent left behind, in a fresh sandbox with the hidden tests."""
+        ...
+
+
+class Environment(Protocol):
+    """A source of tasks and the way to start one. Plugged in by registry name, dotted path or entry point."""
+
+    @property
+    def name(self) -> str: ...
+
+    async def prepare(self, *splits: str) -> None:
+        """Make the tasks of ``splits`` ready for :meth:`tasks` (download, build, verify); what is done is skipped."""
+        ...
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        """The tasks of ``split`` (``train`` or ``heldout``, or a name of the environment's own), in a fixed order."""
+        ...
+
+    def start(self, task: Task) -> AbstractAsyncContextManager[Episode]:
+        """Start ``task``; leaving the context closes its sandbox, also when cancelled."""
+        ...
+
+    def gold(self, task: Task) -> str:
+        """The true fix as a git diff, for the gold solver and the doctor."""
+        ...

@@ -1,0 +1,142 @@
+"""The engine's route payload to an expert tensor.
+
+SGLang (0.5.23, ``sglang/srt/state_capturer/routed_experts.py``) sends base64 of little-endian int32
+``[rows, num_hidden_layers, top_k]``; dense layers are zeros, which read like expert 0, and are dropped here.
+
+Axes: T rows (tokens), L all layers, M MoE layers, K experts a token.
+"""
+
+from __future__ import annotations
+
+import binascii
+from dataclasses import dataclass
+
+import numpy as np
+import pybase64
+from numpy.typing import NDArray
+
+from r3.routing import RoutingError, check_experts, narrowest_dtype
+
+_KEY = b'"routed_experts":"'
+_BLOCK_BYTES = 1 << 18
+
+
+@dataclass(frozen=True, slots=True)
+class RouteLayout:
+    """How a model's routes lie on the wire.
+
+    ``moe_layer_ids`` are the 0-based ids, ascending, of the layers that have a router, out of ``num_layers``.
+    """
+
+    num_layers: int
+    moe_layer_ids: tuple[int, ...]
+    num_experts: int
+    top_k: int
+
+    def __post_init__(self) -> None:
+        ids = self.moe_layer_ids
+        if not ids or list(ids) != sorted(set(ids)) or ids[0] < 0 or ids[-1] >= self.num_layers:
+            raise RoutingError(f"MoE layer ids must ascend within [0, {self.num_layers}) and not be empty, got {ids}")
+        if not 1 <= self.top_k <= self.num_experts:
+            raise RoutingError(f"top_k must be in [1, {self.num_experts}], got {self.top_k}")
+
+    @property
+    def wire_bytes_per_row(self) -> int:
+        """Bytes of one row as int32, before base64."""
+        return 4 * self.num_layers * self.top_k
+
+
+def decode_payload(
+    payload: bytes | memoryview, layout: RouteLayout, rows: int, where: str = "routes"
+) -> NDArray[np.unsignedinteger]:
+    """Decode ``payload`` (base64) to experts ``[T=rows, M, K]`` in the narrowest dtype.
+
+    Raises RoutingError, its message led by ``where``, when it is not base64, does not hold exactly ``rows`` rows, names
+    an expert out of range, or names one twice in a row.
+    """
+    payload = memoryview(payload)
+    _check_length(payload, layout, rows, where)
+    shape = (rows, len(layout.moe_layer_ids), layout.top_k)
+    experts_TMK = np.empty(shape, dtype=narrowest_dtype(layout.num_experts))
+    # Blocks that fit a core's cache, of a multiple of three bytes each, which is where base64 can be cut.
+    block = 3 * max(1, _BLOCK_BYTES // (3 * layout.wire_bytes_per_row))
+    for start in range(0, rows, block):
+        stop = min(start + block, rows)
+        wire_TLK = _decode_block(payload, layout, start, stop, where)
+        experts_TMK[start:stop] = narrow(_moe_layers(wire_TLK, layout), layout.num_experts, where, start)
+    return experts_TMK
+
+
+def _check_length(payload: memoryview, layout: RouteLayout, rows: int, where: str) -> None:
+    per_row = layout.wire_bytes_per_row
+    size = len(payload) * 3 // 4 - bytes(payload[-2:]).count(b"=")
+    if size != rows * per_row or len(payload) % 4:
+        received = f"{size // per_row} rows" if size % per_row == 0 else f"{size / per_row:.2f} rows"
+        raise RoutingError(
+            f"{where}: expected {rows} rows of {layout.num_layers} layers x top-{layout.top_k} "
+            f"({rows * per_row} bytes), received {received} ({size} bytes)"
+        )
+
+
+def _decode_block(payload: memoryview, layout: RouteLayout, start: int, stop: int, where: str) -> NDArray[np.uint32]:
+    """Rows ``start`` to ``stop`` as they are on the wire; ``start`` rows are a multiple of three bytes."""
+    first, last = start * layout.wire_bytes_per_row, stop * layout.wire_bytes_per_row
+    try:
+        raw = pybase64.b64decode(payload[first // 3 * 4 : (last + 2) // 3 * 4], validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise RoutingError(f"{where}: the payload is not base64: {error}") from None
+    if len(raw) != last - first:
+        raise RoutingError(f"{where}: the payload is not base64: padding before its end")
+    return np.frombuffer(raw, dtype="<u4").reshape(stop - start, layout.num_layers, layout.top_k)
+
+
+def _moe_layers(wire_TLK: NDArray[np.uint32], layout: RouteLayout) -> NDArray[np.uint32]:
+    if len(layout.moe_layer_ids) == layout.num_layers:
+        return wire_TLK
+    return wire_TLK[:, list(layout.moe_layer_ids)]
+
+
+def narrow(
+    experts_TMK: NDArray[np.integer], num_experts: int, where: str, first_row: int = 0
+) -> NDArray[np.unsignedinteger]:
+    """Check the ids and return them in the narrowest dtype. Negative ids are out of range like too large ones.
+
+    Raises RoutingError, rows counted from ``first_row``.
+    """
+    lowest, highest = (int(experts_TMK.min()), int(experts_TMK.max())) if experts_TMK.size else (0, 0)
+    if lowest < 0 or highest >= num_experts:
+        bad = experts_TMK.astype(np.uint32).astype(np.int32)
+        row, layer, slot = np.argwhere((bad < 0) | (bad >= num_experts))[0].tolist()
+        expert = int(bad[row, layer, slot])
+        raise RoutingError(
+            f"{where}: row {first_row + row}, MoE layer {layer}, slot {slot} names expert {expert}, "
+            f"expected ids in [0, {num_experts})"
+        )
+    experts = experts_TMK.astype(narrowest_dtype(num_experts))
+    check_experts(experts, num_experts, where, first_row)
+    return experts
+
+
+def encode_payload(experts_TMK: NDArray[np.unsignedinteger], layout: RouteLayout) -> bytes:
+    """The payload the engine would send for ``experts``: the inverse of :func:`decode_payload`."""
+    wire_TLK = np.zeros((len(experts_TMK), layout.num_layers, layout.top_k), dtype="<i4")
+    wire_TLK[:, list(layout.moe_layer_ids)] = experts_TMK
+    return pybase64.b64encode(wire_TLK.tobytes())
+
+
+def extract_payload(body: bytes) -> tuple[memoryview, bytes] | None:
+    """Cut the base64 payload out of a response body without parsing it as JSON: ``(payload, body without it)``.
+
+    The routes are nearly all of the body, and a JSON parser would walk, copy and validate them for nothing. Inside a
+    JSON string the key's quotes are escaped, so the key can't be mistaken for text. None unless it occurs exactly once
+    with a string value: the caller then parses the whole body. The payload is a view, not a copy.
+    """
+    at = body.find(_KEY)
+    if at < 0:
+        return None
+    start = at + len(_KEY)
+    stop = body.find(b'"', start)
+    # The payload holds no quote, so a second key can only come after it; searching it would cost more than decoding it.
+    if stop < 0 or body.find(_KEY, stop) >= 0:
+        return None
+    return memoryview(body)[start:stop], body[:start] + body[stop:]

@@ -1,0 +1,176 @@
+"""Routing tensors: which experts every token used, layer by layer, with provenance.
+
+Row *i* is the routing used when token *i* was the *input* of a forward pass. A finished sequence of S tokens has
+S - 1 rows computed; its last row stays absent until a later turn really computes it (the last sampled token was never
+fed back). Dense layers have no row: only MoE layers are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class RoutingError(Exception):
+    """Routes that do not line up: the message names where, how many rows were expected and how many came."""
+
+
+class SpanKind(StrEnum):
+    """How the rows of a span came to be known."""
+
+    SAMPLED = "sampled"  # computed while the token after it was sampled
+    PREFILLED = "prefilled"  # computed by a prefill (prompt and observation tokens)
+    MISSING = "missing"  # not known
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Provenance of rows ``start`` to ``stop`` (exclusive): who computed them, with which weights."""
+
+    start: int
+    stop: int
+    weight_version: str
+    engine: str
+    kind: SpanKind
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Routing:
+    """Expert ids of a token sequence.
+
+    ``experts``: ``[tokens, moe_layers, top_k]`` in the narrowest unsigned dtype that holds ``num_experts - 1``.
+    ``present``: bool ``[tokens]``; rows that are absent hold zeros which mean nothing (there is no in-band sentinel:
+    255 is a real id at 256 experts).
+    ``spans``: run-length provenance, sorted, without gaps, covering all rows.
+    """
+
+    experts: NDArray[np.unsignedinteger]
+    present: NDArray[np.bool_]
+    spans: tuple[Span, ...]
+    num_experts: int
+
+    @property
+    def tokens(self) -> int:
+        return int(self.experts.shape[0])
+
+    @property
+    def moe_layers(self) -> int:
+        return int(self.experts.shape[1])
+
+    @property
+    def top_k(self) -> int:
+        return int(self.experts.shape[2])
+
+
+def narrowest_dtype(num_experts: int) -> np.dtype[np.unsignedinteger]:
+    """The narrowest unsigned dtype that holds ``num_experts - 1``. Raises RoutingError beyond 16 bits."""
+    if not 1 <= num_experts <= 1 << 16:
+        raise RoutingError(f"num_experts must be in [1, 65536], got {num_experts}")
+    return np.dtype(np.uint8 if num_experts <= 1 << 8 else np.uint16)
+
+
+def check_experts(experts: NDArray[np.unsignedinteger], num_experts: int, where: str, first_row: int = 0) -> None:
+    """Raise RoutingError unless every id of ``[rows, moe_layers, top_k]`` is in range and distinct within its row.
+
+    Rows are counted from ``first_row`` in the message. Zeroed rows of an engine that captured nothing are caught here
+    too (top_k >= 2): they name expert 0 twice.
+    """
+    if experts.size == 0:
+        return
+    highest = int(experts.max())
+    if highest >= num_experts:
+        row, layer, slot = np.argwhere(experts == highest)[0].tolist()
+        raise RoutingError(
+            f"{where}: row {first_row + row}, MoE layer {layer}, slot {slot} names expert {highest}, "
+            f"expected ids in [0, {num_experts})"
+        )
+    # One contiguous plane a slot: pairwise equality is then a plain vector compare, far cheaper than sorting rows.
+    planes = np.ascontiguousarray(experts.reshape(-1, experts.shape[2]).T)
+    for first in range(len(planes)):
+        for second in range(first + 1, len(planes)):
+            equal = planes[first] == planes[second]
+            if equal.any():
+                row, layer = divmod(int(equal.argmax()), experts.shape[1])
+                expert = int(experts[row, layer, first])
+                raise RoutingError(f"{where}: row {first_row + row}, MoE layer {layer} names expert {expert} twice")
+
+
+def validate(routing: Routing, where: str = "routing") -> None:
+    """Raise RoutingError unless shapes, dtype, ids, presence and spans of ``routing`` agree with each other."""
+    experts, present = routing.experts, routing.present
+    if experts.ndim != 3:
+        raise RoutingError(f"{where}: experts must be [tokens, moe_layers, top_k], got shape {experts.shape}")
+    if experts.dtype != narrowest_dtype(routing.num_experts):
+        expected = narrowest_dtype(routing.num_experts)
+        raise RoutingError(
+            f"{where}: experts must be {expected} for {routing.num_experts} experts, got {experts.dtype}"
+        )
+    if present.dtype != np.bool_ or present.shape != (len(experts),):
+        raise RoutingError(f"{where}: present must be bool [{len(experts)}], got {present.dtype} {list(present.shape)}")
+    _check_spans(routing, where)
+    if present.all():
+        check_experts(experts, routing.num_experts, where)
+    else:
+        check_experts(experts[present], routing.num_experts, f"{where} (present rows)")
+
+
+def _check_spans(routing: Routing, where: str) -> None:
+    at = 0
+    for span in routing.spans:
+        if span.start != at or span.stop <= span.start:
+            raise RoutingError(f"{where}: spans must follow each other without gaps, expected one at {at}, got {span}")
+        at = span.stop
+        rows = routing.present[span.start : span.stop]
+        if bool(rows.any() if span.kind is SpanKind.MISSING else not rows.all()):
+            raise RoutingError(f"{where}: {span} disagrees with the present-row mask")
+    if at != routing.tokens:
+        raise RoutingError(f"{where}: spans cover {at} rows, expected {routing.tokens}")
+
+
+def slice_rows(routing: Routing, start: int, stop: int) -> Routing:
+    """Rows ``start`` to ``stop`` (exclusive) as a routing of their own; a view, not a copy."""
+    if not 0 <= start <= stop <= routing.tokens:
+        raise RoutingError(f"rows [{start}, {stop}) asked of a routing that has {routing.tokens}")
+    spans = tuple(
+        replace(span, start=max(span.start, start) - start, stop=min(span.stop, stop) - start)
+        for span in routing.spans
+        if span.start < stop and span.stop > start
+    )
+    return replace(routing, experts=routing.experts[start:stop], present=routing.present[start:stop], spans=spans)
+
+
+def concat(routings: Sequence[Routing]) -> Routing:
+    """The routings one after the other; neighbouring spans of the same provenance become one."""
+    if not routings:
+        raise RoutingError("nothing to concatenate")
+    first = routings[0]
+    for index, other in enumerate(routings):
+        if (other.num_experts, other.experts.shape[1:]) != (first.num_experts, first.experts.shape[1:]):
+            raise RoutingError(
+                f"routing {index} has {other.moe_layers} layers, top-{other.top_k} of {other.num_experts}; "
+                f"expected {first.moe_layers}, top-{first.top_k} of {first.num_experts}"
+            )
+    spans: list[Span] = []
+    at = 0
+    for routing in routings:
+        for span in routing.spans:
+            append_span(spans, replace(span, start=span.start + at, stop=span.stop + at))
+        at += routing.tokens
+    experts = np.concatenate([routing.experts for routing in routings])
+    present = np.concatenate([routing.present for routing in routings])
+    return Routing(experts, present, tuple(spans), first.num_experts)
+
+
+def append_span(spans: list[Span], span: Span) -> None:
+    """Append ``span``, merging it into the last one where their provenance is the same. Empty spans are dropped."""
+    if span.start == span.stop:
+        return
+    last = spans[-1] if spans else None
+    if last and last.stop == span.start and replace(span, start=last.start) == replace(last, stop=span.stop):
+        spans[-1] = replace(last, stop=span.stop)
+    else:
+        spans.append(span)

@@ -1,0 +1,28 @@
+"""Where commands run: isolated boxes with limits, behind one protocol."""
+
+from sandbox.errors import (
+    ImageMissingError,
+    SandboxDiskFullError,
+    SandboxError,
+    SandboxFileError,
+    SandboxLostError,
+    SandboxStartError,
+    SandboxUnavailableError,
+)
+from sandbox.select import open_backend
+from sandbox.types import ExecResult, Sandbox, SandboxBackend, SandboxSpec
+
+__all__ = [
+    "ExecResult",
+    "ImageMissingError",
+    "Sandbox",
+    "SandboxBackend",
+    "SandboxDiskFullError",
+    "SandboxError",
+    "SandboxFileError",
+    "SandboxLostError",
+    "SandboxSpec",
+    "SandboxStartError",
+    "SandboxUnavailableError",
+    "open_backend",
+]

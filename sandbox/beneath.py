@@ -1,0 +1,101 @@
+"""Reads and writes files below a folder that hostile code may write to, without following a symbolic link out of it.
+
+Every step of a path is opened relative to the one before and refused if it is a symbolic link, so that there is no
+moment between a check and its use. What would need a link followed raises :class:`NeedsBox`: only the box itself,
+where links mean what they should, can do it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from sandbox.errors import SandboxFileError
+
+_DIR = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+# Without O_NONBLOCK, opening a named pipe would wait for its other end.
+_FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+class NeedsBox(Exception):
+    """The path holds a symbolic link: it must be resolved inside the box."""
+
+
+def read_beneath(root: Path, parts: Sequence[str], *, max_bytes: int, path: str) -> bytes:
+    """The bytes of the file ``parts`` below ``root``. ``path`` is its name in errors. Raises ``SandboxFileError``."""
+    with _parent(root, parts, path, make=False) as folder, _opened(folder, parts[-1], os.O_RDONLY, path) as file:
+        size = os.fstat(file).st_size
+        if size > max_bytes:
+            raise SandboxFileError(f"{path}: {size} bytes, more than the {max_bytes} allowed")
+        with os.fdopen(os.dup(file), "rb") as stream:
+            data = stream.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise SandboxFileError(f"{path}: more than the {max_bytes} bytes allowed")
+    return data
+
+
+def write_beneath(root: Path, parts: Sequence[str], data: bytes, *, path: str) -> None:
+    """Write ``data`` to the file ``parts`` below ``root``, making parent folders. Raises ``SandboxFileError``."""
+    flags = os.O_WRONLY | os.O_CREAT
+    with _parent(root, parts, path, make=True) as folder, _opened(folder, parts[-1], flags, path) as file:
+        os.ftruncate(file, 0)
+        with os.fdopen(os.dup(file), "wb") as stream:
+            stream.write(data)
+
+
+@contextmanager
+def _parent(root: Path, parts: Sequence[str], path: str, *, make: bool) -> Iterator[int]:
+    folder = os.open(root, _DIR)
+    try:
+        for part in parts[:-1]:
+            if make:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(part, 0o755, dir_fd=folder)
+            inner = _open(part, _DIR, folder, path)
+            os.close(folder)
+            folder = inner
+        yield folder
+    finally:
+        os.close(folder)
+
+
+@contextmanager
+def _opened(folder: int, name: str, flags: int, path: str) -> Iterator[int]:
+    file = _open(name, flags | _FILE, folder, path)
+    try:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise SandboxFileError(f"{path}: not a regular file")
+        yield file
+    finally:
+        os.close(file)
+
+
+def _open(name: str, flags: int, folder: int, path: str) -> int:
+    try:
+        return os.open(name, flags, 0o644, dir_fd=folder)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR) and _is_link(name, folder):
+            raise NeedsBox(path) from None
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise SandboxFileError(f"{path}: {_REASONS.get(error.errno or 0, error.strerror)}") from None
+
+
+def _is_link(name: str, folder: int) -> bool:
+    try:
+        return stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
+    except OSError:
+        return False
+
+
+_REASONS = {
+    errno.ENOENT: "no such file",
+    errno.EISDIR: "a folder, not a file",
+    errno.ENXIO: "not a regular file",
+    errno.ENOTDIR: "a part of the path is not a folder",
+}

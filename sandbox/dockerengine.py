@@ -1,0 +1,92 @@
+"""The container engine: connecting to it, and its errors turned into this package's."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from typing import TypeVar
+
+import docker
+import docker.errors
+import requests
+
+from sandbox.errors import (
+    SandboxDiskFullError,
+    SandboxError,
+    SandboxFileError,
+    SandboxLostError,
+    SandboxUnavailableError,
+)
+
+T = TypeVar("T")
+
+THREADS = 64
+"""Calls to the engine at once; a running command is one."""
+_PROBE_SECONDS = 5
+_CALL_SECONDS = 120
+
+
+class EngineClient(docker.APIClient):
+    """The ``docker`` package's client, with the one option that its ``put_archive`` leaves out."""
+
+    def unpack(self, container: str, data: bytes) -> None:
+        """Unpack a tar at the container's root. A file in the place of a folder is refused, not put over it."""
+        url = self._url("/containers/{0}/archive", container)
+        response = self._put(url, params={"path": "/", "noOverwriteDirNonDir": "1"}, data=data)
+        self._raise_for_status(response)
+
+
+def connect() -> EngineClient:
+    """A client of the engine. Raises ``SandboxUnavailableError`` where none answers within seconds."""
+    try:
+        api = EngineClient(
+            **docker.utils.kwargs_from_env(), version="auto", timeout=_PROBE_SECONDS, max_pool_size=THREADS
+        )
+    except (docker.errors.DockerException, requests.RequestException) as error:
+        where = os.environ.get("DOCKER_HOST", "/var/run/docker.sock")
+        raise SandboxUnavailableError(
+            f"no container engine answers at {where} ({_short(error)}): install and start one "
+            f"(apt-get install docker.io; dockerd)"
+        ) from None
+    api.timeout = _CALL_SECONDS
+    return api
+
+
+def _short(error: BaseException) -> str:
+    text = str(error)
+    for reason in ("No such file or directory", "Connection refused", "Permission denied", "timed out"):
+        if reason in text:
+            return reason.lower()
+    return text.splitlines()[0][:200] if text else type(error).__name__
+
+
+def remove_container(api: EngineClient, container: str) -> bool:
+    """Remove a container by force; False where another is at it, or was."""
+    try:
+        api.remove_container(container, force=True, v=True)
+    except docker.errors.NotFound:
+        return False
+    except docker.errors.APIError as error:
+        if error.status_code == 409:
+            return False
+        raise
+    return True
+
+
+def converted(work: Callable[[], T], error: type[SandboxError]) -> T:
+    """The result of ``work``. What the engine refuses is an ``error``; an engine or container that is gone is not."""
+    gone = SandboxLostError if error is SandboxFileError else error
+    try:
+        return work()
+    except docker.errors.APIError as problem:
+        text = str(problem.explanation or problem).strip()
+        if "no space left on device" in text:
+            raise SandboxDiskFullError(f"the container engine: {text}") from None
+        raise (gone if "o such container" in text else error)(f"the container engine: {text}") from None
+    except (docker.errors.DockerException, requests.RequestException) as problem:
+        raise gone(f"the container engine: {_short(problem)}") from None
+    except OSError as problem:
+        if problem.errno == errno.ENOSPC:
+            raise SandboxDiskFullError(f"no room left: {problem}") from None
+        raise gone(f"the container engine's connection: {problem}") from None

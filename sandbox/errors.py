@@ -1,0 +1,42 @@
+"""Errors of the sandbox package.
+
+::
+
+    SandboxError                 the box broke: infrastructure, never the policy's fault
+    ├── SandboxUnavailableError  no container engine and no bubblewrap answers here
+    ├── ImageMissingError        the image or root file system is not on this machine
+    ├── SandboxStartError        the box could not be started (worth a retry)
+    ├── SandboxLostError         the box died under a command
+    ├── SandboxDiskFullError     no room left on the host
+    └── SandboxFileError         a file operation on a path that does not allow it
+"""
+
+from __future__ import annotations
+
+
+class SandboxError(Exception):
+    """A sandbox broke."""
+
+
+class SandboxUnavailableError(SandboxError):
+    """No usable backend on this machine."""
+
+
+class ImageMissingError(SandboxError):
+    """The spec's image is not on this machine."""
+
+
+class SandboxStartError(SandboxError):
+    """A box could not be started."""
+
+
+class SandboxLostError(SandboxError):
+    """A box died while it was in use."""
+
+
+class SandboxDiskFullError(SandboxError):
+    """The host has no room left."""
+
+
+class SandboxFileError(SandboxError):
+    """A file is absent, not regular, or too large."""

@@ -1,0 +1,57 @@
+"""Reads and writes files by a command inside the box, where links mean what they should."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from collections.abc import Mapping
+
+from sandbox.errors import SandboxDiskFullError, SandboxFileError, SandboxLostError
+from sandbox.types import Sandbox
+
+_SECONDS = 60.0
+# Exit codes of the script below: told apart because the words of the programs vary.
+_READ = """
+[ -e "$1" ] || exit 41
+[ -f "$1" ] || exit 42
+[ "$(stat -L -c %s -- "$1")" -le "$2" ] || exit 43
+exec cat -- "$1"
+"""
+_REASONS = {41: "no such file", 42: "not a regular file", 43: "larger than allowed"}
+
+
+async def read_through(box: Sandbox, path: str, max_bytes: int) -> bytes:
+    """The file's bytes, read by a command in ``box``, in pieces that its output cap allows."""
+    result = await box.exec(["sh", "-c", _READ, "sh", path, str(max_bytes)], timeout=_SECONDS)
+    if result.timed_out:
+        raise SandboxLostError(f"box {box.id}: reading {path} took more than {_SECONDS:.0f} s")
+    if result.exit_code != 0:
+        raise SandboxFileError(f"{path}: {_REASONS.get(result.exit_code, result.text.strip())}")
+    if result.truncated:
+        raise SandboxFileError(f"{path}: larger than the box's output cap of {box.spec.output_limit_bytes} bytes")
+    return result.stdout
+
+
+async def write_through(box: Sandbox, files: Mapping[str, bytes]) -> None:
+    """Write ``files`` by a command in ``box``: one round trip."""
+    script = 'while [ $# -gt 0 ]; do mkdir -p -- "$(dirname -- "$1")" && head -c "$2" > "$1" || exit 1; shift 2; done'
+    sizes = [part for path, data in files.items() for part in (path, str(len(data)))]
+    result = await box.exec(["sh", "-c", script, "sh", *sizes], timeout=_SECONDS, stdin=b"".join(files.values()))
+    if result.timed_out:
+        raise SandboxLostError(f"box {box.id}: writing files took more than {_SECONDS:.0f} s")
+    if result.exit_code != 0:
+        text = result.text.strip()
+        if "No space left on device" in text:
+            raise SandboxDiskFullError(f"box {box.id}: {text}")
+        raise SandboxFileError(text)
+
+
+def archive(files: Mapping[str, bytes]) -> bytes:
+    """``files`` (absolute path -> bytes) as an uncompressed tar whose members are relative to /."""
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w") as tar:
+        for path, data in files.items():
+            member = tarfile.TarInfo(path.lstrip("/"))
+            member.size, member.mode = len(data), 0o644
+            tar.addfile(member, io.BytesIO(data))
+    return stream.getvalue()

@@ -1,0 +1,136 @@
+"""Runs one host process with a deadline and a cap on the output that is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_CHUNK = 1 << 16
+_KILL_GRACE = 10.0
+
+
+@dataclass(slots=True)
+class Capture:
+    """The first ``limit`` bytes of a stream; what follows is counted as dropped and not held."""
+
+    limit: int
+    data: bytearray
+    dropped: int = 0
+
+    @classmethod
+    def of(cls, limit: int) -> Capture:
+        return cls(limit, bytearray())
+
+    def feed(self, chunk: bytes) -> None:
+        kept = chunk[: max(0, self.limit - len(self.data))]
+        self.data += kept
+        self.dropped += len(chunk) - len(kept)
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """How a process ended. ``returncode`` is -signal where a signal ended it; ``seconds`` is wall time."""
+
+    returncode: int
+    stdout: bytes
+    stderr: bytes
+    seconds: float
+    timed_out: bool
+    truncated: bool
+
+
+async def run_process(
+    argv: Sequence[str],
+    *,
+    timeout: float,
+    limit: int,
+    stdin: bytes | None = None,
+    pass_fds: Sequence[int] = (),
+) -> Finished:
+    """Run ``argv`` in a process group of its own, with an empty environment.
+
+    After ``timeout`` seconds, or when the caller is cancelled, the group is killed. Output beyond ``limit`` bytes a
+    stream is read and dropped while the process goes on. Must be called from a thread that outlives the process.
+    """
+    started = time.perf_counter()
+    process = await asyncio.create_subprocess_exec(
+        *argv,
+        stdin=asyncio.subprocess.DEVNULL if stdin is None else asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={},
+        start_new_session=True,
+        pass_fds=pass_fds,
+    )
+    out, err = Capture.of(limit), Capture.of(limit)
+    talk = asyncio.ensure_future(_talk(process, stdin, out, err))
+    timed_out = False
+    try:
+        done, _ = await asyncio.wait({talk}, timeout=timeout)
+        timed_out = not done
+    finally:
+        # Reached on a deadline and on cancellation alike; killing a group that is gone does nothing.
+        if not talk.done():
+            _kill_group(process)
+        await _settle(talk)
+    talk.result()
+    assert process.returncode is not None
+    return Finished(
+        returncode=process.returncode,
+        stdout=bytes(out.data),
+        stderr=bytes(err.data),
+        seconds=time.perf_counter() - started,
+        timed_out=timed_out,
+        truncated=out.dropped + err.dropped > 0,
+    )
+
+
+async def _talk(process: asyncio.subprocess.Process, stdin: bytes | None, out: Capture, err: Capture) -> None:
+    assert process.stdout is not None
+    assert process.stderr is not None
+    async with asyncio.TaskGroup() as group:
+        group.create_task(_pump(process.stdout, out))
+        group.create_task(_pump(process.stderr, err))
+        if stdin is not None:
+            assert process.stdin is not None
+            group.create_task(_feed(process.stdin, stdin))
+        await process.wait()
+
+
+async def _pump(stream: asyncio.StreamReader, capture: Capture) -> None:
+    while chunk := await stream.read(_CHUNK):
+        capture.feed(chunk)
+
+
+async def _feed(stream: asyncio.StreamWriter, data: bytes) -> None:
+    # A command need not read its input: the pipe breaking is its business.
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        stream.write(data)
+        await stream.drain()
+    stream.close()
+
+
+def _kill_group(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+async def _settle(talk: asyncio.Future[None]) -> None:
+    """Wait for a killed process to be reaped, whatever happens to the caller meanwhile, within a bound."""
+    waiter = asyncio.ensure_future(asyncio.wait({talk}, timeout=_KILL_GRACE))
+    cancelled = False
+    while not waiter.done():
+        try:
+            await asyncio.shield(waiter)
+        except asyncio.CancelledError:
+            cancelled = True
+    if not talk.done():
+        talk.cancel()
+        raise TimeoutError(f"a killed process did not go away within {_KILL_GRACE:.0f} s")
+    if cancelled:
+        raise asyncio.CancelledError

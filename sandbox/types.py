@@ -1,0 +1,118 @@
+"""What a sandbox is: the spec it starts from, the protocol it serves, the result of a command.
+
+A command that fails is a value (:class:`ExecResult`); a sandbox that breaks is an exception
+(:mod:`sandbox.errors`). Every backend passes ``tests/sandbox/test_conformance.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+
+@dataclass(frozen=True, slots=True)
+class ExecResult:
+    """What a command in a sandbox did.
+
+    ``exit_code`` is the process's own (128 + signal where a signal ended it, as a shell tells it), 126 where ``cwd``
+    does not exist, 127 where the program does not, and -9 where the timeout killed it. ``stdout`` and ``stderr`` hold
+    at most the spec's ``output_limit_bytes`` each; ``truncated`` says that more was written and dropped, while the
+    command went on.
+    """
+
+    exit_code: int
+    stdout: bytes
+    stderr: bytes
+    seconds: float
+    timed_out: bool = False
+    truncated: bool = False
+    oom_killed: bool = False
+
+    @property
+    def ok(self) -> bool:
+        return self.exit_code == 0 and not self.timed_out
+
+    @property
+    def text(self) -> str:
+        """Standard output followed by standard error, undecodable bytes replaced."""
+        return (self.stdout + self.stderr).decode("utf-8", errors="replace")
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxSpec:
+    """What a sandbox starts from and the limits it runs under. There is never a network.
+
+    ``image`` is a container image for docker; for bubblewrap the directory of a root file system, or ``"host"`` for
+    the machine's own system directories, read-only. ``ro_binds`` maps host paths to where they appear in the box,
+    read-only (docker: volumes with mode ``ro``); a host path that is absent is a ``SandboxStartError``.
+    """
+
+    image: str = "host"
+    workdir: str = "/testbed"
+    env: Mapping[str, str] = field(default_factory=dict)
+    memory_mb: int = 512
+    pids: int = 128
+    cpus: float = 1.0
+    output_limit_bytes: int = 1 << 20
+    ro_binds: Mapping[str, str] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+@runtime_checkable
+class Sandbox(Protocol):
+    """One isolated box. Made by a :class:`SandboxBackend`, closed by whoever started it."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def spec(self) -> SandboxSpec: ...
+
+    async def exec(
+        self,
+        command: str | Sequence[str],
+        *,
+        timeout: float,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        stdin: bytes | None = None,
+    ) -> ExecResult:
+        """Run ``command`` (a string runs under ``bash -c``) and return what it did.
+
+        After ``timeout`` seconds the command's whole process group is killed inside the box and the result says
+        ``timed_out``. Raises ``SandboxError`` only when the box itself is broken.
+        """
+        ...
+
+    async def read_file(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
+        """The file's bytes. Raises ``SandboxFileError`` if absent, not regular, or larger than ``max_bytes``."""
+        ...
+
+    async def write_files(self, files: Mapping[str, bytes]) -> None:
+        """Write all ``files`` (path -> bytes), making parent folders; one round trip however many there are."""
+        ...
+
+    async def close(self) -> None:
+        """Remove the box. Idempotent, shielded from cancellation."""
+        ...
+
+
+@runtime_checkable
+class SandboxBackend(Protocol):
+    """Starts sandboxes for one run, and cleans up after dead ones."""
+
+    @property
+    def name(self) -> str: ...
+
+    async def start(self, spec: SandboxSpec) -> Sandbox:
+        """Start a box. Raises ``SandboxStartError`` (retryable) or ``ImageMissingError`` (a user's mistake)."""
+        ...
+
+    async def reap(self) -> int:
+        """Remove boxes whose owning run is dead (killed, say); return how many."""
+        ...
+
+    async def close(self) -> None:
+        """Close every box this backend started and still owns. Idempotent, shielded."""
+        ...

@@ -1,0 +1,195 @@
+"""What the episode loop costs: many concurrent episodes against an engine and a sandbox that take fixed times.
+
+``python tests/bench/bench_loop.py`` runs 256 episodes of 50 turns, 50 ms an answer and 5 ms a tool call, and prints one
+JSON object:
+
+- ``wall_over_ideal``: wall time over 50 * (50 ms + 5 ms), what an infinitely fast loop would take (goal: 1.15);
+- ``wall_over_sleeps``: the same over the wall time of nothing but those sleeps, measured just before, so that what a
+  busy machine adds to both is not put down to the loop;
+- ``lag_p99_ms``: how late the event loop wakes a task that sleeps 10 ms, 99th percentile;
+- ``cpu_ms_a_turn``: processor time of the whole process a turn, the scripted engine's making of routes included;
+- ``memory_over_tensors``: what a finished trajectory holds in memory over the bytes of its arrays;
+- ``long_over_short``: processor time a turn in episodes of 400 turns over that in episodes of 50; 1 if nothing in the
+  loop is proportional to the length so far (handing the prompt to an engine that copies it is).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import statistics
+import time
+import tracemalloc
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from agent_rl.engine.scripted import ScriptedEngine
+from agent_rl.rollout.episode import run_episode
+from agent_rl.rollout.group import GroupSettings, collect_groups
+from agent_rl.rollout.limiter import Limiter
+from agent_rl.rollout.settings import RolloutSettings
+from agent_rl.rollout.solvers import ByteRenderer
+from agent_rl.types import Trajectory
+from envs import Grade, Task
+from r3.codec import RouteLayout
+from tools import FunctionToolSet, ToolCall, ToolSet
+from tools.formats import tool_format
+
+ANSWER_SECONDS, TOOL_SECONDS = 0.05, 0.005
+OUTPUT = "x" * 80
+LAYOUT = RouteLayout(num_layers=12, moe_layer_ids=tuple(range(12)), top_k=4, num_experts=64)
+
+
+@dataclass
+class SlowEnvironment:
+    """One tool, which sleeps; every episode is resolved."""
+
+    seconds: float
+    name: str = "slow"
+    messages: Sequence[Mapping[str, str]] = ({"role": "user", "content": "go on"},)
+    tools: ToolSet = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tools = FunctionToolSet([self.execute_bash])
+
+    async def prepare(self, *splits: str) -> None:
+        """Nothing to make ready."""
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        return [Task(f"task-{index}", self.name, {}) for index in range(10_000)]
+
+    @asynccontextmanager
+    async def start(self, task: Task) -> AsyncIterator[SlowEnvironment]:
+        yield self
+
+    async def execute_bash(self, cmd: str) -> str:
+        """Run a command.
+
+        Args:
+            cmd: The command.
+        """
+        await asyncio.sleep(self.seconds)
+        return OUTPUT
+
+    async def grade(self) -> Grade:
+        return Grade(reward=1.0, resolved=True)
+
+    def gold(self, task: Task) -> str:
+        return ""
+
+
+def runner(turns: int, answer_seconds: float, tool_seconds: float) -> Any:
+    """Runs an episode that calls the tool ``turns`` times."""
+    renderer, fmt, env = ByteRenderer(), tool_format("xml"), SlowEnvironment(tool_seconds)
+    said = renderer.encode(fmt.render(ToolCall("execute_bash", {"cmd": "python -m pytest -x tests"})))
+    engine = ScriptedEngine(lambda session, turn, tokens: said, layout=LAYOUT, latency=answer_seconds)
+    settings = RolloutSettings(max_turns=turns, max_tokens=1 << 30, describe_tools=False)
+
+    async def run(task: Task) -> Trajectory:
+        return await run_episode(env, task, engine, renderer, fmt, settings)
+
+    return run
+
+
+async def collect(episodes: int, turns: int, answer_seconds: float, tool_seconds: float) -> list[Trajectory]:
+    tasks = SlowEnvironment(0).tasks("train")[: episodes // 8]
+    run = runner(turns, answer_seconds, tool_seconds)
+    rollout = await collect_groups(tasks, run, GroupSettings(size=8), limiter=Limiter(episodes))
+    return [trajectory for group in rollout.groups for trajectory in group.trajectories]
+
+
+async def watch_lag(lags: list[float], interval: float = 0.01) -> None:
+    while True:
+        due = time.perf_counter() + interval
+        await asyncio.sleep(interval)
+        lags.append(time.perf_counter() - due)
+
+
+async def sleeps(episodes: int, turns: int) -> float:
+    """Seconds that the engine's and the sandbox's sleeps alone take."""
+
+    async def episode() -> None:
+        for _ in range(turns):
+            await asyncio.sleep(ANSWER_SECONDS)
+            await asyncio.sleep(TOOL_SECONDS)
+
+    began = time.perf_counter()
+    async with asyncio.TaskGroup() as scope:
+        for _ in range(episodes):
+            scope.create_task(episode())
+    return time.perf_counter() - began
+
+
+async def measure_wall(episodes: int, turns: int) -> dict[str, float]:
+    lags: list[float] = []
+    bare = await sleeps(episodes, turns)
+    async with asyncio.TaskGroup() as scope:
+        watching = scope.create_task(watch_lag(lags))
+        wall, processor = time.perf_counter(), time.process_time()
+        await collect(episodes, turns, ANSWER_SECONDS, TOOL_SECONDS)
+        wall, processor = time.perf_counter() - wall, time.process_time() - processor
+        watching.cancel()
+    ideal = turns * (ANSWER_SECONDS + TOOL_SECONDS)
+    return {
+        "wall_seconds": wall,
+        "ideal_seconds": ideal,
+        "wall_over_ideal": wall / ideal,
+        "wall_over_sleeps": wall / bare,
+        "lag_p99_ms": 1e3 * statistics.quantiles(lags, n=100)[98],
+        "cpu_ms_a_turn": 1e3 * processor / (episodes * turns),
+    }
+
+
+async def measure_memory(episodes: int, turns: int) -> dict[str, float]:
+    await collect(8, turns, 0, 0)  # caches of the libraries, filled once
+    gc.collect()
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    trajectories = await collect(episodes, turns, 0, 0)
+    gc.collect()
+    held = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    tensors = sum(tensor_bytes(trajectory) for trajectory in trajectories)
+    return {
+        "tokens_a_trajectory": len(trajectories[0].tokens),
+        "tensor_bytes_a_trajectory": tensors / episodes,
+        "memory_over_tensors": held / tensors,
+    }
+
+
+def tensor_bytes(trajectory: Trajectory) -> int:
+    assert trajectory.routing is not None
+    arrays = (trajectory.tokens, trajectory.loss_mask, trajectory.logprobs)
+    routing = trajectory.routing
+    return sum(array.nbytes for array in arrays) + routing.experts.nbytes + routing.present.nbytes
+
+
+async def measure_scaling(short: int = 50, long: int = 400) -> dict[str, float]:
+    per_turn = {}
+    for turns, episodes in ((short, 64), (long, 8)):
+        began = time.process_time()
+        await collect(episodes, turns, 0, 0)
+        per_turn[turns] = (time.process_time() - began) / (episodes * turns)
+    return {"long_over_short": per_turn[long] / per_turn[short]}
+
+
+async def bench(episodes: int, turns: int) -> dict[str, float]:
+    return {
+        "episodes": episodes,
+        "turns": turns,
+        **await measure_wall(episodes, turns),
+        **await measure_memory(16, turns),
+        **await measure_scaling(),
+    }
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--episodes", type=int, default=256)
+    parser.add_argument("--turns", type=int, default=50)
+    chosen = parser.parse_args()
+    print(json.dumps(asyncio.run(bench(chosen.episodes, chosen.turns)), indent=1))

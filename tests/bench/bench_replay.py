@@ -1,0 +1,101 @@
+"""Step time of the Megatron trainer with routing replay over without, on this machine's CPU. Goal: at most 1.05.
+
+Run: ``OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE python tests/bench/bench_replay.py [rounds]``
+
+A step is an old-log-prob pass and a forward and backward pass over one packed micro-batch of 8k tokens, at the size of
+the quickstart's model. The two kinds of step take turns, so that other load on the machine falls on both; the ratio is
+that of the medians, and the quartiles are printed beside it.
+"""
+
+from __future__ import annotations
+
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from agent_rl.config import ParallelConfig
+from agent_rl.train.megatron.batch import PackedBatch, PackedRoutes
+from agent_rl.train.megatron.parallel import destroy_parallel, init_parallel
+
+VOCAB, EXPERTS, TOP_K, LAYERS = 1024, 8, 2, 4
+
+
+def save_model(folder: Path) -> None:
+    """A random model of the quickstart's size (2.1 M parameters)."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB,
+        hidden_size=128,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        num_experts=EXPERTS,
+        num_experts_per_tok=TOP_K,
+        moe_intermediate_size=128,
+        norm_topk_prob=True,
+        tie_word_embeddings=True,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+
+
+def step(model: Any, batch: PackedBatch, routes: PackedRoutes | None) -> tuple[float, float]:
+    """Seconds of the forward pass, and of the forward and backward pass."""
+    start = time.perf_counter()
+    model.forward_logprobs([batch], [routes], entropy=True)
+    middle = time.perf_counter()
+    model.train_microbatches([batch], [routes], lambda logprobs, _entropy, _batch: (-logprobs.mean(), {}))
+    return middle - start, time.perf_counter() - middle
+
+
+def main(rounds: int) -> None:
+    from agent_rl.train.megatron.model import PolicyModel
+
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(Path(folder))
+        model = PolicyModel.build(Path(folder), ParallelConfig(), device=torch.device("cpu"))
+    lengths = torch.randint(200, 300, (33,)).tolist()
+    batch = PackedBatch.from_sequences([torch.randint(0, VOCAB, (length,)) for length in lengths])
+    native = model.forward_logprobs([batch], None, record=True)[0].routes
+    # Random experts would also be spread more evenly over the experts; the native ones leave the work as it was.
+    given = PackedRoutes(native.to(torch.uint8), torch.ones(len(batch), dtype=torch.bool))
+    step(model, batch, None)
+    step(model, batch, given)
+    times: dict[str, list[tuple[float, float]]] = {"without": [], "with": []}
+    for _ in range(rounds):
+        times["without"].append(step(model, batch, None))
+        times["with"].append(step(model, batch, given))
+    report(times, len(batch))
+
+
+def report(times: dict[str, list[tuple[float, float]]], tokens: int) -> None:
+    for kind, pairs in times.items():
+        forward, both = (statistics.median(part) for part in zip(*pairs, strict=True))
+        print(
+            f"{kind:>8} replay: forward {tokens / forward:,.0f} tokens/s, with backward {tokens / both:,.0f} tokens/s"
+        )
+    totals = {kind: [sum(pair) for pair in pairs] for kind, pairs in times.items()}
+    ratios = sorted(a / b for a, b in zip(totals["with"], totals["without"], strict=True))
+    low, _, high = statistics.quantiles(ratios, n=4)
+    ratio = statistics.median(totals["with"]) / statistics.median(totals["without"])
+    print(f"replay over without: {ratio:.3f} (quartiles of the rounds {low:.3f} to {high:.3f}, goal <= 1.05)")
+    print(f"threads {torch.get_num_threads()}, rounds {len(ratios)}, tokens {tokens}")
+
+
+if __name__ == "__main__":
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    init_parallel(ParallelConfig(), 0, master_addr="127.0.0.1", master_port=port, device=torch.device("cpu"))
+    try:
+        main(int(sys.argv[1]) if len(sys.argv) > 1 else 10)
+    finally:
+        destroy_parallel()

@@ -1,0 +1,61 @@
+"""Skips a test whose real part this machine lacks, with the reason.
+
+``AGENT_RL_NO_SKIPS=1`` fails the session where anything at all was skipped: CI, which installs every part, sets it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def _docker() -> str | None:
+    if not shutil.which("docker"):
+        return "no docker command"
+    try:
+        answer = subprocess.run(["docker", "info"], capture_output=True, timeout=10)
+    except subprocess.TimeoutExpired:
+        return "the container engine does not answer"
+    return None if answer.returncode == 0 else "no container engine answers"
+
+
+def _bubblewrap() -> str | None:
+    return None if shutil.which("bwrap") else "bubblewrap is not installed"
+
+
+def _sglang() -> str | None:
+    return None if (ROOT / ".venv-engine/bin/python").exists() else "no engine environment (make setup)"
+
+
+def _megatron() -> str | None:
+    missing = [name for name in ("torch", "megatron", "ray") if importlib.util.find_spec(name) is None]
+    return f"not installed: {', '.join(missing)}" if missing else None
+
+
+@functools.cache
+def missing_part(marker: str) -> str | None:
+    """Why the part behind ``marker`` cannot be used here, or None where it can."""
+    return {"docker": _docker, "bubblewrap": _bubblewrap, "sglang": _sglang, "megatron": _megatron}[marker]()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for marker in ("docker", "bubblewrap", "sglang", "megatron"):
+        if item.get_closest_marker(marker) and (reason := missing_part(marker)):
+            pytest.skip(reason)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    terminal = session.config.pluginmanager.get_plugin("terminalreporter")
+    skipped = terminal.stats.get("skipped", []) if terminal else []
+    if skipped and os.environ.get("AGENT_RL_NO_SKIPS"):
+        terminal.write_line(f"\nAGENT_RL_NO_SKIPS: {len(skipped)} skipped, none may be", red=True)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from agent_rl.config import RunConfig, TrainConfig
+from agent_rl.controller.state import RunState
+from agent_rl.errors import ConfigError
+
+
+def config(runs: Path, **train: object) -> RunConfig:
+    return RunConfig(name="demo", runs_dir=runs, model=Path("m"), train=TrainConfig(**train))  # type: ignore[arg-type]
+
+
+def test_evaluations_survive_and_those_after_the_resume_point_are_forgotten(tmp_path: Path) -> None:
+    state = RunState(config(tmp_path))
+    for step in (0, 5, 10):
+        state.record_evaluation(f"step-{step}/sampled", {"pass_at_1": step / 10})
+    trajectories = tmp_path / "demo" / "trajectories"
+    trajectories.mkdir()
+    for step in (5, 6):
+        (trajectories / f"step-{step:06d}.jsonl").touch()
+        (trajectories / f"step-{step:06d}.safetensors").touch()
+    resumed = RunState(config(tmp_path))
+    resumed.forget_after(5)
+    assert list(resumed.evaluations) == ["step-0/sampled", "step-5/sampled"]
+    assert sorted(path.name for path in trajectories.iterdir()) == ["step-000005.jsonl", "step-000005.safetensors"]
+
+
+def test_the_latest_checkpoint_is_found_and_half_written_ones_are_not(tmp_path: Path) -> None:
+    state = RunState(config(tmp_path))
+    assert state.latest_checkpoint() is None
+    for name in ("step-000005", "step-000010", "step-000015.partial", ".step-000020.tmp"):
+        (state.checkpoints / name).mkdir(parents=True)
+    assert state.latest_checkpoint() == (10, state.checkpoint(10))
+    state.prune_checkpoints(keep=1)
+    assert not state.checkpoint(5).exists()
+    assert state.checkpoint(10).exists()
+
+
+def test_a_resumed_run_must_be_the_same_run(tmp_path: Path) -> None:
+    RunState(config(tmp_path, lr=1e-3))
+    RunState(config(tmp_path, lr=1e-3, steps=99, checkpoint_every=2))
+    with pytest.raises(ConfigError, match=r"train\.lr: .* was begun with 0.001, the config now says 0.002"):
+        RunState(config(tmp_path, lr=2e-3))

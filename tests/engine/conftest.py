@@ -1,0 +1,124 @@
+"""A tiny Qwen3-MoE checkpoint, and the real SGLang server on it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+
+from agent_rl.config import EngineConfig
+from agent_rl.engine.launch import EngineServer
+
+ROOT = Path(__file__).resolve().parents[2]
+ENGINE_PYTHON = ROOT / ".venv-engine" / "bin" / "python"
+LAYERS, EXPERTS, TOP_K, VOCABULARY, CONTEXT = 4, 8, 2, 256, 2048
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MOE_WIDTH = 64, 4, 2, 16, 32
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    skip = pytest.mark.skip(reason=f"no engine environment: {ENGINE_PYTHON} is missing (`make setup` builds it)")
+    for item in items:
+        if item.get_closest_marker("sglang") and not ENGINE_PYTHON.exists():
+            item.add_marker(skip)
+
+
+def tiny_weights(seed: int) -> dict[str, NDArray[np.float32]]:
+    """Random weights under Hugging Face names, large enough that sampling and routing are not near-ties."""
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape: int, std: float = 0.08) -> NDArray[np.float32]:
+        return (rng.standard_normal(shape) * std).astype(np.float32)
+
+    weights = {
+        "model.embed_tokens.weight": normal(VOCABULARY, HIDDEN, std=0.5),
+        "model.norm.weight": np.ones(HIDDEN, np.float32),
+        "lm_head.weight": normal(VOCABULARY, HIDDEN, std=0.2),
+    }
+    for layer in range(LAYERS):
+        at = f"model.layers.{layer}."
+        for norm, width in (("input_layernorm", HIDDEN), ("post_attention_layernorm", HIDDEN)):
+            weights[f"{at}{norm}.weight"] = np.ones(width, np.float32)
+        for norm in ("q_norm", "k_norm"):
+            weights[f"{at}self_attn.{norm}.weight"] = np.ones(HEAD_DIM, np.float32)
+        weights[f"{at}self_attn.q_proj.weight"] = normal(HEADS * HEAD_DIM, HIDDEN)
+        weights[f"{at}self_attn.k_proj.weight"] = normal(KV_HEADS * HEAD_DIM, HIDDEN)
+        weights[f"{at}self_attn.v_proj.weight"] = normal(KV_HEADS * HEAD_DIM, HIDDEN)
+        weights[f"{at}self_attn.o_proj.weight"] = normal(HIDDEN, HEADS * HEAD_DIM)
+        weights[f"{at}mlp.gate.weight"] = normal(EXPERTS, HIDDEN, std=0.3)
+        for mlp in (f"{at}mlp.experts.{expert}." for expert in range(EXPERTS)):
+            weights[f"{mlp}gate_proj.weight"] = normal(MOE_WIDTH, HIDDEN)
+            weights[f"{mlp}up_proj.weight"] = normal(MOE_WIDTH, HIDDEN)
+            weights[f"{mlp}down_proj.weight"] = normal(HIDDEN, MOE_WIDTH)
+    return weights
+
+
+TINY_CONFIG = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 128,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD_DIM,
+    "hidden_act": "silu",
+    "max_position_embeddings": CONTEXT,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": MOE_WIDTH,
+    "num_experts": EXPERTS,
+    "num_experts_per_tok": TOP_K,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+}
+
+
+def write_model(folder: Path, seed: int) -> Path:
+    folder.mkdir(parents=True)
+    save_file(tiny_weights(seed), folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(TINY_CONFIG))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "tiny", seed=0)
+
+
+@pytest.fixture(scope="session")
+def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same shape, other weights."""
+    return write_model(tmp_path_factory.mktemp("models") / "other", seed=1)
+
+
+@pytest.fixture(scope="session")
+def engine_config() -> EngineConfig:
+    return EngineConfig(
+        python=str(ENGINE_PYTHON),
+        device="cpu",
+        dtype="float32",
+        max_total_tokens=8192,
+        max_running_requests=16,
+        request_timeout=60.0,
+        retries=2,
+    )
+
+
+@pytest.fixture(scope="session")
+def server(engine_config: EngineConfig, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a running server on ``model``, shared by all; a test that changes its weights restores them."""
+    engine = EngineServer(engine_config, model, tmp_path_factory.mktemp("engine") / "engine.log")
+    asyncio.run(engine.start())
+    yield engine.url
+    asyncio.run(engine.stop())

@@ -1,0 +1,280 @@
+"""What the client does about each kind of failure, against a local HTTP server that misbehaves on order."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+
+from agent_rl.config import EngineConfig
+from agent_rl.engine.facts import ModelFacts
+from agent_rl.engine.sglang import SGLangEngine
+from agent_rl.errors import (
+    EngineAborted,
+    EngineOverloaded,
+    EngineRejected,
+    EngineUnreachable,
+    RoutesMissingError,
+)
+from agent_rl.types import SamplingParams
+from r3.routing import Span, SpanKind
+
+FACTS = ModelFacts(num_layers=3, moe_layer_ids=(1, 2), num_experts=8, top_k=2, vocab_size=100, max_positions=64)
+CONFIG = EngineConfig(retries=2, request_timeout=5.0)
+SAMPLE = SamplingParams(max_new_tokens=2)
+Handler = Callable[[str, dict[str, Any]], Awaitable[tuple[int, bytes]]]
+
+
+def answer(request: dict[str, Any], **changes: Any) -> bytes:
+    """A right answer of two tokens to ``request``, with ``changes`` to its meta_info (None takes a key out)."""
+    prompt, start = len(request["input_ids"]), request.get("routed_experts_start_len", 0)
+    routes = np.broadcast_to(np.arange(2, dtype="<i4"), (prompt + 1 - start, 3, 2))
+    meta = {
+        "id": request["rid"],
+        "finish_reason": {"type": "length", "length": 2},
+        "weight_version": "3",
+        "output_token_logprobs": [[-0.5, 7, None], [-0.25, 8, None]],
+        "cached_tokens": 0,
+        "routed_experts": base64.b64encode(routes.tobytes()).decode(),
+        **changes,
+    }
+    kept = {key: value for key, value in meta.items() if value is not None}
+    return orjson.dumps({"text": "", "output_ids": [7, 8], "meta_info": kept})
+
+
+@asynccontextmanager
+async def serving(handler: Handler) -> AsyncIterator[str]:
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                lines = head.decode().split("\r\n")
+                lengths = [line.split(":")[1] for line in lines if line.lower().startswith("content-length")]
+                body = await reader.readexactly(int(lengths[0])) if lengths else b"{}"
+                status, said = await handler(lines[0].split()[1], orjson.loads(body))
+                if not status:
+                    return
+                writer.write(b"HTTP/1.1 %d x\r\ncontent-length: %d\r\n\r\n%b" % (status, len(said), said))
+                await writer.drain()
+        except asyncio.IncompleteReadError:
+            pass  # the client hung up
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(connected, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+def client(*urls: str, **options: Any) -> SGLangEngine:
+    return SGLangEngine(urls, FACTS, CONFIG, backoff=0.001, **options)
+
+
+def failing(times: int, status: int, body: bytes = b'{"error":{"message":"as told"}}') -> tuple[Handler, list[str]]:
+    """Fails the first ``times`` requests with ``status`` (0 hangs up), then answers; and the rids it saw."""
+    seen: list[str] = []
+
+    async def handler(path: str, request: dict[str, Any]) -> tuple[int, bytes]:
+        if path != "/generate":
+            return 200, b""
+        seen.append(request["rid"])
+        return (status, body) if len(seen) <= times else (200, answer(request))
+
+    return handler, seen
+
+
+@pytest.mark.parametrize("status", [0, 429, 500, 502, 503])
+async def test_infrastructure_failures_are_retried(status: int) -> None:
+    handler, seen = failing(2, status)
+    async with serving(handler) as url:
+        engine = client(url)
+        got = await engine.generate([1, 2, 3], SAMPLE, routes_from=0, session="s")
+        await engine.close()
+    assert got.tokens == (7, 8)
+    assert len(seen) == len(set(seen)) == 3, "each attempt is a request of its own"
+
+
+@pytest.mark.parametrize(
+    ("status", "error"), [(0, EngineUnreachable), (503, EngineOverloaded), (500, EngineUnreachable)]
+)
+async def test_the_budget_is_a_bound(status: int, error: type[Exception]) -> None:
+    handler, seen = failing(99, status)
+    async with serving(handler) as url:
+        engine = client(url)
+        with pytest.raises(error):
+            await engine.generate([1, 2, 3], SAMPLE, routes_from=0, session="s")
+        await engine.close()
+    assert len(seen) == 3
+
+
+@pytest.mark.parametrize("body", [b'{"error":{"message":"as told"}}', b'{"error":"as told"}', b"as told"])
+async def test_a_rejected_request_is_not_retried(body: bytes) -> None:
+    handler, seen = failing(1, 400, body)
+    async with serving(handler) as url:
+        engine = client(url)
+        with pytest.raises(EngineRejected, match="answered 400: as told"):
+            await engine.generate([1, 2, 3], SAMPLE, routes_from=0, session="s")
+        await engine.close()
+    assert len(seen) == 1
+
+
+async def test_nobody_there_is_unreachable() -> None:
+    async with serving(failing(0, 0)[0]) as url:
+        pass
+    engine = client(url)
+    with pytest.raises(EngineUnreachable, match="ConnectError"):
+        await engine.generate([1], SAMPLE, routes_from=0, session="s")
+    await engine.close()
+
+
+async def test_a_dead_server_of_ours_is_not_waited_for() -> None:
+    handler, seen = failing(99, 0)
+    async with serving(handler) as url:
+        engine = client(url, death=lambda: "the engine server died (signal SIGKILL): out of memory")
+        with pytest.raises(EngineUnreachable, match=r"died .*out of memory"):
+            await engine.generate([1], SAMPLE, routes_from=0, session="s")
+        await engine.close()
+    assert len(seen) == 1
+
+
+async def test_a_session_moves_away_from_an_engine_that_fails() -> None:
+    broken, _ = failing(99, 0)
+    sound, seen = failing(0, 0)
+    async with serving(broken) as first, serving(sound) as second:
+        engine = client(first, second)
+        for _ in range(3):
+            got = await engine.generate([1, 2], SAMPLE, routes_from=0, session="s")
+            assert got.engine == second
+        await engine.close()
+    assert len(seen) == 3
+
+
+BAD_META: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"routed_experts": None}, RoutesMissingError, "expected 4 rows of routes, received no routed_experts"),
+    ({"routed_experts": base64.b64encode(bytes(72)).decode()}, RoutesMissingError, "expected 4 rows .*received 3 rows"),
+    ({"routed_experts": base64.b64encode(b"\x09" * 96).decode()}, RoutesMissingError, "names expert"),
+    ({"routed_experts": base64.b64encode(bytes(96)).decode()}, RoutesMissingError, "names expert 0 twice"),
+    ({"output_token_logprobs": None}, EngineRejected, "expected 2 log-probs, received none"),
+    ({"output_token_logprobs": [[-1.0, 7, None]]}, EngineRejected, "expected 2 log-probs, received 1"),
+    ({"output_token_logprobs": [[-1.0, 7, None], [-1.0, 9, None]]}, EngineRejected, "other tokens"),
+    ({"finish_reason": {"type": "surprise"}}, EngineRejected, "surprise"),
+    ({"finish_reason": None}, EngineRejected, "finish_reason"),
+    ({"finish_reason": {"type": "abort", "message": "by hand"}}, EngineAborted, "by hand"),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), BAD_META)
+async def test_an_answer_that_does_not_line_up_names_its_request(
+    changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    seen: list[str] = []
+
+    async def handler(path: str, request: dict[str, Any]) -> tuple[int, bytes]:
+        seen.append(request["rid"])
+        return 200, answer(request, **changes)
+
+    async with serving(handler) as url:
+        engine = client(url)
+        with pytest.raises(error, match=rf"request \w+ of session 'ep/3' \(3 prompt tokens\).*{message}"):
+            await engine.generate([1, 2, 3], SAMPLE, routes_from=0, session="ep/3")
+        await engine.close()
+    assert len(seen) == 1, "a wrong answer is not asked for again"
+
+
+async def test_a_request_aborted_while_queued_is_told_apart() -> None:
+    async def handler(path: str, request: dict[str, Any]) -> tuple[int, bytes]:
+        return 200, orjson.dumps({"text": "", "meta_info": {"finish_reason": {"type": "abort"}}})
+
+    async with serving(handler) as url:
+        engine = client(url)
+        with pytest.raises(EngineAborted, match="aborted while queued"):
+            await engine.generate([1, 2, 3], SAMPLE, routes_from=0, session="s")
+        await engine.close()
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"meta_info":{},"output_ids":7}', b"<html>"])
+async def test_what_is_not_sglang_is_said(body: bytes) -> None:
+    async def handler(path: str, request: dict[str, Any]) -> tuple[int, bytes]:
+        return 200, body
+
+    async with serving(handler) as url:
+        engine = client(url)
+        with pytest.raises(EngineRejected, match="not an answer of SGLang"):
+            await engine.generate([1, 2, 3], SAMPLE, routes_from=0, session="s")
+        await engine.close()
+
+
+async def test_each_weight_version_within_a_turn_has_its_span() -> None:
+    versions = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 2}]
+
+    async def handler(path: str, request: dict[str, Any]) -> tuple[int, bytes]:
+        return 200, answer(request, weight_versions=versions)
+
+    async with serving(handler) as url:
+        engine = client(url)
+        got = await engine.generate([1, 2, 3], SAMPLE, routes_from=1, session="s")
+        await engine.close()
+    assert got.weight_version == "4"
+    assert got.routing is not None
+    assert got.routing.spans == (
+        Span(0, 1, "3", url, SpanKind.PREFILLED),
+        Span(1, 2, "3", url, SpanKind.SAMPLED),
+        Span(2, 3, "4", url, SpanKind.SAMPLED),
+    )
+
+
+async def test_cancelling_aborts_the_request_before_it_is_raised() -> None:
+    arrived, aborted = asyncio.Event(), list[str]()
+
+    async def handler(path: str, request: dict[str, Any]) -> tuple[int, bytes]:
+        if path == "/abort_request":
+            aborted.append(request["rid"])
+            return 200, b""
+        aborted.append("started " + request["rid"])
+        arrived.set()
+        await asyncio.sleep(60)
+        return 0, b""
+
+    async with serving(handler) as url:
+        engine = client(url)
+        task = asyncio.ensure_future(engine.generate([1], SAMPLE, routes_from=0, session="s"))
+        await asyncio.wait_for(arrived.wait(), 5)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(task, 5)
+        assert aborted == [f"started {aborted[1]}", aborted[1]]
+        await engine.close()
+
+
+async def test_a_request_that_takes_too_long_is_aborted_and_retried() -> None:
+    aborted, seen = list[str](), list[str]()
+
+    async def handler(path: str, request: dict[str, Any]) -> tuple[int, bytes]:
+        if path == "/abort_request":
+            aborted.append(request["rid"])
+            return 200, b""
+        seen.append(request["rid"])
+        if len(seen) == 1:
+            await asyncio.sleep(60)
+        return 200, answer(request)
+
+    async with serving(handler) as url:
+        engine = SGLangEngine(url, FACTS, EngineConfig(retries=1, request_timeout=0.2), backoff=0.001)
+        assert (await engine.generate([1], SAMPLE, routes_from=0, session="s")).tokens == (7, 8)
+        await engine.close()
+    assert aborted == seen[:1]
+
+
+async def test_entering_finds_an_engine_without_capture() -> None:
+    async def handler(path: str, request: dict[str, Any]) -> tuple[int, bytes]:
+        return 200, answer(request, routed_experts=None)
+
+    async with serving(handler) as url:
+        with pytest.raises(RoutesMissingError, match="engine started without route capture; start it with"):
+            async with client(url):
+                pass

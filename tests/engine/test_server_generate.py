@@ -1,0 +1,233 @@
+"""The client against the real server: tokens, log-probs and routes of one and of many turns."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from agent_rl.config import EngineConfig
+from agent_rl.engine.facts import ModelFacts, read_facts
+from agent_rl.engine.sglang import SGLangEngine
+from agent_rl.errors import EngineAborted, EngineRejected, RoutesMissingError
+from agent_rl.types import Completion, FinishReason, SamplingParams
+from r3.routing import Routing, SpanKind, slice_rows, validate
+from r3.stitch import RouteStitcher
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+
+PROMPT = [int(token) for token in np.random.default_rng(7).integers(2, 250, 40)]
+SAMPLE = SamplingParams(max_new_tokens=12)
+
+
+@pytest.fixture
+def facts(model: Path) -> ModelFacts:
+    return read_facts(model)
+
+
+@pytest.fixture
+async def engine(server: str, facts: ModelFacts, engine_config: EngineConfig) -> AsyncIterator[SGLangEngine]:
+    async with SGLangEngine(server, facts, engine_config) as client:
+        await client.flush_cache()
+        yield client
+
+
+def same_sets(first: Routing, second: Routing) -> None:
+    np.testing.assert_array_equal(np.sort(first.experts, axis=2), np.sort(second.experts, axis=2))
+
+
+async def prefill(engine: SGLangEngine, tokens: list[int]) -> Routing:
+    """Routes of all of ``tokens`` but the last, from one cold prefill."""
+    await engine.flush_cache()
+    cold = await engine.generate(tokens, SamplingParams(max_new_tokens=1), routes_from=0, session="prefill")
+    assert cold.cached_tokens == 0
+    assert cold.routing is not None
+    return slice_rows(cold.routing, 0, len(tokens) - 1)
+
+
+async def test_a_completion_lines_up(engine: SGLangEngine) -> None:
+    got = await engine.generate(PROMPT, SAMPLE, routes_from=0, session="s")
+    assert len(got.tokens) == len(got.logprobs) == 12
+    assert got.finish is FinishReason.LENGTH
+    assert got.routing is not None
+    validate(got.routing)
+    assert got.routing.experts.shape == (40 + 12 - 1, 4, 2)
+    assert got.routing.experts.dtype == np.uint8
+    assert [(span.start, span.stop, span.kind) for span in got.routing.spans] == [
+        (0, 39, SpanKind.PREFILLED),
+        (39, 51, SpanKind.SAMPLED),
+    ]
+    assert {span.weight_version for span in got.routing.spans} == {got.weight_version}
+    assert got.wire_bytes > 4 * 5 * 2 * 51
+
+
+async def test_no_routes_unless_asked(engine: SGLangEngine) -> None:
+    assert (await engine.generate(PROMPT, SAMPLE, routes_from=None, session="s")).routing is None
+
+
+async def test_scores_agree_with_the_log_probs_sampled(engine: SGLangEngine) -> None:
+    got = await engine.generate(PROMPT, SAMPLE, routes_from=None, session="s")
+    scored = await engine.score([*PROMPT, *got.tokens])
+    assert len(scored) == 52
+    assert scored[0] == 0.0
+    np.testing.assert_allclose(scored[40:], got.logprobs, atol=1e-4)
+
+
+async def test_cached_routes_equal_cold_ones(engine: SGLangEngine) -> None:
+    cold = await engine.generate(PROMPT, SAMPLE, routes_from=0, session="s")
+    cached = await engine.generate(PROMPT, SAMPLE, routes_from=0, session="s")
+    assert cold.cached_tokens == 0
+    assert cached.cached_tokens >= len(PROMPT) - 1
+    assert cold.routing is not None
+    assert cached.routing is not None
+    np.testing.assert_array_equal(cached.routing.experts[:39], cold.routing.experts[:39])
+
+
+async def test_turns_stitched_equal_one_prefill(engine: SGLangEngine) -> None:
+    rng = np.random.default_rng(3)
+    tokens, stitcher, received = list(PROMPT), RouteStitcher(moe_layers=4, top_k=2, num_experts=8), 0
+    for turn in range(6):
+        got = await engine.generate(tokens, SAMPLE, routes_from=stitcher.next_row, session="long")
+        assert got.routing is not None
+        received += got.routing.tokens
+        tokens += got.tokens
+        stitcher.append(got.routing, sequence=len(tokens))
+        assert got.cached_tokens > 0 or turn == 0
+        if turn < 5:
+            tokens += rng.integers(2, 250, 9).tolist()
+    stitched = stitcher.finish(len(tokens))
+    validate(stitched)
+    assert received == len(tokens) - 1, "each row crosses the wire exactly once"
+    same_sets(slice_rows(stitched, 0, len(tokens) - 1), await prefill(engine, tokens))
+
+
+async def test_a_row_asked_later_is_the_row_of_before(engine: SGLangEngine) -> None:
+    whole = await engine.generate(PROMPT, SAMPLE, routes_from=0, session="s")
+    late = await engine.generate(PROMPT, SAMPLE, routes_from=25, session="s")
+    assert whole.routing is not None
+    assert late.routing is not None
+    np.testing.assert_array_equal(late.routing.experts[:14], whole.routing.experts[25:39])
+
+
+async def test_siblings_of_one_prompt_keep_their_own_routes(engine: SGLangEngine) -> None:
+    async def sibling(index: int) -> Completion:
+        return await engine.generate(PROMPT, SAMPLE, routes_from=0, session=f"sibling {index}")
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(sibling(index)) for index in range(8)]
+    for completion in [task.result() for task in tasks]:
+        assert completion.routing is not None
+        tokens = [*PROMPT, *completion.tokens]
+        same_sets(slice_rows(completion.routing, 0, len(tokens) - 1), await prefill(engine, tokens))
+
+
+async def test_a_stop_token_ends_the_turn_and_is_kept(engine: SGLangEngine) -> None:
+    greedy = SamplingParams(temperature=0.0, max_new_tokens=12)
+    free = await engine.generate(PROMPT, greedy, routes_from=None, session="s")
+    stop = free.tokens[4]
+    stopped = await engine.generate(
+        PROMPT,
+        SamplingParams(temperature=0.0, max_new_tokens=12, stop_token_ids=(stop,)),
+        routes_from=0,
+        session="s",
+    )
+    assert stopped.finish is FinishReason.STOP
+    assert stopped.tokens == free.tokens[: free.tokens.index(stop) + 1]
+    assert stopped.routing is not None
+    assert stopped.routing.tokens == len(PROMPT) + len(stopped.tokens) - 1
+
+
+async def test_a_wrong_request_is_rejected_with_the_servers_words(engine: SGLangEngine) -> None:
+    with pytest.raises(EngineRejected, match=r"answered 400: .*routed_experts_start_len"):
+        await engine.generate(PROMPT, SAMPLE, routes_from=len(PROMPT) + 1, session="s")
+    with pytest.raises(EngineRejected, match="0 prompt tokens"):
+        await engine.generate([], SAMPLE, routes_from=0, session="s")
+    with pytest.raises(EngineRejected, match="2048 prompt tokens, expected between 1 and 2047"):
+        await engine.generate([5] * 2048, SAMPLE, routes_from=0, session="s")
+
+
+async def test_a_turn_is_cut_to_what_the_context_holds(engine: SGLangEngine) -> None:
+    got = await engine.generate([5] * 2030, SamplingParams(max_new_tokens=500), routes_from=2029, session="s")
+    assert got.finish is FinishReason.LENGTH
+    assert len(got.tokens) <= 18
+    assert got.routing is not None
+    assert got.routing.tokens == len(got.tokens)
+
+
+async def running(engine: SGLangEngine) -> None:
+    """Return once the server has a request running: it then refuses to flush its cache."""
+    async with asyncio.timeout(30):
+        while True:
+            try:
+                await engine.flush_cache()
+            except EngineRejected:
+                return
+            await asyncio.sleep(0.01)
+
+
+async def idle(engine: SGLangEngine) -> None:
+    """Return once the server has no request any more."""
+    async with asyncio.timeout(30):
+        while True:
+            try:
+                return await engine.flush_cache()
+            except EngineRejected:
+                await asyncio.sleep(0.01)
+
+
+LONG = SamplingParams(max_new_tokens=1900)
+
+
+async def test_cancelling_the_caller_frees_the_server(engine: SGLangEngine) -> None:
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(engine.generate(PROMPT, LONG, routes_from=0, session="s"))
+        await running(engine)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    async with asyncio.timeout(5):  # sampling 1,900 tokens takes longer on any machine without a GPU
+        await idle(engine)
+
+
+async def test_an_abort_by_the_server_is_told_apart(engine: SGLangEngine) -> None:
+    async def sample() -> None:
+        with pytest.raises(EngineAborted, match="aborted by the engine"):
+            await engine.generate(PROMPT, LONG, routes_from=0, session="s")
+
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(sample())
+        await running(engine)
+        await engine.abort_all()
+        await asyncio.wait_for(task, 30)
+
+
+async def test_a_paused_engine_goes_on_later(engine: SGLangEngine) -> None:
+    async with asyncio.TaskGroup() as group:
+        await engine.pause()
+        task = group.create_task(engine.generate(PROMPT, SAMPLE, routes_from=0, session="s"))
+        done, _ = await asyncio.wait({task}, timeout=0.5)
+        assert not done
+        await engine.resume()
+        assert len((await asyncio.wait_for(task, 30)).tokens) == 12
+
+
+async def test_it_says_what_it_is(engine: SGLangEngine, model: Path) -> None:
+    info = await engine.info()
+    assert (info.model, info.captures_routes, info.dtype) == (str(model), True, "float32")
+    assert info.max_total_tokens == 8192
+
+
+async def test_facts_of_another_model_are_found_out(server: str, facts: ModelFacts) -> None:
+    wrong = ModelFacts(48, tuple(range(48)), 128, 8, facts.vocab_size, facts.max_positions)
+    with pytest.raises(RoutesMissingError, match="expected 2 rows of 48 layers x top-8"):
+        async with SGLangEngine(server, wrong):
+            pass
+
+
+async def test_the_scheduler_survives_what_we_did(server: str) -> None:
+    async with httpx.AsyncClient(timeout=30, trust_env=False) as client:
+        assert (await client.get(f"{server}/health")).status_code == 200

@@ -1,0 +1,111 @@
+"""New weights reach the running server from another process, and every refusal is heard."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from agent_rl.config import EngineConfig
+from agent_rl.engine.facts import read_facts
+from agent_rl.engine.sglang import SGLangEngine
+from agent_rl.engine.weights import WeightReceivers
+from agent_rl.errors import WeightSyncError
+from agent_rl.types import SamplingParams
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+SENDER = Path(__file__).with_name("weight_sender.py")
+TOKENS = [int(token) for token in np.random.default_rng(11).integers(2, 250, 60)]
+
+
+@pytest.fixture
+async def engine(server: str, model: Path, engine_config: EngineConfig) -> AsyncIterator[SGLangEngine]:
+    async with SGLangEngine(server, read_facts(model), engine_config) as client:
+        await client.flush_cache()
+        yield client
+        with WeightReceivers([server]) as receivers:
+            receivers.load_from_disk(model, "default")
+
+
+async def version(engine: SGLangEngine) -> str:
+    sampled = await engine.generate(TOKENS, SamplingParams(max_new_tokens=1), routes_from=None, session="s")
+    assert sampled.weight_version == (await engine.info()).weight_version
+    return sampled.weight_version
+
+
+async def test_weights_from_disk(engine: SGLangEngine, model: Path, other_model: Path, tmp_path: Path) -> None:
+    before = await engine.score(TOKENS)
+    with WeightReceivers(engine.urls) as receivers:
+        receivers.load_from_disk(other_model, "5")
+        changed = await engine.score(TOKENS)
+        assert np.abs(np.subtract(changed, before)).max() > 0.1
+        assert await version(engine) == "5"
+        with pytest.raises(WeightSyncError, match="answered 400"):
+            receivers.load_from_disk(tmp_path, "6")
+        np.testing.assert_allclose(await engine.score(TOKENS), changed, atol=1e-6)
+        assert await version(engine) == "5"
+        receivers.load_from_disk(model, "7")
+    np.testing.assert_allclose(await engine.score(TOKENS), before, atol=1e-6)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="no torch in the trainer environment")
+async def test_weights_by_process_group(engine: SGLangEngine, model: Path, other_model: Path) -> None:
+    before = await engine.score(TOKENS)
+    with WeightReceivers(engine.urls) as receivers:
+        receivers.load_from_disk(other_model, "disk")
+    expected = await engine.score(TOKENS)
+    assert np.abs(np.subtract(expected, before)).max() > 0.1
+
+    await sent(engine.urls[0], str(model), "8", str(other_model), "9")
+    np.testing.assert_allclose(await engine.score(TOKENS), expected, atol=1e-6)
+    assert await version(engine) == "9"
+
+    await sent(engine.urls[0], str(model), "10")
+    np.testing.assert_allclose(await engine.score(TOKENS), before, atol=1e-6)
+    assert await version(engine) == "10"
+
+
+async def sent(*arguments: str) -> None:
+    sender = await asyncio.create_subprocess_exec(sys.executable, str(SENDER), *arguments, stderr=subprocess.PIPE)
+    try:
+        _, said = await asyncio.wait_for(sender.communicate(), 120)
+    finally:
+        if sender.returncode is None:
+            sender.kill()
+    assert sender.returncode == 0, said.decode()
+
+
+async def test_refusals_are_heard_not_waited_for(engine: SGLangEngine) -> None:
+    with WeightReceivers(engine.urls, timeout=30) as receivers:
+        with (
+            pytest.raises(WeightSyncError, match="must run between begin_weight_update"),
+            receivers.receiving(["x"], ["float32"], [(1,)], weight_version="1") as receiving,
+        ):
+            receiving.wait()
+        with pytest.raises(WeightSyncError, match="no weight-update session is open"):
+            receivers.end()
+        with pytest.raises(WeightSyncError, match="does not exist"):
+            receivers.leave()
+
+
+async def test_a_session_left_open_by_a_dead_sender_is_closed(engine: SGLangEngine) -> None:
+    with WeightReceivers(engine.urls, timeout=30) as dead:
+        dead.begin()
+    with WeightReceivers(engine.urls, timeout=30) as receivers:
+        receivers.begin()
+        receivers.end()
+    assert len(await engine.score(TOKENS)) == len(TOKENS)
+
+
+def test_an_engine_that_is_gone_is_said() -> None:
+    with (
+        WeightReceivers(["http://127.0.0.1:9"], timeout=5) as receivers,
+        pytest.raises(WeightSyncError, match=r"no answer \(ConnectError"),
+    ):
+        receivers.begin()

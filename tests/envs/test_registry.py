@@ -1,0 +1,114 @@
+"""Environments by name: built in, by entry point, by dotted path; and what is wrong with the others."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+from envs import EnvContext, EnvironmentLoadError, Episode, Task, TaskRecordError, list_environments, load_environment
+from envs import registry as registry_module
+from envs.swe import SweEnvironment, SweRecord, write_jsonl
+
+CONTEXT = EnvContext(backend=None)  # type: ignore[arg-type]
+
+
+class PlainEnvironment:
+    """An environment as an author would write it: a plain class, no base."""
+
+    def __init__(self, context: EnvContext, greeting: str, times: int = 1) -> None:
+        self.context = context
+        self.greeting = greeting * times
+
+    name = "plain"
+
+    async def prepare(self, *splits: str) -> None:
+        """Nothing to make ready."""
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        return [Task(f"{split}-1", self.name, {"greeting": self.greeting})]
+
+    def start(self, task: Task) -> AbstractAsyncContextManager[Episode]:
+        return nullcontext(None)  # type: ignore[arg-type]
+
+    def gold(self, task: Task) -> str:
+        return ""
+
+
+class Nothing:
+    def __init__(self, context: EnvContext) -> None: ...
+
+
+HERE = "tests_plain_environment"
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This module under a name of its own, since pytest's importlib mode gives it none to import by."""
+    monkeypatch.setitem(sys.modules, HERE, sys.modules[__name__])
+
+
+def test_the_built_in_ones_are_listed() -> None:
+    assert {"mini", "swe"} <= set(list_environments())
+
+
+def test_a_plain_class_by_dotted_path() -> None:
+    environment = load_environment(f"{HERE}:PlainEnvironment", CONTEXT, {"greeting": "hi", "times": 2})
+    assert environment.tasks("train")[0].record == {"greeting": "hihi"}
+
+
+def test_an_entry_point_of_another_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = EntryPoint("theirs", f"{HERE}:PlainEnvironment", registry_module.GROUP)
+    monkeypatch.setattr(registry_module, "entry_points", lambda group: [point])
+    assert load_environment("theirs", CONTEXT, {"greeting": "hi"}).name == "plain"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("mimi", {}, r"unknown environment 'mimi': did you mean 'mini'\?"),
+        ("zzzzzz", {}, "unknown environment 'zzzzzz': write a registered name or package.module:Class"),
+        ("no.such.module:Env", {}, "no.such.module does not import"),
+        (f"{HERE}:PlainEnvironmnt", {}, "did you mean 'PlainEnvironment'?"),
+        (f"{HERE}:HERE", {}, "is a str, not a class"),
+        (f"{HERE}:Nothing", {}, "is no environment, it lacks name, prepare, tasks, start, gold"),
+        (f"{HERE}:PlainEnvironment", {}, "option 'greeting' is required"),
+        (f"{HERE}:PlainEnvironment", {"greting": "x"}, r"unknown option 'greting': did you mean 'greeting'\?"),
+        ("swe", {"xyz": 1}, "unknown option 'xyz': options: path, heldout, repos, limit"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(name: str, options: dict[str, object], says: str) -> None:
+    with pytest.raises(EnvironmentLoadError, match=says) as told:
+        load_environment(name, CONTEXT, options)
+    assert "\n" not in str(told.value)
+
+
+def test_the_swe_environment_deals_out_splits(tmp_path: Path, record: SweRecord) -> None:
+    records = [record.model_copy(update={"task_id": f"t{i}", "repo_name": f"r{i % 2}"}) for i in range(5)]
+    write_jsonl(tmp_path / "train.jsonl", records)
+    path = tmp_path / "train.jsonl"
+
+    def ids(environment: SweEnvironment, split: str) -> list[str]:
+        return [task.id for task in environment.tasks(split)]
+
+    assert ids(SweEnvironment(CONTEXT, path), "heldout") == ["t0", "t1", "t2", "t3", "t4"]
+    parts = SweEnvironment(CONTEXT, path, heldout=2)
+    assert (ids(parts, "train"), ids(parts, "heldout")) == (["t0", "t1", "t2"], ["t3", "t4"])
+    assert ids(SweEnvironment(CONTEXT, tmp_path, repos=["r1"]), "train") == ["t1", "t3"]
+    assert ids(SweEnvironment(CONTEXT, tmp_path, limit=1), "train") == ["t0"]
+    with pytest.raises(TaskRecordError, match="no split 'heldout'; it holds: train"):
+        SweEnvironment(CONTEXT, tmp_path).tasks("heldout")
+    with pytest.raises(TaskRecordError, match="no split 'test'"):
+        parts.tasks("test")
+    with pytest.raises(TaskRecordError, match="needs the option path"):
+        load_environment("swe", CONTEXT, {})
+
+
+def test_the_package_imports_without_torch() -> None:
+    code = "import sys, envs, envs.swe; assert not {'torch', 'ray', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

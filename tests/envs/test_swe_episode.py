@@ -1,0 +1,229 @@
+"""Episodes and grading in real boxes: who is to blame for what."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from pathlib import Path
+
+import pytest
+
+from envs import EnvContext, GradingError
+from envs.swe import (
+    PatchError,
+    SweEnvironment,
+    SweRecord,
+    diff_files,
+    grade_patch,
+    start_episode,
+    verify_record,
+    write_jsonl,
+)
+from envs.swe.boxes import agent_box, box_spec
+from sandbox import SandboxError, SandboxSpec
+from tools import ToolCall
+
+pytestmark = pytest.mark.bubblewrap
+
+
+def edit(record: SweRecord, **files: str) -> str:
+    """The patch that gives files new contents; ``a__b`` stands for the path ``a.b``."""
+    return diff_files(record.files, {**record.files, **{path.replace("__", "."): text for path, text in files.items()}})
+
+
+async def test_the_gold_patch_resolves(context: EnvContext, record: SweRecord) -> None:
+    grade = await grade_patch(context, record, record.gold)
+    assert (grade.reward, grade.resolved, grade.suspected_hack) == (1.0, True, ())
+    assert grade.tests == record.expected
+    assert grade.seconds > 0
+
+
+async def test_no_change_and_a_wrong_change_fail(context: EnvContext, record: SweRecord) -> None:
+    nothing = await grade_patch(context, record, "")
+    assert (nothing.reward, nothing.tests["hidden/test_calc.py::test_add"]) == (0.0, "FAILED")
+    wrong = await grade_patch(context, record, edit(record, calc__py="def add(a, b):\n    return 5\n"))
+    assert wrong.reward == 0.0
+    assert wrong.tests == {"hidden/test_calc.py::test_add": "PASSED", "hidden/test_calc.py::test_double": "FAILED"}
+
+
+async def test_no_change_to_a_verified_task_is_graded_without_a_box(record: SweRecord) -> None:
+    without_backend = EnvContext(None)  # type: ignore[arg-type]
+    grade = await grade_patch(without_backend, record.model_copy(update={"verified": True}), "")
+    assert (grade.reward, grade.resolved) == (0.0, False)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "def add(a, b:\n",
+        "import os\nos._exit(0)\n",
+        "while True: pass\n",
+        "x = ' ' * (1 << 33)\n",
+        "raise SystemExit\n",
+    ],
+    ids=["syntax", "exit", "hang", "memory", "system-exit"],
+)
+async def test_code_that_breaks_the_tests_is_the_policys_failure(
+    context: EnvContext, record: SweRecord, code: str
+) -> None:
+    grade = await grade_patch(dataclasses.replace(context, grade_timeout=6.0), record, edit(record, calc__py=code))
+    assert (grade.reward, grade.resolved) == (0.0, False)
+
+
+async def test_a_run_that_fails_with_the_gold_patch_too_is_no_grade(context: EnvContext, record: SweRecord) -> None:
+    hanging = record.model_copy(update={"test_command": "sleep 60"})
+    short = dataclasses.replace(context, grade_timeout=1.0)
+    with pytest.raises(GradingError, match=r"calc-add: no verdict \(the tests did not end within \d s\), nor with"):
+        await grade_patch(short, hanging, edit(record, calc__py="x = 1\n"))
+    mute = record.model_copy(update={"test_command": "echo no summary"})
+    with pytest.raises(GradingError, match=r"exit code 0: no summary\), and it is the gold patch"):
+        await grade_patch(context, mute, record.gold)
+
+
+async def test_without_a_gold_patch_a_run_without_verdict_is_no_grade(context: EnvContext, record: SweRecord) -> None:
+    bare = record.model_copy(update={"gold_patch": ""})
+    with pytest.raises(GradingError, match="no gold patch to compare with"):
+        await grade_patch(context, bare, edit(record, calc__py="import os\nos._exit(0)\n"))
+
+
+async def test_a_patch_that_does_not_apply_is_the_policys_failure(context: EnvContext, record: SweRecord) -> None:
+    other = diff_files({"calc.py": "something else\n"}, {"calc.py": "changed\n"})
+    assert (await grade_patch(context, record, other)).reward == 0.0
+
+
+async def test_a_box_that_cannot_start_is_an_exception(context: EnvContext, record: SweRecord) -> None:
+    nowhere = dataclasses.replace(context, limits=SandboxSpec(image="/no/such/root"), start_retries=0)
+    with pytest.raises(SandboxError):
+        await grade_patch(nowhere, record, record.gold)
+
+
+async def test_output_beyond_the_cap_does_not_hide_the_summary(context: EnvContext, record: SweRecord) -> None:
+    loud = record.files["calc.py"].replace("a - b", "a + b") + "print('x' * 3_000_000)\n"
+    assert (await grade_patch(context, record, edit(record, calc__py=loud))).resolved
+
+
+async def test_tampering_is_undone_and_recorded(context: EnvContext, record: SweRecord) -> None:
+    forged = "def pytest_runtest_makereport(item, call): pass\n"
+    runner = "print('= short test summary info =')\nprint('PASSED hidden/test_calc.py::test_add')\n"
+    files = {"conftest.py": forged, "sitecustomize.py": runner, "hidden/runner.py": runner, "hidden": runner}
+    grade = await grade_patch(context, record, diff_files({}, files))
+    assert grade.reward == 0.0
+    assert [told.split(":")[0] for told in grade.suspected_hack] == sorted(files)
+    honest_too = await grade_patch(context, record, diff_files({}, files) + record.gold)
+    assert honest_too.resolved
+    assert len(honest_too.suspected_hack) == 4
+
+
+async def test_an_episode_from_its_opening_to_its_grade(context: EnvContext, record: SweRecord) -> None:
+    async with start_episode(context, record) as episode:
+        assert [message["role"] for message in episode.messages] == ["system", "user"]
+        assert "add(2, 3) gives -1." in episode.messages[1]["content"]
+        assert await episode.patch() == ""
+        names = {schema["function"]["name"] for schema in episode.tools.schemas()}
+        assert {"execute_bash", "file_editor", "search", "finish"} <= names
+        arguments = {"command": "str_replace", "path": "/testbed/calc.py", "old_str": "a - b", "new_str": "a + b"}
+        result = await episode.tools.call(ToolCall("file_editor", arguments))
+        assert not result.failed, result.text
+        grade = await episode.grade()
+    assert grade.resolved
+    assert "+    return a + b" in grade.patch
+
+
+async def test_the_agent_sees_neither_hidden_tests_nor_history(context: EnvContext, record: SweRecord) -> None:
+    async with start_episode(context, record) as episode:
+        found = await episode.sandbox.exec("find / -xdev -name '*test_calc*' 2>/dev/null; ls -A", timeout=10)
+        assert found.text.split() == [".git", "README.md", "calc.py"]
+        log = await episode.sandbox.exec("git log --all --format='%an %ad %s'; git status --short", timeout=10)
+        assert log.text.strip() == "agent-rl Sat Jan 1 00:00:00 2000 +0000 Start of the task"
+
+
+async def test_the_base_commit_is_the_same_in_every_box(context: EnvContext, record: SweRecord) -> None:
+    spec = box_spec(context, record, None)
+    async with agent_box(context, record, spec) as (_, first), agent_box(context, record, spec) as (_, second):
+        assert first == second
+        assert len(first) == 40
+
+
+async def test_a_patch_holds_commits_new_files_and_deletions_but_no_litter(
+    context: EnvContext, record: SweRecord
+) -> None:
+    script = """sed -i 's/a - b/a + b/' calc.py; git commit -qam 'mine'; mkdir -p 'new dir'; echo hi > 'new dir/é.txt'
+    rm README.md; mkdir -p pkg/__pycache__ .pytest_cache; echo x > pkg/__pycache__/a.pyc; echo x > .pytest_cache/x
+    head -c 300 /dev/urandom > data.bin; printf 'caf\\351\\n' > latin.txt; touch .git/index.lock"""
+    async with start_episode(context, record) as episode:
+        assert (await episode.sandbox.exec(script, timeout=10)).ok
+        patch = await episode.patch()
+        grade = await episode.grade()
+    paths = {line.split(" b/")[1] for line in patch.splitlines() if line.startswith("diff --git")}
+    assert paths == {"calc.py", "new dir/é.txt", "README.md", "data.bin", "latin.txt"}
+    assert grade.resolved
+    assert grade.suspected_hack == ("data.bin: binary change, undone", "latin.txt: binary change, undone")
+
+
+async def test_a_broken_repository_is_the_policys_failure(context: EnvContext, record: SweRecord) -> None:
+    async with start_episode(context, record) as episode:
+        await episode.sandbox.exec("rm -rf .git", timeout=10)
+        with pytest.raises(PatchError, match="no patch can be taken"):
+            await episode.patch()
+        grade = await episode.grade()
+    assert grade.reward == 0.0
+    assert "no patch can be taken" in grade.suspected_hack[0]
+
+
+async def test_a_patch_beyond_the_limit_is_the_policys_failure(context: EnvContext, record: SweRecord) -> None:
+    async with start_episode(context, record) as episode:
+        await episode.sandbox.exec("seq 400000 > big.txt", timeout=10)
+        assert (await episode.grade()).reward == 0.0
+
+
+async def test_verification_marks_good_tasks_and_names_bad_ones(context: EnvContext, record: SweRecord) -> None:
+    assert (await verify_record(context, record)).verified
+    wrong_gold = record.model_copy(update={"gold_patch": edit(record, calc__py="def add(a, b): 0\n")})
+    with pytest.raises(
+        GradingError, match=r"its gold patch does not resolve it: hidden/test_calc\.py::test_add: FAILED"
+    ):
+        await verify_record(context, wrong_gold)
+    too_easy = record.model_copy(update={"expected_output_json": '{"hidden/test_calc.py::test_double": "PASSED"}'})
+    with pytest.raises(GradingError, match="resolved without a change"):
+        await verify_record(context, too_easy)
+
+
+async def test_site_packages_are_found_beside_the_tasks(context: EnvContext, record: SweRecord, tmp_path: Path) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "helper.py").write_text("def check(value): assert value == 5\n")
+    tests = {
+        **record.tests,
+        "hidden/test_calc.py": "import calc, helper\ndef test_add(): helper.check(calc.add(2, 3))\n",
+    }
+    needy = record.model_copy(
+        update={
+            "tests": tests,
+            "site_packages": "site",
+            "expected_output_json": '{"hidden/test_calc.py::test_add": "PASSED"}',
+        }
+    )
+    write_jsonl(tmp_path / "tasks.jsonl", [needy])
+    environment = SweEnvironment(context, tmp_path / "tasks.jsonl")
+    (task,) = environment.tasks("heldout")
+    async with environment.start(task) as episode:
+        assert (await episode.sandbox.exec("python3 -c 'import helper'", timeout=10)).ok
+        assert (await episode.grade()).reward == 0.0
+    assert (await grade_patch(context, needy, environment.gold(task), site_root=tmp_path)).resolved
+
+
+async def test_starting_and_grading_cost_little_more_than_the_box(context: EnvContext, record: SweRecord) -> None:
+    """As ratios to a bare box that runs ``python3``, so that a loaded machine does not decide; medians of five."""
+    bare, starts, grades = [], [], []
+    for _ in range(5):
+        began = time.perf_counter()
+        async with context.box(box_spec(context, record, None)) as sandbox:
+            await sandbox.exec("python3 -c pass", timeout=30)
+        bare.append(time.perf_counter() - began)
+        began = time.perf_counter()
+        async with start_episode(context, record):
+            starts.append(time.perf_counter() - began)
+        grades.append((await grade_patch(context, record, record.gold)).seconds)
+    base = statistics.median(bare)
+    assert statistics.median(starts) < 4 * base
+    assert statistics.median(grades) < 4 * base

@@ -1,0 +1,120 @@
+"""Patches: made, split, screened; git itself is the judge."""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from envs.swe.patches import diff_files, patched_paths, screen, split_patch
+
+paths = st.sampled_from(["a.py", "pkg/b.py", "pkg/deep/c.txt", "with space.md", "é.py"])
+contents = st.text(st.sampled_from(list("ab \t\r\n\f\x85é+-@\\")), max_size=40)
+trees = st.dictionaries(paths, contents, max_size=4)
+
+
+def write_tree(root: Path, files: Mapping[str, str]) -> None:
+    for path, content in files.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_bytes(content.encode())
+
+
+def read_tree(root: Path) -> dict[str, str]:
+    return {str(p.relative_to(root)): p.read_bytes().decode() for p in root.rglob("*") if p.is_file()}
+
+
+def git_apply(root: Path, patch: str) -> None:
+    run = subprocess.run(
+        ["git", "apply", "--whitespace=nowarn", "-"], cwd=root, input=patch.encode(), capture_output=True, timeout=30
+    )
+    assert run.returncode == 0, run.stderr.decode()
+
+
+@settings(max_examples=40, deadline=None)
+@given(trees, trees)
+def test_git_applies_what_diff_files_makes(old: dict[str, str], new: dict[str, str]) -> None:
+    patch = diff_files(old, new)
+    assert patched_paths(patch) == {path for path in {*old, *new} if old.get(path) != new.get(path)}
+    if not patch:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        write_tree(Path(folder), old)
+        git_apply(Path(folder), patch)
+        assert read_tree(Path(folder)) == new
+
+
+@given(trees, trees)
+def test_splitting_loses_nothing(old: dict[str, str], new: dict[str, str]) -> None:
+    patch = diff_files(old, new)
+    assert "".join(part.text for part in split_patch(patch)) == patch
+
+
+def change(path: str, *, new: bool = False) -> str:
+    return diff_files({} if new else {path: "a\n"}, {path: "b\n"})
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("conftest.py", "test infrastructure"),
+        ("deep/down/conftest.py", "test infrastructure"),
+        ("setup.cfg", "test infrastructure"),
+        ("lib/sitecustomize.py", "test infrastructure"),
+        ("evil.pth", "test infrastructure"),
+        ("r2e_tests/test_1.py", "test infrastructure"),
+        ("tests/test_hidden.py", "hidden test"),
+        ("tests", "hidden test"),
+        ("tests/test_hidden.py/x", "hidden test"),
+        ("pytest.py", "shadows"),
+        ("json/__init__.py", "shadows"),
+    ],
+)
+def test_tampering_is_undone_and_told(path: str, reason: str) -> None:
+    honest = change("src/fix.py")
+    screened = screen(honest + change(path, new=True), hidden=["tests/test_hidden.py"], allowed=())
+    assert screened.text == honest
+    assert len(screened.undone) == 1
+    assert screened.undone[0].startswith(f"{path}: {reason}")
+
+
+@pytest.mark.parametrize("path", ["src/json.py", "other/tests/test_x.py", "test/test_new.py", "src/types/__init__.py"])
+def test_honest_changes_stay(path: str) -> None:
+    patch = change(path, new=True)
+    assert screen(patch, hidden=["tests/test_hidden.py"], allowed=()).text == patch
+
+
+def test_the_agents_own_tests_beside_the_hidden_ones_are_left_out_without_suspicion() -> None:
+    patch = change("src/fix.py") + change("tests/test_other.py", new=True) + change("tests/deep/data.txt")
+    screened = screen(patch, hidden=["tests/test_hidden.py", "test_top.py"], allowed=())
+    assert screened.text == change("src/fix.py")
+    assert screened.undone == ()
+    assert screened.own_tests == ("tests/test_other.py", "tests/deep/data.txt")
+
+
+def test_an_existing_module_named_like_a_standard_one_may_be_changed() -> None:
+    assert screen(change("code.py"), hidden=(), allowed=()).undone == ()
+
+
+def test_what_the_gold_patch_changes_is_allowed() -> None:
+    patch = change("setup.cfg")
+    assert screen(patch, hidden=(), allowed={"setup.cfg"}).text == patch
+
+
+def test_binary_changes_and_nested_repositories_are_left_out() -> None:
+    binary = (
+        "diff --git a/x.so b/x.so\nnew file mode 100755\nindex 000..1b2\nBinary files /dev/null and b/x.so differ\n"
+    )
+    nested = "diff --git a/n b/n\nnew file mode 160000\nindex 000..1b2\n--- /dev/null\n+++ b/n\n@@ -0,0 +1 @@\n+Sub\n"
+    screened = screen(binary + nested + change("a.py"), hidden=(), allowed=())
+    assert screened.text == change("a.py")
+    assert screened.undone == ("x.so: binary change, undone", "n: nested repository, undone")
+
+
+def test_a_line_that_looks_like_a_header_inside_a_hunk_does_not_split() -> None:
+    patch = diff_files({"a": "diff --git a/x b/x\n"}, {"a": "diff --git a/y b/y\n"})
+    assert [part.path for part in split_patch(patch)] == ["a"]

@@ -1,0 +1,70 @@
+"""A real training run in a process of its own: real SGLang, real Megatron under Ray, real boxes; only small."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+class Run:
+    """``agent-rl train`` on a small config; its processes are known by a mark in their environment."""
+
+    def __init__(self, folder: Path, *overrides: str) -> None:
+        self.folder, self.output, self.mark = folder, folder / f"output-{uuid.uuid4().hex[:6]}.txt", uuid.uuid4().hex
+        settings = [
+            "name=small", f"runs_dir={folder}", f"model={folder}/model", "sandbox.backend=bubblewrap",
+            f"env.options={{train_tasks: 16, heldout_tasks: 8, cache_dir: {ROOT}/.cache/tasks}}",
+            "rollout.tasks_per_step=3", "rollout.group_size=4", "eval.tasks=8", "eval.greedy=false",
+            "train.steps=3", "train.checkpoint_every=1",
+        ]  # fmt: skip
+        with self.output.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "agent_rl.cli", "train", "configs/quickstart.yaml", *settings, *overrides],
+                stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, env={**os.environ, "TEST_MARK": self.mark},
+                start_new_session=True,
+            )  # fmt: skip
+
+    @property
+    def text(self) -> str:
+        return self.output.read_text(errors="replace")
+
+    def until(self, line: str, timeout: float = 150.0) -> None:
+        """Wait until ``line`` is in the output; a run that ends before fails the test."""
+        wait(lambda: line in self.text or self.process.poll() is not None, timeout, f"{line!r} in:\n{self.text}")
+        assert line in self.text, self.text
+
+    def finish(self, timeout: float = 240.0) -> int:
+        self.process.wait(timeout)
+        return self.process.returncode
+
+    def alive(self) -> list[str]:
+        """The command lines of this run's processes that still live: engine, Ray, trainer ranks, boxes."""
+        mark, found = f"TEST_MARK={self.mark}".encode(), []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if mark in (folder / "environ").read_bytes().split(b"\0"):
+                    found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:100])
+            except (FileNotFoundError, ProcessLookupError, PermissionError):
+                continue  # it ended while we looked, or is a zombie
+        return [command for command in found if command]
+
+    def none_alive(self, timeout: float = 20.0) -> None:
+        wait(lambda: not self.alive(), timeout, lambda: f"still alive: {self.alive()}")
+
+
+def wait(condition: Callable[[], bool], timeout: float, what: str | Callable[[], str]) -> None:
+    """Poll another process's state, for which there is no event to wait on."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > deadline:
+            pytest.fail(f"not within {timeout:.0f} s: {what if isinstance(what, str) else what()}")
+        time.sleep(0.05)

@@ -1,0 +1,62 @@
+"""A tiny random Qwen3-MoE (or dense) checkpoint made by transformers, and the packed data the tests run on it."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+VOCAB, EXPERTS, TOP_K, LAYERS = 96, 8, 2, 4
+LENGTHS = (17, 1, 30, 9)
+
+
+def make(folder: Path, *, tied: bool = True, seed: int = 0, **changes: Any) -> Any:
+    """Save a model in ``folder`` and return it (float32, evaluation mode)."""
+    torch.manual_seed(seed)
+    common = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.3,
+    }
+    experts = {
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": TOP_K,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+    }
+    dense = changes.pop("dense", False)
+    config = Qwen3Config(**common | changes) if dense else Qwen3MoeConfig(**common | experts | changes)
+    model = (Qwen3ForCausalLM if dense else Qwen3MoeForCausalLM)(config).float().eval()
+    for name, parameter in model.named_parameters():
+        if "norm" in name:  # ones would hide a norm that is not applied
+            parameter.data += 0.2 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    return model
+
+
+def sequences(seed: int = 1, lengths: tuple[int, ...] = LENGTHS) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, VOCAB, (length,), generator=generator) for length in lengths]
+
+
+def random_routes(tokens: int, layers: int = LAYERS, seed: int = 2) -> torch.Tensor:
+    """Distinct random experts, ``[tokens, layers, TOP_K]`` uint8: rows can be told apart."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(tokens, layers, EXPERTS, generator=generator).argsort(-1)[..., :TOP_K].to(torch.uint8)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

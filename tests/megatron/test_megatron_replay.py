@@ -1,0 +1,264 @@
+"""Routing replay: the experts given are the experts used, the gates are Eq. 8, and wrong use is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import megatron_tiny as tiny
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed (the train extra)")
+import torch
+from torch import Tensor
+
+from agent_rl.train.megatron.batch import PackedBatch, PackedRoutes
+
+pytestmark = pytest.mark.megatron
+Build = Callable[..., Any]
+
+
+@pytest.fixture
+def batch() -> PackedBatch:
+    return PackedBatch.from_sequences(tiny.sequences())
+
+
+def everywhere(experts: Tensor) -> PackedRoutes:
+    return PackedRoutes(experts, torch.ones(len(experts), dtype=torch.bool))
+
+
+def total(logprobs: Tensor, _entropy: Tensor | None, _batch: PackedBatch) -> tuple[Tensor, dict[str, Any]]:
+    return logprobs.sum(), {}
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_native_routes_replayed_change_nothing(build: Build, batch: PackedBatch, recompute: str) -> None:
+    model = build(recompute=recompute)
+    native = model.forward_logprobs([batch], None, record=True)[0]
+    replayed = model.forward_logprobs([batch], [everywhere(native.routes)], record=True)[0]
+    assert torch.equal(native.logprobs, replayed.logprobs)
+    assert torch.equal(native.routes.sort(-1).values, replayed.routes.sort(-1).values)
+
+
+def test_given_experts_are_used_at_every_token_and_layer(build: Build, batch: PackedBatch) -> None:
+    model, given = build(), tiny.random_routes(len(batch))
+    native = model.forward_logprobs([batch], None, record=True)[0]
+    replayed = model.forward_logprobs([batch], [everywhere(given)], record=True)[0]
+    assert torch.equal(replayed.routes, given.to(torch.int16))
+    assert (replayed.logprobs - native.logprobs).abs().max() > 0.01
+
+
+def test_absent_rows_route_natively(build: Build, batch: PackedBatch) -> None:
+    model, given = build(), tiny.random_routes(len(batch))
+    native = model.forward_logprobs([batch], None, record=True)[0]
+    # Only the last sequence's rows are absent, and nothing before it in the sequence was replayed: all of it is native.
+    present = torch.arange(len(batch)) < int(batch.cu_seqlens[-2])
+    mixed = model.forward_logprobs([batch], [PackedRoutes(given, present)], record=True)[0]
+    assert torch.equal(mixed.routes[present], given[present].to(torch.int16))
+    assert torch.equal(mixed.routes[~present], native.routes[~present])
+    assert torch.equal(mixed.logprobs[~present], native.logprobs[~present])
+    garbage = given.clone()
+    garbage[~present] = 255  # what an absent row holds means nothing, not even as an id
+    again = model.forward_logprobs([batch], [PackedRoutes(garbage, present)])[0]
+    assert torch.equal(mixed.logprobs, again.logprobs)
+    none = PackedRoutes(garbage, torch.zeros_like(present))
+    assert torch.equal(model.forward_logprobs([batch], [none])[0].logprobs, native.logprobs)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_training_uses_the_given_experts_forward_and_recomputed(
+    build: Build, batch: PackedBatch, recompute: str
+) -> None:
+    model = build(recompute=recompute)
+    parts = [batch, PackedBatch.from_sequences(tiny.sequences(seed=9, lengths=(21, 4)))]
+    given = [tiny.random_routes(len(part), seed=len(part)) for part in parts]
+    seen: dict[int, list[Tensor]] = {}
+    for layer in model.module.decoder.layers:
+        router, seen[layer.layer_number] = layer.mlp.router, []
+        router.register_forward_hook(
+            lambda _m, _i, output, number=layer.layer_number: seen[number].append(output[1].clone())
+        )
+    model.train_microbatches(parts, [everywhere(experts) for experts in given], total)
+    order = [0, 0, 1, 1] if recompute == "full" else [0, 1]  # each recomputed before the next goes forward
+    for number, maps in seen.items():
+        assert len(maps) == len(order)
+        for which, used in zip(order, maps, strict=True):
+            wanted = torch.zeros_like(used).scatter(1, given[which][:, number - 1].long(), True)
+            assert torch.equal(used, wanted), f"layer {number}"
+
+
+def test_recomputation_has_the_same_gradient(build: Build, batch: PackedBatch) -> None:
+    given = [PackedRoutes(tiny.random_routes(len(batch)), torch.arange(len(batch)) % 3 != 0)]
+    gradients = []
+    for recompute in ("none", "full"):
+        model = build(recompute=recompute)
+        model.train_microbatches([batch], given, total)
+        gradients.append(model.module.decoder.layers[0].mlp.router.weight.main_grad.clone())
+    assert gradients[0].abs().max() > 0
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-5, atol=1e-6)
+
+
+def test_moe_layer_equals_equation_8_in_float64(build: Build) -> None:
+    """One replayed MoE layer against the sum over experts written out: g_i = I_i exp(s_i) / sum_j I_j exp(s_j)."""
+    model = build()
+    layer = model.module.decoder.layers[2].mlp
+    hidden = torch.randn(19, 1, 32, generator=torch.Generator().manual_seed(3))
+    experts = tiny.random_routes(19)
+    layer.router.router_replay.keep = False
+    with torch.no_grad(), model.replayer.forward(0, experts, torch.ones(19, dtype=torch.bool), backward=False):
+        output, _ = layer(hidden)
+        for other in model.module.decoder.layers:  # the other routers must be asked too
+            if other.mlp is not layer:
+                other.mlp(hidden)
+    model.replayer.clear()
+    x = hidden[:, 0].double()
+    scores = x @ layer.router.weight.double().T
+    chosen = torch.zeros_like(scores).scatter(1, experts[:, 2].long(), 1.0)
+    gates = chosen * scores.exp() / (chosen * scores.exp()).sum(-1, keepdim=True)
+    wanted = torch.zeros_like(x)
+    for index in range(tiny.EXPERTS):
+        gate, up = (x @ layer.experts.weight1[index].double().T).chunk(2, dim=-1)
+        inner = torch.nn.functional.silu(gate) * up
+        wanted += gates[:, index : index + 1] * (inner @ layer.experts.weight2[index].double().T)
+    torch.testing.assert_close(output[:, 0].double(), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_router_gradient_by_finite_differences(build: Build, batch: PackedBatch) -> None:
+    """With the experts pinned the loss is smooth in the router's weights, and its slope is the gradient."""
+    model = build()
+    given = [everywhere(tiny.random_routes(len(batch)))]
+    router = model.module.decoder.layers[1].mlp.router
+    direction = torch.randn(router.weight.shape, generator=torch.Generator().manual_seed(4))
+    model.train_microbatches([batch], given, total)
+    slope = float((router.weight.main_grad * direction).sum())
+    step, losses, start = 2e-3, [], router.weight.data.clone()
+    for sign in (1, -1):
+        router.weight.data = start + sign * step * direction
+        losses.append(model.forward_logprobs([batch], given)[0].logprobs.double().sum())
+    assert float((losses[0] - losses[1]) / (2 * step)) == pytest.approx(slope, rel=0.01)
+    assert abs(slope) > 0.1
+
+
+def test_two_models_in_a_process_do_not_meet(build: Build, batch: PackedBatch, tmp_path: Path) -> None:
+    from megatron.core.transformer.moe.router_replay import RouterReplay
+
+    tiny.make(tmp_path / "other", seed=5)
+    first, second = build(), build(tmp_path / "other")
+    alone = second.forward_logprobs([batch], None)[0].logprobs
+    given = tiny.random_routes(len(batch))
+    steered: list[Tensor] = []
+
+    def loss(logprobs: Tensor, _entropy: Tensor | None, _batch: PackedBatch) -> tuple[Tensor, dict[str, Any]]:
+        steered.append(second.forward_logprobs([batch], None)[0].logprobs)  # in the middle of the other's step
+        return logprobs.sum(), {}
+
+    first.train_microbatches([batch], [everywhere(given)], loss)
+    assert torch.equal(steered[0], alone)
+    assert RouterReplay.global_router_replay_instances == []
+
+
+def refused(experts: Tensor, row: int, values: list[int]) -> Tensor:
+    changed = experts.clone()
+    changed[row, 3] = torch.tensor(values, dtype=torch.uint8)
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda routes: refused(routes, 6, [5, 5]), r"row 6, MoE layer 3: experts \[5, 5\] are not 2 different ids"),
+        (lambda routes: refused(routes, 0, [1, 8]), r"row 0, MoE layer 3: experts \[1, 8\]"),
+        (lambda routes: routes[:, :3], r"the model needs \[tokens, 4, 2\]"),
+        (lambda routes: routes[..., :1], r"the model needs \[tokens, 4, 2\]"),
+    ],
+    ids=["duplicate", "out-of-range", "a-layer-short", "wrong-top-k"],
+)
+def test_wrong_routes_are_refused(build: Build, batch: PackedBatch, change: Any, message: str) -> None:
+    from r3.megatron import ReplayError
+
+    routes = everywhere(change(tiny.random_routes(len(batch))))
+    with pytest.raises(ReplayError, match=message):
+        build().forward_logprobs([batch], [routes])
+
+
+def test_rows_must_be_consumed_exactly_once(build: Build, batch: PackedBatch) -> None:
+    from r3.megatron import ReplayError
+
+    model = build(recompute="full")
+    hidden = torch.zeros(7, 1, 32)
+    routes, present = tiny.random_routes(7), torch.ones(7, dtype=torch.bool)
+    layers = [layer.mlp for layer in model.module.decoder.layers]
+    with pytest.raises(ReplayError, match="layer 4: its routes were consumed 0 times"):  # noqa: PT012, SIM117
+        with model.replayer.forward(0, routes, present, backward=True):
+            for layer in layers[:3]:
+                layer(hidden)
+    model.replayer.clear()
+    with pytest.raises(ReplayError, match="layer 1: routed twice"):  # noqa: PT012, SIM117
+        with model.replayer.forward(0, routes, present, backward=True):
+            layers[0](hidden)
+            layers[0](hidden)
+    model.replayer.clear()
+    with pytest.raises(ReplayError, match="the router has 6 tokens and top-2, the routes are"):  # noqa: SIM117
+        with model.replayer.forward(0, routes, present, backward=True):
+            layers[0](hidden[:6])
+    model.replayer.clear()
+    with model.replayer.forward(0, routes, present, backward=True):
+        for layer in layers:
+            layer(hidden)
+    with pytest.raises(ReplayError, match="layer 1: its routes were consumed 0 times in the recomputation, not 1"):
+        model.replayer.finish(1, backward=True)
+    model.forward_logprobs([batch], None)  # a failure leaves nothing behind
+
+
+def test_recomputing_too_often_is_refused(build: Build) -> None:
+    from r3.megatron import ReplayError
+
+    model = build(recompute="full")
+    hidden, present = torch.zeros(7, 1, 32), torch.ones(7, dtype=torch.bool)
+    layers = [layer.mlp for layer in model.module.decoder.layers]
+    with model.replayer.forward(0, tiny.random_routes(7), present, backward=True):
+        for layer in layers:
+            layer(hidden)
+    layers[0](hidden)
+    with pytest.raises(ReplayError, match="layer 1: recomputed more often"):
+        layers[0](hidden)
+    model.replayer.clear()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"moe_router_fusion": True}, "fused router ignores replay"),
+        ({"moe_router_load_balancing_type": "sinkhorn"}, "sinkhorn"),
+        ({"moe_router_pre_softmax": True}, "before the top-k is not Eq. 8"),
+        ({"moe_router_score_function": "sigmoid"}, "sigmoid scores are not Eq. 8"),
+        ({"moe_router_enable_expert_bias": True}, "expert bias"),
+        ({"moe_expert_capacity_factor": 1.0}, "dropped tokens"),
+        ({"moe_enable_routing_replay": False}, "replay is off"),
+    ],
+)
+def test_routers_that_cannot_replay_are_refused(build: Build, change: dict[str, Any], reason: str) -> None:
+    from types import SimpleNamespace
+
+    from r3.megatron import ReplayError, check_supported
+
+    config = build().config
+    check_supported(config)
+    fields = {name: getattr(config, name) for name in config.__dataclass_fields__ if hasattr(config, name)}
+    with pytest.raises(ReplayError, match=reason):
+        check_supported(SimpleNamespace(**fields | change))
+
+
+def test_routes_of_one_pass_replay_in_the_next(build: Build, batch: PackedBatch) -> None:
+    """R2: the routes recorded in the old-log-prob pass pin the update, whatever the weights have become."""
+    model = build()
+    recorded = model.forward_logprobs([batch], None, record=True)[0].routes
+    for layer in model.module.decoder.layers:
+        layer.mlp.router.weight.data.neg_()  # the native choice is now another one
+    native = model.forward_logprobs([batch], None, record=True)[0].routes
+    pinned = model.forward_logprobs([batch], [everywhere(recorded)], record=True)[0].routes
+    assert torch.equal(pinned, recorded)
+    assert (native.sort(-1).values != recorded.sort(-1).values).any(-1).float().mean() > 0.5
+    assert replace(everywhere(recorded)).experts is recorded

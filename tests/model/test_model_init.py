@@ -1,0 +1,51 @@
+"""The structured initial weights do what they are built for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from agent_rl.errors import UserError
+from agent_rl.model.init import TinyMoe, initial_weights, save_checkpoint
+from agent_rl.model.shipped import FILES, install_model
+
+
+def test_the_same_seed_gives_the_same_weights() -> None:
+    sizes = TinyMoe()
+    first, second, other = (initial_weights(sizes, seed) for seed in (1, 1, 2))
+    name = "model.layers.2.mlp.experts.3.down_proj.weight"
+    assert all(np.array_equal(first[key], second[key]) for key in first)
+    assert not np.array_equal(first[name], other[name])
+    assert sum(weight.size for weight in first.values()) == 2_102_912
+
+
+@pytest.mark.megatron
+def test_the_checkpoint_loads_and_the_induction_heads_find_what_followed_before(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch", reason="needs the trainer environment (torch)")
+    transformers = pytest.importorskip("transformers", reason="needs the trainer environment (transformers)")
+    sizes = TinyMoe()
+    save_checkpoint(tmp_path, initial_weights(sizes, 0), sizes, eos=2, pad=0)
+    model, info = transformers.Qwen3MoeForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values()), info
+    model = model.float().eval()
+    sequence = torch.randperm(1000)[:60] + 10
+    tokens = torch.cat([sequence, sequence])[None]
+    with torch.no_grad():
+        logits = model(tokens).logits[0, 60:-1]
+    ranks = (logits > logits.gather(1, tokens[0, 61:, None])).sum(-1)
+    assert ranks.float().median() <= 5, "the token that followed before should be among the likeliest of 1,024"
+
+
+def test_an_unfinished_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="holds no complete model"):
+        install_model(tmp_path)
+
+
+def test_the_shipped_model_is_installed_once(tmp_path: Path) -> None:
+    out = tmp_path / "models" / "tiny"
+    assert install_model(out)
+    assert {path.name for path in out.iterdir()} == set(FILES)
+    assert not install_model(out)

@@ -1,0 +1,284 @@
+"""Every ending of the episode loop, what is kept of it, and who is told."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agent_rl.errors import EngineUnreachable, RoutesMissingError
+from agent_rl.rollout.episode import run_episode
+from agent_rl.rollout.settings import RolloutSettings
+from agent_rl.rollout.solvers import ByteRenderer
+from agent_rl.types import FinishReason, StopReason, Trajectory
+from envs import GradingError, Task, TaskRecordError
+from sandbox import ImageMissingError, SandboxLostError
+from tools.formats import tool_format
+
+
+async def drive(env: Any, task: Task, engine: Any, **limits: Any) -> Trajectory:
+    chosen = RolloutSettings(describe_tools=False, **limits)
+    return await run_episode(env, task, engine, ByteRenderer(), tool_format("hermes"), chosen)
+
+
+def check_aligned(trajectory: Trajectory, row_of: Any) -> None:
+    """What every trajectory holds, whatever its ending."""
+    tokens, routing = trajectory.tokens, trajectory.routing
+    assert len(tokens) == len(trajectory.loss_mask) == len(trajectory.logprobs)
+    assert int(trajectory.loss_mask.sum()) == sum(turn.completion_tokens for turn in trajectory.turns)
+    # The engine's log-prob of the token at position i is -(i + 1) / 1000: it names its place.
+    places = np.where(trajectory.loss_mask, -0.001 * (np.arange(len(tokens)) + 1), 0).astype(np.float32)
+    assert np.array_equal(trajectory.logprobs, places)
+    assert (trajectory.reward is None) == trajectory.stop.infrastructure
+    if not trajectory.turns:
+        assert routing is None
+        return
+    assert bool(trajectory.loss_mask[-1])
+    assert routing is not None
+    assert routing.tokens == len(tokens)
+    assert routing.present.tolist() == [True] * (len(tokens) - 1) + [False]
+    expected = [row_of(position, int(token)) for position, token in enumerate(tokens[:-1])]
+    assert routing.experts[:-1].tolist() == expected
+    assert routing.spans[-1].stop == len(tokens)
+
+
+async def test_submitted(env: Any, task: Task, kit: SimpleNamespace) -> None:
+    engine = kit.ToldEngine([kit.FIX, kit.SUBMIT], versions=["3", "4"])
+    trajectory = await drive(env, task, engine)
+    assert (trajectory.stop, trajectory.reward, trajectory.resolved) == (StopReason.SUBMITTED, 1.0, True)
+    assert trajectory.patch == "diff"
+    assert trajectory.weight_versions == ("3", "4")
+    assert [(turn.tool, turn.observation) for turn in trajectory.turns] == [("echo", "fix"), ("submit", "submitted")]
+    assert [message["role"] for message in trajectory.messages] == ["system", "user", "assistant", "tool", "assistant"]
+    assert env.open == 0
+    check_aligned(trajectory, kit.row_of)
+
+
+async def test_sampled_tokens_are_kept_as_sampled_and_prompts_only_grow(
+    env: Any, task: Task, kit: SimpleNamespace
+) -> None:
+    engine = kit.ToldEngine([kit.call("echo", text="é"), kit.FIX, kit.SUBMIT])
+    trajectory = await drive(env, task, engine)
+    for earlier, later in zip(engine.prompts, engine.prompts[1:], strict=False):
+        assert later[: len(earlier)] == earlier
+    assert trajectory.tokens[: len(engine.prompts[-1])].tolist() == engine.prompts[-1]
+    assert [len(prompt) for prompt in engine.prompts] == [turn.prompt_tokens for turn in trajectory.turns]
+
+
+async def test_a_turn_costs_its_own_tokens_only(env: Any, task: Task, kit: SimpleNamespace) -> None:
+    """Nothing is rendered, decoded or copied twice: what the loop handles grows with the tokens, not their square."""
+    handled: list[int] = []
+
+    class Counting(ByteRenderer):
+        def decode(self, tokens: Any) -> str:
+            handled.append(len(tokens))
+            return super().decode(tokens)
+
+        def observation(self, text: str, *, stop_included: bool) -> list[int]:
+            handled.append(len(text))
+            return super().observation(text, stop_included=stop_included)
+
+    class SameList(kit.ToldEngine):
+        prompt: Any = None
+
+        async def generate(self, tokens: Any, *args: Any, **options: Any) -> Any:
+            assert self.prompt is None or self.prompt is tokens
+            self.prompt = tokens
+            return await super().generate(tokens, *args, **options)
+
+    limits = RolloutSettings(describe_tools=False, max_turns=50)
+    trajectory = await run_episode(env, task, SameList([kit.FIX]), Counting(), tool_format("hermes"), limits)
+    assert len(trajectory.turns) == 50
+    assert sum(handled) == sum(turn.completion_tokens + turn.observation_tokens for turn in trajectory.turns)
+
+
+async def test_every_row_of_routes_is_asked_for_once(env: Any, task: Task, kit: SimpleNamespace) -> None:
+    engine = kit.ToldEngine([kit.FIX, kit.FIX, kit.SUBMIT])
+    trajectory = await drive(env, task, engine)
+    ends = [turn.prompt_tokens + turn.completion_tokens - 1 for turn in trajectory.turns]
+    assert engine.routes_from == [0, *ends[:-1]]
+
+
+async def test_without_routes_none_are_asked_for(env: Any, task: Task, kit: SimpleNamespace) -> None:
+    engine = kit.ToldEngine([kit.SUBMIT])
+    trajectory = await drive(env, task, engine, routes=False)
+    assert (engine.routes_from, trajectory.routing) == ([None], None)
+
+
+async def test_max_turns_is_graded_on_what_was_left_behind(env: Any, task: Task, kit: SimpleNamespace) -> None:
+    trajectory = await drive(env, task, kit.ToldEngine([kit.FIX]), max_turns=3)
+    assert (trajectory.stop, trajectory.reward, len(trajectory.turns)) == (StopReason.MAX_TURNS, 1.0, 3)
+    check_aligned(trajectory, kit.row_of)
+
+
+async def test_parse_failures_are_answered_and_counted_in_a_row(env: Any, task: Task, kit: SimpleNamespace) -> None:
+    engine = kit.ToldEngine(["hm", "hm", kit.FIX, "a", "b", "c", kit.SUBMIT])
+    trajectory = await drive(env, task, engine, max_parse_failures=3)
+    assert trajectory.stop is StopReason.PARSE_FAILURES
+    assert [turn.parse_failure is not None for turn in trajectory.turns] == [True, True, False, True, True, True]
+    shown = trajectory.turns[0].observation
+    assert shown == trajectory.turns[0].parse_failure
+    assert ByteRenderer().decode(engine.prompts[1]).endswith(shown)
+    check_aligned(trajectory, kit.row_of)
+
+
+async def test_a_wrong_tool_is_an_observation_not_a_parse_failure(env: Any, task: Task, kit: SimpleNamespace) -> None:
+    trajectory = await drive(env, task, kit.ToldEngine([kit.call("ecko"), kit.SUBMIT]), max_parse_failures=1)
+    assert trajectory.stop is StopReason.SUBMITTED
+    assert trajectory.turns[0].observation == "no tool 'ecko'"
+
+
+async def test_an_observation_that_leaves_no_room_ends_the_episode(env: Any, task: Task, kit: SimpleNamespace) -> None:
+    trajectory = await drive(env, task, kit.ToldEngine([kit.FIX, kit.call("echo", text="x" * 500)]), max_tokens=900)
+    assert trajectory.stop is StopReason.CONTEXT_FULL
+    assert len(trajectory.tokens) <= 900
+    assert trajectory.turns[-1].observation_tokens == 500
+    assert trajectory.reward == 1.0
+    check_aligned(trajectory, kit.row_of)
+
+
+async def test_a_turn_is_cut_to_the_room_left(env: Any, task: Task, kit: SimpleNamespace) -> None:
+    engine = kit.ToldEngine([kit.call("echo", text="y" * 100), "z" * 500])
+    trajectory = await drive(env, task, engine, max_tokens=400, max_new_tokens=300)
+    assert trajectory.stop is StopReason.CONTEXT_FULL
+    assert len(trajectory.tokens) == 400
+    assert [s.max_new_tokens for s in engine.sampling] == [300, 400 - len(engine.prompts[1])]
+    assert engine.sampling[0].stop_token_ids == (ByteRenderer.STOP,)
+    check_aligned(trajectory, kit.row_of)
+
+
+async def test_an_opening_over_the_limit_is_a_full_context_without_a_turn(
+    env: Any, task: Task, kit: SimpleNamespace
+) -> None:
+    trajectory = await drive(env, task, kit.ToldEngine([kit.FIX]), max_tokens=2)
+    assert (trajectory.stop, trajectory.reward, trajectory.turns) == (StopReason.CONTEXT_FULL, 0.0, ())
+    check_aligned(trajectory, kit.row_of)
+
+
+@pytest.mark.parametrize("where", ["engine", "tool"])
+async def test_the_time_limit_ends_it_with_what_was_sampled(task: Task, kit: SimpleNamespace, where: str) -> None:
+    calls = 0
+
+    async def stall_on_the_second() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            await asyncio.Event().wait()
+
+    env = kit.MemoryEnvironment(on_call=stall_on_the_second if where == "tool" else None)
+    engine = kit.ToldEngine([kit.FIX], before=stall_on_the_second if where == "engine" else None)
+    trajectory = await drive(env, task, engine, time_limit=0.1)
+    assert (trajectory.stop, trajectory.reward) == (StopReason.TIME_LIMIT, 1.0)
+    assert len(trajectory.turns) == (2 if where == "tool" else 1)
+    assert env.open == 0
+    check_aligned(trajectory, kit.row_of)
+
+
+@pytest.mark.parametrize("where", ["on_start", "on_call", "on_grade", "on_close"])
+@pytest.mark.parametrize("error", [SandboxLostError("gone"), GradingError("no log")])
+async def test_a_broken_sandbox_is_no_reward(task: Task, kit: SimpleNamespace, where: str, error: Exception) -> None:
+    async def breaks() -> None:
+        raise error
+
+    env = kit.MemoryEnvironment(**{where: breaks})
+    trajectory = await drive(env, task, kit.ToldEngine([kit.FIX, kit.SUBMIT]))
+    assert (trajectory.stop, trajectory.reward) == (StopReason.SANDBOX_FAILURE, None)
+    assert trajectory.error == f"{type(error).__name__}: {error}"
+    assert env.open == 0
+    check_aligned(trajectory, kit.row_of)
+
+
+async def test_a_broken_engine_is_no_reward(env: Any, task: Task, kit: SimpleNamespace) -> None:
+    trajectory = await drive(env, task, kit.ToldEngine([kit.FIX, EngineUnreachable("refused")]))
+    assert (trajectory.stop, trajectory.reward) == (StopReason.ENGINE_FAILURE, None)
+    assert trajectory.error == "EngineUnreachable: refused"
+    assert len(trajectory.turns) == 1
+    check_aligned(trajectory, kit.row_of)
+
+
+async def test_an_aborted_completion_is_an_engine_failure(env: Any, task: Task, kit: SimpleNamespace) -> None:
+    trajectory = await drive(env, task, kit.ToldEngine([kit.FIX], finish=FinishReason.ABORT))
+    assert (trajectory.stop, trajectory.turns) == (StopReason.ENGINE_FAILURE, ())
+
+
+@pytest.mark.parametrize("hung", ["on_start", "on_grade"])
+async def test_infrastructure_that_hangs_is_a_failure_with_a_reason(
+    task: Task, kit: SimpleNamespace, hung: str
+) -> None:
+    async def hang() -> None:
+        await asyncio.Event().wait()
+
+    env = kit.MemoryEnvironment(**{hung: hang})
+    trajectory = await drive(env, task, kit.ToldEngine([kit.SUBMIT]), start_timeout=0.05, grade_timeout=0.05)
+    assert trajectory.stop is StopReason.SANDBOX_FAILURE
+    assert "took longer than 0.05 s" in trajectory.error
+    assert env.open == 0
+
+
+@pytest.mark.parametrize(
+    "error", [ImageMissingError("no image"), TaskRecordError("row 3: no problem_statement"), KeyError("a bug")]
+)
+async def test_what_no_other_episode_would_escape_is_raised(task: Task, kit: SimpleNamespace, error: Exception) -> None:
+    async def breaks() -> None:
+        raise error
+
+    with pytest.raises(type(error)):
+        await drive(kit.MemoryEnvironment(on_start=breaks), task, kit.ToldEngine([kit.FIX]))
+
+
+async def test_missing_routes_are_raised(env: Any, task: Task, kit: SimpleNamespace) -> None:
+    with pytest.raises(RoutesMissingError, match="absent"):
+        await drive(env, task, kit.ToldEngine([RoutesMissingError("routed_experts absent")]))
+    assert env.open == 0
+
+
+async def test_cancellation_closes_the_sandbox_and_propagates(task: Task, kit: SimpleNamespace) -> None:
+    reached = asyncio.Event()
+
+    async def stall() -> None:
+        reached.set()
+        await asyncio.Event().wait()
+
+    env = kit.MemoryEnvironment(on_call=stall)
+    running = asyncio.create_task(drive(env, task, kit.ToldEngine([kit.FIX])))
+    await reached.wait()
+    assert env.open == 1
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert env.open == 0
+
+
+def test_any_episode_is_aligned(kit: SimpleNamespace) -> None:
+    texts = st.text(max_size=30)
+    turn = st.one_of(
+        texts,
+        texts.map(lambda text: kit.call("echo", text=text)),
+        st.just(kit.FIX),
+        st.just(kit.SUBMIT),
+        st.lists(st.integers(0, 256), min_size=1, max_size=40),
+    )
+
+    @settings(max_examples=150, deadline=None)
+    @given(
+        turns=st.lists(turn, min_size=1, max_size=6),
+        max_tokens=st.integers(1, 400),
+        max_new_tokens=st.integers(1, 120),
+        max_turns=st.integers(1, 8),
+    )
+    def holds(turns: list[Any], max_tokens: int, max_new_tokens: int, max_turns: int) -> None:
+        env = kit.MemoryEnvironment()
+        limits = {"max_tokens": max_tokens, "max_new_tokens": max_new_tokens, "max_turns": max_turns}
+        trajectory = asyncio.run(drive(env, env.tasks("train")[0], kit.ToldEngine(turns), **limits))
+        check_aligned(trajectory, kit.row_of)
+        assert not trajectory.stop.infrastructure
+        assert len(trajectory.tokens) <= max(max_tokens, 4)  # the opening alone is 4
+        assert len(trajectory.turns) <= max_turns
+        assert env.open == 0
+
+    holds()

@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from agent_rl.errors import UserError
+from agent_rl.evaluate import evaluate, table, wilson_interval
+from agent_rl.rollout.limiter import Limiter
+from agent_rl.rollout.settings import RolloutSettings
+from agent_rl.rollout.solvers import noop, solver_runner
+from agent_rl.types import Trajectory
+from envs import Task
+from sandbox import SandboxLostError
+from tools import ToolCall
+
+
+def test_wilson_agrees_with_the_published_example() -> None:
+    # Newcombe 1998 (Statistics in Medicine 17:857-872), table I, method 3: 81 of 263, 15 of 148, 0 of 20, 1 of 29.
+    for hits, trials, low, high in [
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+    ]:
+        assert wilson_interval(hits / trials, trials) == pytest.approx((low, high), abs=5e-5)
+    assert wilson_interval(math.nan, 0) == (0.0, 1.0)
+
+
+@given(st.integers(1, 2000).flatmap(lambda trials: st.tuples(st.integers(0, trials), st.just(trials))))
+def test_wilson_holds_the_rate_and_stays_a_share(case: tuple[int, int]) -> None:
+    hits, trials = case
+    low, high = wilson_interval(hits / trials, trials)
+    assert 0 <= low <= hits / trials + 1e-12
+    assert hits / trials - 1e-12 <= high <= 1
+
+
+def solver(fixes: set[str]) -> Any:
+    """Resolves the tasks in ``fixes``, submits the others as they are. (Tool names: the memory environment's.)"""
+
+    def solve(env: Any, task: Task) -> list[ToolCall]:
+        work = [ToolCall("echo", {"text": "fix"})] if task.id in fixes else []
+        return [*work, ToolCall("submit", {})]
+
+    return solve
+
+
+async def test_pass_at_1_counts_tasks_and_keeps_failures_apart(kit: SimpleNamespace, tmp_path: Path) -> None:
+    broken = 0
+    env = kit.MemoryEnvironment()
+    tasks = env.tasks("heldout")
+    healthy = solver_runner(env, solver({"heldout-0", "heldout-1", "heldout-2"}), RolloutSettings())
+
+    async def lose() -> None:
+        raise SandboxLostError("gone")
+
+    lost = solver_runner(kit.MemoryEnvironment(on_start=lose), solver(set()), RolloutSettings())
+
+    async def run(task: Task) -> Trajectory:
+        nonlocal broken
+        if task.id == "heldout-7" or (task.id == "heldout-0" and broken == 0):  # always, and once
+            broken += task.id == "heldout-0"
+            return await lost(task)
+        return await healthy(task)
+
+    report = await evaluate(tasks, run, policy="gold", limiter=Limiter(3), retries=2)
+    assert (report.graded, report.ungraded, report.infrastructure_failures) == (7, 1, 1 + 3)
+    assert report.pass_at_1 == pytest.approx(3 / 7)
+    assert report.interval == wilson_interval(3 / 7, 7)
+    assert [outcome.task_id for outcome in report.outcomes] == [task.id for task in tasks]
+    assert report.outcomes[7].error == "SandboxLostError: gone"
+    assert report.stops == {"submitted": 7}
+    report.write(tmp_path / "report.json")
+    assert json.loads((tmp_path / "report.json").read_text())["pass_at_1"] == pytest.approx(3 / 7)
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(table([report]))
+    assert "42.9%" in console.export_text()
+
+
+async def test_several_samples_are_averaged_within_a_task(kit: SimpleNamespace) -> None:
+    env, count = kit.MemoryEnvironment(), 0
+    right, wrong = (solver_runner(env, solver(fixes), RolloutSettings()) for fixes in ({"heldout-0"}, set()))
+
+    async def run(task: Task) -> Trajectory:
+        nonlocal count
+        count += 1
+        return await (right if count % 4 == 1 else wrong)(task)
+
+    report = await evaluate(env.tasks("heldout")[:1], run, policy="x", limiter=Limiter(1), samples=4)
+    assert report.pass_at_1 == 0.25
+    assert report.interval == wilson_interval(0.25, 1)
+
+
+async def test_nothing_graded_is_no_number(kit: SimpleNamespace, tmp_path: Path) -> None:
+    async def lose() -> None:
+        raise SandboxLostError("gone")
+
+    env = kit.MemoryEnvironment(on_start=lose)
+    report = await evaluate(
+        env.tasks("heldout"), solver_runner(env, "noop", RolloutSettings()), policy="noop", limiter=Limiter(8)
+    )
+    assert math.isnan(report.pass_at_1)
+    assert (report.graded, report.ungraded, report.interval) == (0, 8, (0.0, 1.0))
+    report.write(tmp_path / "report.json")
+    assert json.loads((tmp_path / "report.json").read_text())["pass_at_1"] is None
+
+
+async def test_a_solver_goes_through_the_tools(kit: SimpleNamespace) -> None:
+    env = kit.MemoryEnvironment()
+    trajectory = await solver_runner(env, solver({"train-0"}), RolloutSettings(max_turns=1, max_tokens=5))(
+        env.tasks("train")[0]
+    )
+    assert [turn.tool for turn in trajectory.turns] == ["echo", "submit"]
+    assert trajectory.resolved
+
+
+def test_wrong_solvers_are_told() -> None:
+    with pytest.raises(UserError, match="gold, noop"):
+        solver_runner(None, "glod", RolloutSettings())  # type: ignore[arg-type]
+
+
+async def test_a_task_without_gold_is_told(kit: SimpleNamespace) -> None:
+    env = kit.MemoryEnvironment()
+    with pytest.raises(UserError, match="no gold patch"):
+        await solver_runner(env, "gold", RolloutSettings())(env.tasks("train")[0])
+    assert len(noop(env, env.tasks("train")[0])) == 1
+
+
+async def test_cancelled_evaluation_leaves_nothing_open(kit: SimpleNamespace) -> None:
+    reached = asyncio.Event()
+
+    async def stall() -> None:
+        reached.set()
+        await asyncio.Event().wait()
+
+    env = kit.MemoryEnvironment(on_call=stall)
+    run = solver_runner(env, solver(set()), RolloutSettings())
+    running = asyncio.create_task(evaluate(env.tasks("heldout"), run, policy="x", limiter=Limiter(4)))
+    await reached.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert env.open == 0

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agent_rl.errors import AgentRlError
+from agent_rl.rollout.episode import run_episode
+from agent_rl.rollout.group import GroupSettings, collect_groups
+from agent_rl.rollout.limiter import Limiter
+from agent_rl.rollout.records import read_rows, read_trajectories, steps_on_disk, write_trajectories
+from agent_rl.rollout.settings import RolloutSettings
+from agent_rl.rollout.solvers import ByteRenderer
+from agent_rl.types import Group, StopReason, Trajectory
+from envs import Task
+from tools.formats import tool_format
+
+
+@pytest.fixture
+async def groups(env: Any, kit: SimpleNamespace) -> tuple[Group, ...]:
+    """Three groups of two real episodes, sampled with two weight versions."""
+
+    async def run(task: Task) -> Trajectory:
+        engine = kit.ToldEngine([kit.call("echo", text=task.id), kit.FIX, kit.SUBMIT], versions=["1", "1", "2"])
+        return await run_episode(env, task, engine, ByteRenderer(), tool_format("hermes"), RolloutSettings())
+
+    rollout = await collect_groups(env.tasks("train")[:3], run, GroupSettings(size=2), limiter=Limiter(4))
+    return rollout.groups
+
+
+def assert_same(ours: Trajectory, theirs: Trajectory) -> None:
+    for field in fields(Trajectory):
+        a, b = getattr(ours, field.name), getattr(theirs, field.name)
+        if isinstance(a, np.ndarray):
+            assert a.dtype == b.dtype
+            assert np.array_equal(a, b), field.name
+        elif field.name != "routing":
+            assert a == b, field.name
+    assert ours.routing is not None
+    assert theirs.routing is not None
+    assert np.array_equal(ours.routing.experts, theirs.routing.experts)
+    assert np.array_equal(ours.routing.present, theirs.routing.present)
+    assert (ours.routing.spans, ours.routing.num_experts) == (theirs.routing.spans, theirs.routing.num_experts)
+    assert ours.routing.experts.dtype == theirs.routing.experts.dtype
+
+
+def test_what_is_read_is_what_was_written(groups: tuple[Group, ...], tmp_path: Path) -> None:
+    write_trajectories(tmp_path, 7, groups)
+    back = read_trajectories(tmp_path, 7)
+    assert [(g.task_id, g.infrastructure_failures) for g in back] == [
+        (g.task_id, g.infrastructure_failures) for g in groups
+    ]
+    for ours, theirs in zip(groups, back, strict=True):
+        for a, b in zip(ours.trajectories, theirs.trajectories, strict=True):
+            assert_same(a, b)
+    assert steps_on_disk(tmp_path) == [7]
+
+
+def test_a_row_says_what_happened(groups: tuple[Group, ...], tmp_path: Path) -> None:
+    rows = list(read_rows(write_trajectories(tmp_path, 1, groups)))
+    assert len(rows) == 6
+    row = rows[0]
+    assert (row["stop"], row["reward"], row["patch"]) == ("submitted", 1.0, "diff")
+    assert [turn["tool"] for turn in row["turns"]] == ["echo", "echo", "submit"]
+    assert row["messages"][3] == {"role": "tool", "content": row["task_id"]}
+    assert row["weight_versions"] == ["1", "2"]
+
+
+def test_routes_may_be_left_out(groups: tuple[Group, ...], tmp_path: Path) -> None:
+    write_trajectories(tmp_path, 1, groups, routes=False)
+    back = read_trajectories(tmp_path, 1)[0].trajectories[0]
+    assert back.routing is None
+    assert np.array_equal(back.tokens, groups[0].trajectories[0].tokens)
+
+
+def test_what_a_model_may_write_can_be_kept(groups: tuple[Group, ...], tmp_path: Path) -> None:
+    odd = {"a": 10**30, "b": "\ud800", "c": [None, {"d": "\u0000"}]}
+    trajectory = groups[0].trajectories[0]
+    turn = replace(trajectory.turns[0], arguments=odd, text="\udfff")
+    write_trajectories(tmp_path, 1, [Group("t", (replace(trajectory, turns=(turn,)),))])
+    (back,) = read_trajectories(tmp_path, 1)[0].trajectories
+    assert (back.turns[0].arguments, back.turns[0].text) == (odd, "\udfff")
+
+
+def test_a_write_that_fails_leaves_the_old_files_and_no_scraps(groups: tuple[Group, ...], tmp_path: Path) -> None:
+    path = write_trajectories(tmp_path, 1, groups)
+    before = {file: file.read_bytes() for file in path.parent.iterdir()}
+    broken = replace(groups[0].trajectories[0], messages=({"role": "user", "content": object()},))  # type: ignore[dict-item]
+    with pytest.raises(TypeError):
+        write_trajectories(tmp_path, 1, [Group("t", (broken,))])
+    assert {file: file.read_bytes() for file in path.parent.iterdir()} == before
+
+
+def test_no_groups_make_empty_files(tmp_path: Path) -> None:
+    write_trajectories(tmp_path, 3, [])
+    assert read_trajectories(tmp_path, 3) == ()
+
+
+def test_a_step_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(AgentRlError, match=r"step-000002\.jsonl"):
+        read_trajectories(tmp_path, 2)
+
+
+def test_every_line_is_json_of_its_own(groups: tuple[Group, ...], tmp_path: Path) -> None:
+    path = write_trajectories(tmp_path, 1, groups)
+    assert [json.loads(line)["arrays"]["key"] for line in path.read_bytes().splitlines()] == [
+        f"{n:05d}" for n in range(6)
+    ]
+
+
+def test_endings_survive(groups: tuple[Group, ...], tmp_path: Path) -> None:
+    trajectory = groups[0].trajectories[0]
+    every = tuple(replace(trajectory, stop=stop) for stop in StopReason)
+    write_trajectories(tmp_path, 1, [Group("t", every)])
+    assert [t.stop for t in read_trajectories(tmp_path, 1)[0].trajectories] == list(StopReason)

@@ -1,0 +1,182 @@
+"""Real tasks in real sandboxes: the gold and no-op solvers, a box lost midway, and a run that is stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_rl.evaluate import evaluate
+from agent_rl.rollout.group import GroupSettings, collect_groups
+from agent_rl.rollout.limiter import Limiter
+from agent_rl.rollout.settings import RolloutSettings
+from agent_rl.rollout.solvers import PATCH_CHUNK, gold, solver_runner
+from agent_rl.types import StopReason
+from envs import EnvContext, Task
+from envs.mini import MiniEnvironment
+from sandbox import Sandbox, SandboxBackend, SandboxSpec
+from sandbox.select import open_backend
+from tools import ToolCall
+
+pytestmark = pytest.mark.bubblewrap
+
+
+@pytest.fixture
+async def backend(tmp_path: Path) -> AsyncIterator[SandboxBackend]:
+    backend = open_backend("bubblewrap", run_id="rollout-tests")
+    yield backend
+    await backend.close()
+
+
+@pytest.fixture(scope="session")
+def task_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tasks")
+
+
+def mini(backend: SandboxBackend, cache: Path, tasks: int = 4) -> MiniEnvironment:
+    return MiniEnvironment(EnvContext(backend=backend), train_tasks=tasks, heldout_tasks=tasks, cache_dir=cache)
+
+
+@pytest.mark.parametrize(("policy", "rate", "turns"), [("gold", 1.0, 3.0), ("noop", 0.0, 1.0)])
+async def test_gold_resolves_every_task_and_noop_none(
+    backend: SandboxBackend, task_cache: Path, policy: str, rate: float, turns: float
+) -> None:
+    env = mini(backend, task_cache)
+    await env.prepare("heldout")
+    run = solver_runner(env, policy, RolloutSettings())
+    report = await evaluate(env.tasks("heldout"), run, policy=policy, limiter=Limiter(2))
+    assert (report.pass_at_1, report.graded, report.infrastructure_failures) == (rate, 4, 0)
+    assert report.turns_mean == turns
+    assert report.stops == {"submitted": 4}
+
+
+async def test_a_patch_of_many_chunks_arrives_whole(backend: SandboxBackend, task_cache: Path) -> None:
+    env = mini(backend, task_cache)
+    await env.prepare("heldout")
+    lines = "".join(f"+{index} 'quoted' \"too\" $HOME `x` \\\n" for index in range(8000))
+    header = "diff --git a/big.txt b/big.txt\nnew file mode 100644\n--- /dev/null\n+++ b/big.txt\n@@ -0,0 +1,8000 @@\n"
+
+    @dataclass
+    class Bigger:
+        """The environment, with a true fix that also adds a file of 300 kB."""
+
+        name: str = env.name
+
+        def gold(self, task: Task) -> str:
+            return env.gold(task) + header + lines
+
+        def start(self, task: Task) -> Any:
+            return env.start(task)
+
+    trajectory = await solver_runner(Bigger(), "gold", RolloutSettings())(env.tasks("heldout")[0])  # type: ignore[arg-type]
+    assert len(trajectory.turns) > 3
+    assert trajectory.resolved
+    assert lines in trajectory.patch
+    assert (
+        max(len(call.arguments.get("cmd", "")) for call in gold(Bigger(), env.tasks("heldout")[0])) < PATCH_CHUNK + 99
+    )  # type: ignore[arg-type]
+
+
+@dataclass
+class LosingBackend:
+    """A real backend whose ``lose``-th box is removed under its user, as a crashed host would."""
+
+    inner: SandboxBackend
+    lose: int
+    started: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    async def start(self, spec: SandboxSpec) -> Sandbox:
+        box = await self.inner.start(spec)
+        self.started += 1
+        if self.started == self.lose:
+            await box.close()
+        return box
+
+    async def reap(self) -> int:
+        return await self.inner.reap()
+
+    async def close(self) -> None:
+        await self.inner.close()
+
+
+@pytest.mark.parametrize("lose", [1, 2])  # the agent's box, the grading's
+async def test_a_lost_box_is_run_again_and_never_a_reward_of_zero(
+    backend: SandboxBackend, task_cache: Path, lose: int
+) -> None:
+    await mini(backend, task_cache).prepare("heldout")
+    losing = LosingBackend(backend, lose)
+    env = mini(losing, task_cache)
+    endings: list[StopReason] = []
+    rollout = await collect_groups(
+        env.tasks("heldout")[:1],
+        solver_runner(env, "gold", RolloutSettings()),
+        GroupSettings(size=3, retries=1),
+        limiter=Limiter(1),
+        on_event=lambda event: endings.append(event.trajectory.stop) if event.trajectory else None,
+    )
+    (group,) = rollout.groups
+    assert [t.reward for t in group.trajectories] == [1.0, 1.0, 1.0]
+    assert endings == [StopReason.SANDBOX_FAILURE, *[StopReason.SUBMITTED] * 3]
+    assert losing.started >= lose
+
+
+@dataclass
+class WatchedBackend(LosingBackend):
+    """Sets ``busy`` once ``count`` boxes are running a command that holds ``marker``."""
+
+    marker = "sleep 617.25"
+    count = 4
+    calls = 0
+
+    def __post_init__(self) -> None:
+        self.busy = asyncio.Event()
+
+    async def start(self, spec: SandboxSpec) -> Sandbox:
+        box = await super().start(spec)
+        run = box.exec
+
+        async def exec_and_tell(command: Any, **options: Any) -> Any:
+            if self.marker in str(command):
+                self.calls += 1
+                if self.calls == self.count:
+                    self.busy.set()
+            return await run(command, **options)
+
+        box.exec = exec_and_tell  # type: ignore[method-assign]
+        return box
+
+
+async def test_stopping_a_run_ends_its_commands_and_leaves_no_box(backend: SandboxBackend, task_cache: Path) -> None:
+    await mini(backend, task_cache).prepare("heldout")
+    watched = WatchedBackend(backend, lose=0)
+    env = mini(watched, task_cache)
+    call = ToolCall("execute_bash", {"cmd": watched.marker})
+    run = solver_runner(env, lambda env, task: [call], RolloutSettings())
+    running = asyncio.create_task(
+        collect_groups(env.tasks("heldout"), run, GroupSettings(size=1, min_size=1), limiter=Limiter(4))
+    )
+    await watched.busy.wait()
+    running.cancel()
+    async with asyncio.timeout(20):
+        with pytest.raises(asyncio.CancelledError):
+            await running
+    assert backend._boxes == {}  # type: ignore[attr-defined]  # the backend's own register of what is not closed
+    assert not [line for line in command_lines() if watched.marker in line]
+
+
+def command_lines() -> list[str]:
+    """The command line of every process of this machine."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            found.append(file.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+    return found

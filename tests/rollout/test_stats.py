@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from agent_rl.rollout.group import DroppedGroup, Rollout
+from agent_rl.rollout.stats import rollout_metrics
+from agent_rl.types import Group, StopReason, Trajectory, Turn
+
+
+def turn(sampled: int, *, failure: str | None = None, seconds: float = 1.0) -> Turn:
+    return Turn(
+        text="",
+        tool=None,
+        arguments={},
+        parse_failure=failure,
+        observation="",
+        prompt_tokens=5,
+        completion_tokens=sampled,
+        observation_tokens=0,
+        cached_tokens=0,
+        weight_version="0",
+        generate_seconds=seconds,
+        tool_seconds=seconds / 10,
+    )
+
+
+def trajectory(reward: float | None, stop: StopReason, turns: tuple[Turn, ...], tokens: int) -> Trajectory:
+    return Trajectory(
+        task_id="t",
+        env="e",
+        tokens=np.zeros(tokens, np.int32),
+        loss_mask=np.zeros(tokens, np.bool_),
+        logprobs=np.zeros(tokens, np.float32),
+        routing=None,
+        stop=stop,
+        reward=reward,
+        resolved=reward == 1.0,
+        turns=turns,
+        messages=(),
+        weight_versions=("0",),
+        grade_seconds=0.5,
+    )
+
+
+def test_what_a_step_did() -> None:
+    won = trajectory(1.0, StopReason.SUBMITTED, (turn(10), turn(20, failure="no call", seconds=4.0)), 60)
+    lost = trajectory(0.0, StopReason.MAX_TURNS, (turn(30),), 40)
+    groups = (Group("a", (won, lost), infrastructure_failures=2), Group("b", (lost, lost)))
+    metrics = rollout_metrics(Rollout(groups, (DroppedGroup("c", ("x", "y", "z")),), seconds=2.0))
+    assert metrics == pytest.approx(
+        {
+            "reward/mean": 0.25,
+            "reward/std": np.std([1, 0, 0, 0]),
+            "reward/pass_rate": 0.25,
+            "reward/groups_uniform": 0.5,
+            "rollout/suspected_hacks": 0,
+            "rollout/trajectories": 4,
+            "rollout/turns_mean": 5 / 4,
+            "rollout/tokens_mean": 180 / 4,
+            "rollout/sampled_tokens_mean": 120 / 4,
+            "rollout/tokens_per_second": 180 / 2,
+            "rollout/sampled_tokens_per_second": 120 / 2,
+            "rollout/parse_failures": 1,
+            "rollout/generate_seconds_mean": 8 / 5,
+            "rollout/tool_seconds_mean": 0.8 / 5,
+            "rollout/grade_seconds_mean": 0.5,
+            "rollout/infrastructure_failures": 5,
+            "rollout/groups_dropped": 1,
+            "rollout/stop/submitted": 0.25,
+            "rollout/stop/max_turns": 0.75,
+            "rollout/stop/context_full": 0,
+            "rollout/stop/time_limit": 0,
+            "rollout/stop/parse_failures": 0,
+        }
+    )
+
+
+def test_a_step_that_lost_every_group_has_only_counts() -> None:
+    metrics = rollout_metrics(Rollout((), (DroppedGroup("c", ("x",)),), seconds=2.0))
+    assert metrics == {"rollout/infrastructure_failures": 1, "rollout/groups_dropped": 1}
+
+
+def test_a_trajectory_without_reward_in_a_group_is_refused() -> None:
+    broken = replace(trajectory(1.0, StopReason.SUBMITTED, (), 5), stop=StopReason.SANDBOX_FAILURE, reward=None)
+    with pytest.raises(ValueError, match="without a reward"):
+        rollout_metrics(Rollout((Group("a", (broken,)),), (), seconds=1.0))

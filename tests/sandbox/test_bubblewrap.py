@@ -1,0 +1,231 @@
+"""What only the bubblewrap backend has: its filter, its fallbacks, its folders."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from sandbox import (
+    ImageMissingError,
+    SandboxDiskFullError,
+    SandboxLostError,
+    SandboxSpec,
+    SandboxStartError,
+)
+from sandbox.bubblewrap import BubblewrapBackend
+
+pytestmark = [pytest.mark.bubblewrap, pytest.mark.timeout(120)]
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+@pytest.fixture
+async def backend(tmp_path: Path) -> AsyncIterator[BubblewrapBackend]:
+    backend = BubblewrapBackend(run_id="only-bwrap", base=tmp_path / "base")
+    yield backend
+    await backend.close()
+
+
+async def test_filter_closes_what_namespaces_leave_open(backend: BubblewrapBackend) -> None:
+    code = """
+import ctypes, errno, json, platform, socket
+libc = ctypes.CDLL(None, use_errno=True)
+def refused(number, *arguments):
+    ctypes.set_errno(0)
+    return libc.syscall(number, *arguments) == -1 and ctypes.get_errno() == errno.EPERM
+def opens(family):
+    try:
+        socket.socket(family, socket.SOCK_STREAM).close()
+    except OSError as error:
+        return error.errno != errno.EAFNOSUPPORT
+    return True
+x86 = platform.machine() == "x86_64"
+print(json.dumps([opens(1), opens(2), opens(10), opens(40), opens(38),
+    refused(250 if x86 else 219, 0, -3, 1), refused(321 if x86 else 280, 0, 0, 0), refused(425, 8, 0)]))
+"""
+    box = await backend.start(SandboxSpec())
+    result = await box.exec(["python3", "-c", code], timeout=30)
+    assert json.loads(result.stdout) == [True, True, True, False, False, True, True, True], result
+
+
+async def test_commands_leave_no_zombies(backend: BubblewrapBackend) -> None:
+    """Left to the machine's init, which may reap slowly or never, they would fill the box's process limit."""
+    box = await backend.start(SandboxSpec(pids=8))
+    for _ in range(40):
+        assert (await box.exec("true & true", timeout=20)).ok
+    assert box.cgroup is not None
+    if "pids" in box.cgroup.folders:
+        assert (box.cgroup.folders["pids"] / "pids.current").read_text() == "0\n"
+
+
+async def test_root_file_system_is_read_only(backend: BubblewrapBackend) -> None:
+    box = await backend.start(SandboxSpec())
+    # /dev is made anew for each command, in memory that counts against the box.
+    find = "find / -xdev -path /dev -prune -o -writable -not -type l -print"
+    assert set((await box.exec(find, timeout=60)).stdout.split()) == {b"/home/agent", b"/testbed", b"/tmp"}
+
+
+async def test_limits_without_control_groups(tmp_path: Path) -> None:
+    backend = BubblewrapBackend(run_id="rlimits", base=tmp_path / "base", control_groups=False)
+    try:
+        assert "resource limits" in backend.limits
+        box = await backend.start(SandboxSpec(memory_mb=200, pids=20))
+        assert (await box.exec(["no-such-program"], timeout=20)).exit_code == 127
+        hog = await box.exec(["python3", "-c", "bytearray(1 << 30)"], timeout=30)
+        assert b"MemoryError" in hog.stderr
+        assert (await box.exec("ulimit -u", timeout=20)).stdout == b"23\n"
+    finally:
+        await backend.close()
+
+
+async def test_works_as_an_ordinary_user() -> None:
+    """As nobody, with the system's own Python and a copy of the package that nobody can read."""
+    if os.getuid() != 0 or shutil.which("python3", path="/usr/bin") is None:
+        pytest.skip("needs root, to become another user, and a system Python")
+    folder = Path("/var/tmp") / f"agent-rl-test-{os.getpid()}"
+    try:
+        shutil.copytree(ROOT / "sandbox", folder / "sandbox", ignore=shutil.ignore_patterns("__pycache__"))
+        (folder / "tmp").mkdir()
+        shutil.chown(folder / "tmp", 65534, 65534)
+        code = """
+import asyncio, os
+from sandbox import SandboxSpec, open_backend
+async def main():
+    assert os.getuid() == 65534
+    backend = open_backend("bubblewrap", run_id="nobody")
+    box = await backend.start(SandboxSpec(pids=20))
+    await box.write_files({"a": b"1"})
+    result = await box.exec("id -u; cat a; echo 2 > b; chmod 0 b; mkdir -p locked/in; chmod 0 locked", timeout=20)
+    print(result, await box.read_file("a"))
+    bomb = '''import os, time
+made = 0
+try:
+    while made < 500:
+        if os.fork() == 0: time.sleep(60); os._exit(0)
+        made += 1
+except OSError: pass
+print("forks", made)'''
+    print((await box.exec(["python3", "-c", bomb], timeout=20)).text)
+    await backend.close()
+    print("left", [name for name in os.listdir(os.environ["TMPDIR"] + "/agent-rl-boxes-65534") if name[0] != "."])
+asyncio.run(main())
+"""
+        run = await asyncio.create_subprocess_exec(
+            *("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "/usr/bin/python3", "-c", code),
+            cwd=folder,
+            env={"PATH": os.environ["PATH"], "TMPDIR": str(folder / "tmp"), "PYTHONPATH": str(folder)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        text = (await asyncio.wait_for(run.communicate(), 60))[0].decode()
+        assert "stdout=b'0\\n1'" in text, text
+        assert "forks 2" in text, text  # the limit of 20 and what a box needs itself, less what runs then
+        assert "left []" in text, text
+    finally:
+        shutil.rmtree(folder)
+
+
+@pytest.fixture
+def rootfs(tmp_path: Path) -> Path:
+    """A root file system with a shell, the libraries that it needs, and something in its working folder."""
+    root = tmp_path / "rootfs"
+    listing = subprocess.run(["ldd", "/bin/bash"], capture_output=True, text=True, check=True).stdout
+    for file in {"/bin/bash", "/bin/sh", *(part for part in listing.split() if part.startswith("/"))}:
+        target = root / "usr" / file.removeprefix("/usr").lstrip("/")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, target)
+    for folder in (root / "usr").iterdir():
+        (root / folder.name).symlink_to(f"usr/{folder.name}")
+    for name in ("etc", "testbed"):
+        (root / name).mkdir()
+    (root / "etc/marker").write_text("image's own")
+    (root / "testbed/README").write_text("from the image")
+    (root / "testbed/link").symlink_to("/etc/marker")
+    return root
+
+
+async def test_image_that_is_a_folder(backend: BubblewrapBackend, rootfs: Path) -> None:
+    box = await backend.start(SandboxSpec(image=str(rootfs)))
+    command = "read a < README; read b < link; echo $a, $b; echo new > README; echo $HOME; echo x > /etc/marker"
+    result = await box.exec(command, timeout=20)
+    assert result.stdout == b"from the image, image's own\n/root\n"
+    assert b"Read-only" in result.stderr
+    assert (rootfs / "testbed/README").read_text() == "from the image"
+    assert await box.read_file("README") == b"new\n"
+
+
+async def test_folder_that_is_no_image(backend: BubblewrapBackend, tmp_path: Path) -> None:
+    with pytest.raises(ImageMissingError, match="folder of a root file system"):
+        await backend.start(SandboxSpec(image=str(tmp_path)))
+
+
+@pytest.mark.parametrize("workdir", ["relative", "/", "/home", "/a/../b"])
+async def test_workdir_that_can_not_be(backend: BubblewrapBackend, workdir: str) -> None:
+    with pytest.raises(SandboxStartError, match="workdir"):
+        await backend.start(SandboxSpec(workdir=workdir))
+
+
+async def test_workdir_inside_the_home(backend: BubblewrapBackend) -> None:
+    box = await backend.start(SandboxSpec(workdir="/home/agent/repo"))
+    await box.write_files({"a": b"1", "/home/agent/b": b"2"})
+    assert (await box.exec("pwd; cat a ../b", timeout=20)).text == "/home/agent/repo\n12"
+
+
+async def test_read_only_folder_below_a_writable_one_is_refused(backend: BubblewrapBackend, tmp_path: Path) -> None:
+    with pytest.raises(SandboxStartError, match="/testbed/lib: below a writable folder"):
+        await backend.start(SandboxSpec(ro_binds={str(tmp_path): "/testbed/lib"}))
+
+
+async def test_deep_and_locked_folders_are_removed(backend: BubblewrapBackend, tmp_path: Path) -> None:
+    box = await backend.start(SandboxSpec())
+    code = "import os\nfor i in range(1500):\n os.mkdir('d'); os.chdir('d')"
+    assert (await box.exec(["python3", "-c", code], timeout=60)).ok
+    await box.close()
+    assert not list((tmp_path / "base").glob("only*/boxes/*"))
+
+
+async def test_a_box_whose_folder_is_gone_is_lost(backend: BubblewrapBackend, tmp_path: Path) -> None:
+    box = await backend.start(SandboxSpec())
+    (folder,) = (tmp_path / "base").glob("only*/boxes/*")
+    shutil.rmtree(folder)
+    with pytest.raises(SandboxLostError, match="gone"):
+        await box.exec("true", timeout=20)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64m,mode=0700", "none", disk]
+    if subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("a small disk can't be mounted here")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+async def test_full_disk_is_one_clear_line(small_disk: Path) -> None:
+    backend = BubblewrapBackend(run_id="full", base=small_disk)
+    try:
+        box = await backend.start(SandboxSpec())
+        assert (await box.exec("head -c 10 /dev/zero > small", timeout=20)).ok
+        with pytest.raises(SandboxDiskFullError, match=r"free on its disk") as error:
+            await box.exec("head -c 100000000 /dev/zero > big", timeout=20)
+        assert "\n" not in str(error.value)
+        with pytest.raises(SandboxDiskFullError):
+            await backend.start(SandboxSpec())
+    finally:
+        await backend.close()
+
+
+async def test_base_folder_of_another_user_is_refused(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    base.mkdir(mode=0o777)
+    base.chmod(0o777)
+    with pytest.raises(SandboxStartError, match="only this user may write"):
+        BubblewrapBackend(run_id="other", base=base)

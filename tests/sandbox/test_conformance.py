@@ -1,0 +1,454 @@
+"""What every sandbox backend must do, checked on the real ones."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sandbox import (
+    ImageMissingError,
+    Sandbox,
+    SandboxBackend,
+    SandboxFileError,
+    SandboxLostError,
+    SandboxSpec,
+    SandboxStartError,
+)
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
+
+
+@asynccontextmanager
+async def started(backend: SandboxBackend, spec: SandboxSpec | None = None) -> AsyncIterator[Sandbox]:
+    box = await backend.start(spec or SandboxSpec())
+    try:
+        yield box
+    finally:
+        await box.close()
+
+
+async def python(box: Sandbox, code: str, timeout: float = 20.0) -> Any:
+    """What ``code``, run in the box, prints as JSON."""
+    result = await box.exec(["python3", "-c", code], timeout=timeout)
+    assert result.ok, result
+    return json.loads(result.stdout)
+
+
+# Commands
+
+
+async def test_output_and_exit_code(box: Sandbox) -> None:
+    result = await box.exec("echo out; echo err >&2; exit 3", timeout=20)
+    assert (result.exit_code, result.stdout, result.stderr) == (3, b"out\n", b"err\n")
+    assert (result.ok, result.timed_out, result.truncated, result.oom_killed) == (False, False, False, False)
+    assert (await box.exec(["echo", "a b", "$HOME"], timeout=20)).stdout == b"a b $HOME\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "cwd", "code"),
+    [
+        (["no-such-program"], None, 127),
+        ("true", "/no/such/folder", 126),
+        ("kill -9 $$", None, 137),
+        ("exit 137", None, 137),
+        ("echo 'bwrap: a message of our own' >&2; exit 1", None, 1),
+    ],
+)
+async def test_what_fails_in_the_box_is_a_value(
+    box: Sandbox, command: str | list[str], cwd: str | None, code: int
+) -> None:
+    result = await box.exec(command, timeout=20, cwd=cwd)
+    assert result.exit_code == code
+    assert not result.timed_out
+    assert b"Killed" not in result.stderr
+
+
+async def test_environment_and_folder(box: Sandbox) -> None:
+    command = 'echo "$FROM_SPEC $FROM_EXEC"; pwd'
+    result = await box.exec(command, timeout=20, env={"FROM_EXEC": "exec"})
+    assert result.text == "spec exec\n/testbed\n"
+    result = await box.exec(command, timeout=20, env={"FROM_SPEC": "over"}, cwd="/usr")
+    assert result.text == "over \n/usr\n"
+    await box.exec("mkdir -p deep/er", timeout=20)
+    assert (await box.exec("pwd", timeout=20, cwd="deep/er")).text == "/testbed/deep/er\n"
+
+
+async def test_host_is_not_visible(box: Sandbox, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HOST_SECRET", "secret")
+    assert "HOST_SECRET" not in (await box.exec("env", timeout=20)).text
+    for path in (__file__, tmp_path / "file", sys.prefix, "/etc/machine-id", "/etc/ssh", "/var/run/docker.sock"):
+        assert not (await box.exec(["stat", str(path)], timeout=20)).ok, path
+
+
+async def test_standard_input(box: Sandbox) -> None:
+    data = bytes(range(256)) * 8192
+    assert (await box.exec("md5sum; wc -c", timeout=20, stdin=data)).stdout.split()[2:] == [b"0"]
+    assert (await box.exec("wc -c", timeout=20, stdin=data)).stdout.strip() == str(len(data)).encode()
+    assert (await box.exec("true", timeout=20, stdin=data)).ok
+    assert (await box.exec("cat", timeout=20)).ok, "without input a command sees its end at once"
+    echoed = await box.exec("cat", timeout=20, stdin=data[: 1 << 20])
+    assert echoed.stdout == data[: 1 << 20]
+
+
+async def test_state_stays_between_commands(box: Sandbox) -> None:
+    assert (await box.exec("echo 1 > /tmp/a; echo 2 > ~/b; echo 3 > c", timeout=20)).ok
+    assert (await box.exec("cat /tmp/a ~/b c", timeout=20)).text == "1\n2\n3\n"
+
+
+# Timeouts and what is left running
+
+
+async def test_timeout_kills_everything_inside(box: Sandbox, marker: str, host: Any) -> None:
+    command = f"""
+        trap '' TERM INT HUP
+        setsid -f bash -c "trap '' TERM; sleep {marker}; sleep {marker}"
+        sleep {marker} &
+        echo started; sleep {marker}; sleep {marker}
+    """
+    result = await box.exec(command, timeout=1.0)
+    assert result.timed_out
+    assert (result.exit_code, result.stdout) == (-9, b"started\n")
+    assert result.seconds < 15
+    await host.until(lambda: not host.processes(marker), "the killed processes are gone")
+    assert (await box.exec("true", timeout=20)).ok
+
+
+async def test_nothing_outlives_its_command(box: Sandbox, marker: str, host: Any) -> None:
+    result = await box.exec(f"setsid -f sleep {marker}; sleep {marker} & echo done", timeout=20)
+    assert (result.ok, result.stdout) == (True, b"done\n")
+    await host.until(lambda: not host.processes(marker), "background processes are gone")
+
+
+async def test_cancelling_kills_the_command(box: Sandbox, marker: str, host: Any) -> None:
+    running = asyncio.ensure_future(box.exec(f"setsid -f sleep {marker}; sleep {marker}", timeout=60))
+    await host.until(lambda: len(host.processes(marker)) >= 2, "the command runs")
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    await host.until(lambda: not host.processes(marker), "the cancelled command is gone")
+    assert (await box.exec("true", timeout=20)).ok
+
+
+# Limits
+
+
+async def test_output_is_capped_and_the_command_goes_on(backend: SandboxBackend) -> None:
+    async with started(backend, SandboxSpec(output_limit_bytes=1000)) as box:
+        result = await box.exec("yes | head -c 100000000; head -c 999 /dev/zero >&2; touch done", timeout=60)
+        assert result.ok
+        assert result.stdout == b"y\n" * 500
+        assert len(result.stderr) == 999
+        assert result.truncated
+        assert (await box.exec("ls", timeout=20)).stdout == b"done\n"
+        exact = await box.exec("head -c 1000 /dev/zero", timeout=20)
+        assert len(exact.stdout) == 1000
+        assert not exact.truncated
+
+
+async def test_no_network(box: Sandbox) -> None:
+    code = """
+import json, socket
+def reaches(address):
+    try:
+        socket.create_connection(address, timeout=2).close()
+        return True
+    except OSError:
+        return False
+names = [line.split(":")[0].strip() for line in open("/proc/net/dev") if ":" in line]
+print(json.dumps([names, reaches(("127.0.0.1", PORT)), reaches(("192.0.2.1", 80))]))
+"""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        names, host_reached, world_reached = await python(box, code.replace("PORT", str(server.getsockname()[1])))
+    assert (host_reached, world_reached) == (False, False)
+    # The kernel may show tunnel devices of its own in every new namespace; none is up.
+    assert "lo" in names
+    assert not [name for name in names if name.startswith(("eth", "en", "wl", "docker"))]
+
+
+async def test_no_privileges(box: Sandbox) -> None:
+    status = (await box.exec("cat /proc/self/status", timeout=20)).text
+    fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+    assert {int(fields[f"Cap{kind}"], 16) for kind in ("Inh", "Prm", "Eff", "Bnd", "Amb")} == {0}
+    assert fields["NoNewPrivs"] == "1"
+    for command in (
+        "mount -t tmpfs none /mnt",
+        "chown 1:1 /testbed",
+        "unshare -Ur true",
+        "hostname other",
+        "chroot / true",
+        "mknod disk b 254 0",
+        # Opened for writing, nothing written: a box that lets this through must not take the machine down with it.
+        ": >> /proc/sys/kernel/panic",
+        ": >> /proc/sysrq-trigger",
+        ": >> /sys/power/state",
+    ):
+        assert not (await box.exec(command, timeout=20)).ok, command
+    assert (await box.exec("echo x > /dev/stdout; echo y > /dev/null", timeout=20)).stdout == b"x\n"
+
+
+async def test_memory_hog_is_contained(box: Sandbox) -> None:
+    result = await box.exec(["python3", "-c", "bytearray(1 << 30).count(1)"], timeout=60)
+    assert result.exit_code not in (0, -9)
+    if result.exit_code == 137:
+        assert result.oom_killed
+    after = await box.exec("true", timeout=20)
+    assert (after.ok, after.oom_killed) == (True, False)
+
+
+async def test_hog_among_children_is_flagged(box: Sandbox) -> None:
+    result = await box.exec("python3 -c 'bytearray(1 << 30).count(1)'; exit 5", timeout=60)
+    assert result.exit_code == 5
+    assert result.oom_killed or "MemoryError" in result.text
+
+
+async def test_process_limit(box: Sandbox) -> None:
+    code = """
+import os, json, time
+made = 0
+try:
+    while made < 1000:
+        if os.fork() == 0:
+            time.sleep(60)
+            os._exit(0)
+        made += 1
+except OSError:
+    pass
+print(json.dumps(made))
+"""
+    made = await python(box, code)
+    assert 20 < made <= box.spec.pids + 12
+
+
+async def test_fork_bomb_is_contained(box: Sandbox) -> None:
+    result = await box.exec("bomb() { bomb | bomb & }; bomb; sleep 30", timeout=1.5)
+    assert result.exit_code != 0 or result.timed_out or b"fork" in result.stderr
+    assert (await box.exec("echo alive", timeout=30)).stdout == b"alive\n"
+
+
+async def test_cpu_limit(backend: SandboxBackend) -> None:
+    code = """
+import json, time
+start, used = time.monotonic(), time.process_time()
+while time.monotonic() - start < 1.0:
+    pass
+print(json.dumps(time.process_time() - used))
+"""
+    async with started(backend, SandboxSpec(cpus=0.2)) as box:
+        assert await python(box, code) < 0.5
+
+
+async def test_file_size_limit(box: Sandbox) -> None:
+    assert not (await box.exec("truncate -s 2G huge", timeout=20)).ok
+    assert (await box.exec("truncate -s 512M huge && rm huge", timeout=20)).ok
+
+
+# Files
+
+
+async def test_write_and_read(box: Sandbox) -> None:
+    files = {"pkg/a.py": b"a\n", "/testbed/pkg/b c.py": bytes(range(256)), "/tmp/t/x": b"", "e": b"1" * 2_000_000}
+    await box.write_files(files)
+    for path, data in files.items():
+        assert await box.read_file(path, max_bytes=1 << 22) == data
+    listing = await box.exec("stat -c '%U %s' pkg/a.py 'pkg/b c.py' /tmp/t/x e; cat pkg/a.py", timeout=20)
+    assert listing.text.splitlines() == ["root 2", "root 256", "root 0", "root 2000000", "a"]
+    await box.write_files({"pkg/a.py": b"shorter"})
+    assert (await box.exec("cat pkg/a.py; echo more >> pkg/a.py", timeout=20)).text == "shorter"
+    assert await box.read_file("/testbed/pkg/a.py") == b"shortermore\n"
+    await box.write_files({})
+
+
+async def test_read_from_the_image(box: Sandbox) -> None:
+    assert b"root:" in await box.read_file("/etc/passwd")
+    assert await box.read_file("/testbed/../etc/passwd") == await box.read_file("/etc/passwd")
+
+
+async def test_what_can_not_be_read(box: Sandbox) -> None:
+    await box.exec("mkdir -p d; rm -f pipe; mkfifo pipe; head -c 100 /dev/zero > hundred", timeout=20)
+    for path in ("absent", "d", "pipe", "hundred/x", "d/absent/x", "/dev/zero", "/usr/absent", "/usr"):
+        with pytest.raises(SandboxFileError, match=path):
+            await box.read_file(path, max_bytes=50)
+    with pytest.raises(SandboxFileError, match=r"hundred.*100 bytes.*50"):
+        await box.read_file("hundred", max_bytes=50)
+    assert await box.read_file("hundred", max_bytes=100) == bytes(100)
+    with pytest.raises(SandboxFileError):
+        await box.write_files({"d": b"over a folder"})
+
+
+async def test_links_lead_nowhere_outside(box: Sandbox, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    up = "../" * 12
+    links = f"ln -sfn {secret} f; ln -sfn {tmp_path} d; ln -sfn {up}{secret} g; ln -sfn /proc/1/root r"
+    assert (await box.exec(links, timeout=20)).ok
+    for path in ("f", "d/secret", "g", f"r{secret}"):
+        with pytest.raises(SandboxFileError):
+            await box.read_file(path)
+        with contextlib.suppress(SandboxFileError):
+            await box.write_files({path: b"overwritten"})
+    assert secret.read_text() == "secret"
+    assert os.listdir(tmp_path) == ["secret"]
+
+
+async def test_links_inside_work(box: Sandbox) -> None:
+    await box.exec("mkdir -p real /tmp/other; echo hi > real/x; ln -sfn real l; ln -sfn /tmp/other o", timeout=20)
+    await box.exec("ln -sfn real/x to-x", timeout=20)
+    assert await box.read_file("l/x") == b"hi\n"
+    assert await box.read_file("to-x") == b"hi\n"
+    await box.write_files({"l/y": b"through", "o/z": b"absolute", "plain": b"beside"})
+    assert await box.read_file("/testbed/real/y") == b"through"
+    assert await box.read_file("/tmp/other/z") == b"absolute"
+    assert await box.read_file("plain") == b"beside"
+
+
+async def test_read_only_folders(backend: SandboxBackend, tmp_path: Path) -> None:
+    (tmp_path / "lib.py").write_text("answer = 42")
+    async with started(backend, SandboxSpec(ro_binds={str(tmp_path): "/opt/given"})) as box:
+        assert await box.read_file("/opt/given/lib.py") == b"answer = 42"
+        assert not (await box.exec("touch /opt/given/x", timeout=20)).ok
+    with pytest.raises(SandboxStartError, match="no such"):
+        await backend.start(SandboxSpec(ro_binds={"/no/such": "/opt/given"}))
+
+
+# Boxes and backends
+
+
+async def test_git_and_pytest_work(box: Sandbox) -> None:
+    await box.write_files({"repo/test_a.py": b"def test_a():\n    assert 1\n"})
+    command = "git init -q . && git add . && git -c user.name=a -c user.email=a@b commit -qm x && git log --oneline"
+    assert (await box.exec(command, timeout=20, cwd="repo")).ok
+    result = await box.exec("python3 -m pytest -q -p no:cacheprovider", timeout=60, cwd="repo")
+    assert "1 passed" in result.text
+    assert (await box.exec("python --version", timeout=20)).ok
+
+
+async def test_sixteen_at_once(backend: SandboxBackend) -> None:
+    async def one(number: int) -> bytes:
+        async with started(backend) as box:
+            await box.write_files({"n": str(number).encode()})
+            await box.exec("cat n > /tmp/n; echo >> /tmp/n", timeout=60)
+            return (await box.exec("cat /tmp/n; ls /tmp /testbed", timeout=60)).stdout.split()[0]
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(one(number)) for number in range(16)]
+    assert [int(task.result()) for task in tasks] == list(range(16))
+
+
+async def test_commands_of_one_box_at_once(box: Sandbox) -> None:
+    results = await asyncio.gather(*(box.exec(f"echo {i}", timeout=30) for i in range(6)))
+    assert [result.stdout for result in results] == [f"{i}\n".encode() for i in range(6)]
+
+
+async def test_close_is_idempotent(backend: SandboxBackend, host: Any) -> None:
+    box = await backend.start(SandboxSpec())
+    assert host.box_exists(backend.name, box.id)
+    await asyncio.gather(box.close(), box.close())
+    await box.close()
+    assert not host.box_exists(backend.name, box.id)
+    for use in (box.exec("true", timeout=5), box.read_file("x"), box.write_files({"x": b""})):
+        with pytest.raises(SandboxLostError, match="closed"):
+            await use
+
+
+async def test_close_is_shielded_from_cancellation(backend: SandboxBackend, host: Any) -> None:
+    box = await backend.start(SandboxSpec())
+    closing = asyncio.ensure_future(box.close())
+    await asyncio.sleep(0)  # let it begin
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert not host.box_exists(backend.name, box.id)
+
+
+async def test_a_cancelled_start_leaves_nothing(backend: SandboxBackend) -> None:
+    other = type(backend)(run_id="cancelled")  # type: ignore[call-arg]
+    starts = [asyncio.ensure_future(other.start(SandboxSpec())) for _ in range(4)]
+    await asyncio.sleep(0.01)  # some are under way then, whichever they are
+    for start in starts:
+        start.cancel()
+    ended = await asyncio.gather(*starts, return_exceptions=True)
+    assert all(isinstance(end, asyncio.CancelledError) for end in ended)
+    assert other._boxes == {}  # type: ignore[attr-defined]
+    await other.close()
+
+
+async def test_close_under_a_command(backend: SandboxBackend, marker: str, host: Any) -> None:
+    box = await backend.start(SandboxSpec())
+    running = asyncio.ensure_future(box.exec(f"sleep {marker}", timeout=60))
+    await host.until(lambda: host.processes(marker), "the command runs")
+    await box.close()
+    with pytest.raises(SandboxLostError):
+        await running
+    await host.until(lambda: not host.processes(marker), "the command is gone")
+
+
+async def test_missing_image_is_one_clear_line(backend: SandboxBackend) -> None:
+    with pytest.raises(ImageMissingError, match="no-such-image") as error:
+        await backend.start(SandboxSpec(image="no-such-image"))
+    assert "\n" not in str(error.value)
+
+
+_RUN = """
+import asyncio, sys
+from sandbox import SandboxSpec, open_backend
+
+async def main():
+    backend = open_backend(sys.argv[1], run_id="killed")
+    boxes = [await backend.start(SandboxSpec()) for _ in range(2)]
+    async with asyncio.TaskGroup() as group:
+        group.create_task(boxes[0].exec(f"setsid -f sleep {sys.argv[2]}; sleep {sys.argv[2]}", timeout=600))
+        print(*(box.id for box in boxes), flush=True)
+
+asyncio.run(main())
+"""
+
+
+async def test_boxes_of_a_killed_run_are_reaped(backend: SandboxBackend, marker: str, host: Any) -> None:
+    command = [sys.executable, "-c", _RUN, backend.name, marker]
+    run = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+    try:
+        assert run.stdout is not None
+        ids = (await run.stdout.readline()).decode().split()
+        assert len(ids) == 2
+        await host.until(lambda: len(host.processes(marker)) >= 2, "the run's command runs")
+        async with started(backend) as mine:
+            await backend.reap()
+            assert all(host.box_exists(backend.name, id) for id in ids), "a live run's boxes are left alone"
+            run.send_signal(signal.SIGKILL)
+            await run.wait()
+            # Other runs on this machine may reap them first, so their number is not certain.
+            await backend.reap()
+            assert not any(host.box_exists(backend.name, id) for id in ids)
+            await host.until(lambda: not host.processes(marker), "the killed run's command is gone")
+            assert (await mine.exec("echo mine", timeout=20)).stdout == b"mine\n"
+    finally:
+        if run.returncode is None:
+            run.kill()
+            await run.wait()
+
+
+async def test_closing_the_backend_closes_its_boxes(backend: SandboxBackend, marker: str, host: Any) -> None:
+    other = type(backend)(run_id="closing")  # type: ignore[call-arg]
+    boxes = [await other.start(SandboxSpec()) for _ in range(3)]
+    running = asyncio.ensure_future(boxes[0].exec(f"sleep {marker}", timeout=60))
+    await host.until(lambda: host.processes(marker), "the command runs")
+    await other.close()
+    await other.close()
+    assert not any(host.box_exists(other.name, box.id) for box in boxes)
+    with pytest.raises(SandboxLostError):
+        await running
+    with pytest.raises(SandboxStartError, match="closed"):
+        await other.start(SandboxSpec())

@@ -1,0 +1,183 @@
+"""The parts that need no box: owners, frames, paths, the filter, the choice of a backend."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import struct
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sandbox import SandboxFileError, SandboxUnavailableError, open_backend
+from sandbox.beneath import NeedsBox, read_beneath, write_beneath
+from sandbox.dockerexec import Demux
+from sandbox.owner import Owner
+from sandbox.process import Capture
+from sandbox.seccomp import box_filter
+
+# Owners
+
+
+def test_owner_is_alive_until_its_process_ends() -> None:
+    me = Owner.current("run")
+    assert me.alive
+    assert Owner.from_json(me.to_json()) == me
+    with subprocess.Popen(["true"]) as other:
+        # A zombie until it is waited for, which counts as dead.
+        os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
+        assert not replace(me, pid=other.pid).alive
+
+
+def test_recycled_process_id_or_another_boot_is_dead() -> None:
+    me = Owner.current("run")
+    assert not replace(me, started=me.started + 1).alive
+    assert not replace(me, boot_id="another").alive
+    assert not replace(me, boot_id="another").same_boot
+    assert replace(me, pid_namespace="pid:[1]", pid=1 << 30).alive, "what can't be seen is left alone"
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"pid": 1}', "[]", "null"])
+def test_what_is_no_owner(text: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011  (JSONDecodeError is one)
+        Owner.from_json(text)
+
+
+# Frames
+
+
+@given(
+    frames=st.lists(st.tuples(st.sampled_from([1, 2]), st.binary(max_size=40)), max_size=12),
+    cuts=st.lists(st.integers(0, 600), max_size=20),
+    limit=st.integers(0, 120),
+)
+def test_frames_are_taken_apart_however_they_arrive(
+    frames: list[tuple[int, bytes]], cuts: list[int], limit: int
+) -> None:
+    wire = b"".join(struct.pack(">BxxxL", kind, len(data)) + data for kind, data in frames)
+    demux = Demux(Capture.of(limit), Capture.of(limit))
+    edges = sorted({0, len(wire), *(cut % (len(wire) + 1) for cut in cuts)})
+    for start, stop in itertools.pairwise(edges):
+        demux.feed(wire[start:stop])
+    for kind, capture in ((1, demux.out), (2, demux.err)):
+        whole = b"".join(data for k, data in frames if k == kind)
+        assert bytes(capture.data) == whole[:limit]
+        assert capture.dropped == len(whole[limit:])
+
+
+# Paths
+
+
+def test_links_are_not_followed(tmp_path: Path) -> None:
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    (root / "d").mkdir(parents=True)
+    outside.mkdir()
+    (outside / "x").write_text("secret")
+    (root / "l").symlink_to(outside)
+    (root / "d" / "f").symlink_to(outside / "x")
+    for parts in (["l", "x"], ["d", "f"]):
+        with pytest.raises(NeedsBox):
+            read_beneath(root, parts, max_bytes=10, path="p")
+        with pytest.raises(NeedsBox):
+            write_beneath(root, parts, b"over", path="p")
+    with pytest.raises(NeedsBox):
+        write_beneath(root, ["l", "new", "y"], b"over", path="p")
+    assert (outside / "x").read_text() == "secret"
+    assert os.listdir(outside) == ["x"]
+
+
+def test_files_beneath(tmp_path: Path) -> None:
+    write_beneath(tmp_path, ["a", "b", "c"], b"12345", path="a/b/c")
+    assert read_beneath(tmp_path, ["a", "b", "c"], max_bytes=5, path="a/b/c") == b"12345"
+    with pytest.raises(SandboxFileError, match="a/b/c: 5 bytes, more than the 4"):
+        read_beneath(tmp_path, ["a", "b", "c"], max_bytes=4, path="a/b/c")
+    with pytest.raises(SandboxFileError, match="folder"):
+        write_beneath(tmp_path, ["a", "b"], b"", path="a/b")
+    with pytest.raises(SandboxFileError, match="not a folder"):
+        write_beneath(tmp_path, ["a", "b", "c", "d"], b"", path="a/b/c/d")
+
+
+# The filter: run by an interpreter of its own small language
+
+
+def run_filter(program: bytes, arch: int, number: int, argument: int = 0) -> int:
+    data = struct.pack("=IIQQ", number, arch, 0, argument).ljust(64, b"\0")
+    lines = [struct.unpack_from("=HBBI", program, offset) for offset in range(0, len(program), 8)]
+    here, register = 0, 0
+    while True:
+        code, true, false, operand = lines[here]
+        here += 1
+        if code == 0x20:
+            (register,) = struct.unpack_from("=I", data, operand)
+        elif code == 0x15:
+            here += true if register == operand else false
+        elif code == 0x35:
+            here += true if register >= operand else false
+        else:
+            assert code == 0x06
+            return operand
+
+
+@pytest.mark.parametrize(
+    ("machine", "arch", "socket", "keyctl"), [("x86_64", 0xC000003E, 41, 250), ("aarch64", 0xC00000B7, 198, 219)]
+)
+def test_filter(machine: str, arch: int, socket: int, keyctl: int) -> None:
+    program = box_filter(machine)
+    assert program is not None
+    allow, refuse = 0x7FFF0000, 0x50000
+    assert run_filter(program, arch, 0) == allow
+    assert run_filter(program, arch, keyctl) == refuse | errno.EPERM
+    assert [run_filter(program, arch, socket, family) for family in (1, 2, 10, 16)] == [allow] * 4
+    assert run_filter(program, arch, socket, 40) == refuse | errno.EAFNOSUPPORT
+    assert run_filter(program, arch, 0x40000000 | socket, 1) == refuse | errno.EPERM
+    assert run_filter(program, arch ^ 1, 0) == refuse | errno.EPERM
+
+
+def test_unknown_architecture_has_no_filter() -> None:
+    assert box_filter("riscv64") is None
+
+
+# The choice
+
+
+def test_no_backend_is_one_line_that_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
+    with pytest.raises(SandboxUnavailableError) as error:
+        open_backend("auto", run_id="none")
+    text = str(error.value)
+    assert "\n" not in text
+    assert "apt-get install docker.io" in text
+    assert "apt-get install bubblewrap" in text
+    with pytest.raises(SandboxUnavailableError, match=r"none\.sock \(no such file or directory\)"):
+        open_backend("docker", run_id="none")
+    with pytest.raises(SandboxUnavailableError, match=r"podman.*auto, docker, bubblewrap"):
+        open_backend("podman", run_id="none")
+
+
+@pytest.mark.bubblewrap
+async def test_auto_takes_bubblewrap_where_no_engine_answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
+    backend = open_backend("auto", run_id="auto")
+    assert backend.name == "bubblewrap"
+    await backend.close()
+
+
+@pytest.mark.docker
+async def test_auto_takes_an_engine_that_answers() -> None:
+    backend = open_backend("auto", run_id="auto")
+    assert backend.name == "docker"
+    await backend.close()
+
+
+def test_importing_is_light() -> None:
+    code = (
+        "import sys, sandbox; print([m for m in ('docker', 'requests', 'torch', 'sandbox.docker') if m in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"

@@ -1,0 +1,101 @@
+"""The import direction, the lightness of what must be light, and that our generic package names are ours."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("sandbox", "tools", "envs", "r3", "agent_rl")
+
+MAY_IMPORT = {
+    "sandbox": set(),
+    "tools": {"sandbox"},
+    "envs": {"sandbox", "tools"},
+    "r3": set(),
+    "agent_rl": {"sandbox", "tools", "envs", "r3"},
+}
+
+BASE = {"types", "config", "errors", "observe"}
+INSIDE_AGENT_RL = {
+    "types": set(),
+    "errors": set(),
+    "config": {"errors"},
+    "observe": BASE,
+    "render": BASE,
+    "engine": BASE,
+    "rollout": BASE | {"render", "engine"},
+    "train": BASE | {"engine"},  # only engine.weights: the HTTP half of the weight-update protocol
+}
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            yield node.lineno, node.module or ""
+
+
+def sources(package: str) -> list[Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_import_only_downstream(package: str) -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {module}"
+        for path in sources(package)
+        for line, module in imports(path)
+        if (top := module.split(".")[0]) in PACKAGES and top != package and top not in MAY_IMPORT[package]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("part", INSIDE_AGENT_RL)
+def test_parts_of_agent_rl_import_only_downstream(part: str) -> None:
+    base = ROOT / "agent_rl" / part
+    paths = sorted(base.rglob("*.py")) if base.is_dir() else [base.with_suffix(".py")]
+    wrong = []
+    for path in paths:
+        for line, module in imports(path):
+            names = module.split(".")
+            if names[0] != "agent_rl" or len(names) < 2 or names[1] == part:
+                continue
+            allowed = names[1] in INSIDE_AGENT_RL[part] or names[1] == "types"
+            if part == "train" and names[1] == "engine":
+                allowed = names[2:3] == ["weights"]
+            if not allowed:
+                wrong.append(f"{path.relative_to(ROOT)}:{line} imports {module}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    "module", ["agent_rl.config", "agent_rl.cli", "agent_rl.rollout.episode", "sandbox", "tools", "envs", "r3.routing"]
+)
+def test_light_modules_import_without_heavy_packages(module: str) -> None:
+    heavy = ("torch", "megatron", "ray", "transformers", "sglang", "matplotlib")
+    code = f"import {module}, sys; print([m for m in {heavy!r} if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert result.stdout.strip() == "[]", result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_package_names_are_served_by_this_distribution_alone(package: str) -> None:
+    owners = set(importlib.metadata.packages_distributions().get(package, ["agent-rl"]))
+    assert owners == {"agent-rl"}, f"{package} is also installed by {owners - {'agent-rl'}}"
+    found = subprocess.run(
+        [sys.executable, "-c", f"import {package}; print({package}.__file__)"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd="/",
+    ).stdout.strip()
+    assert found == str(ROOT / package / "__init__.py"), f"{package} is imported from {found}"

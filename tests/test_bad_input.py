@@ -1,0 +1,124 @@
+"""Every mistake of a user's is answered with one clear line and exit code 2."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agent_rl import cli
+
+ROOT = Path(__file__).resolve().parent.parent
+QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
+
+
+def complaint(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line on standard error that ``agent-rl *arguments`` ends with."""
+    monkeypatch.setattr(sys, "argv", ["agent-rl", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert stopped.value.code == 2
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("train.lrr=1", "unknown key 'train.lrr': did you mean 'lr'?"),
+        ("train.steps=many", "train.steps: Input should be"),
+    ],
+)
+def test_config(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], override: str, told: str) -> None:
+    assert told in complaint(monkeypatch, capsys, "train", QUICKSTART, override)
+
+
+def test_model_folder_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    told = complaint(monkeypatch, capsys, "train", QUICKSTART, "model=/nowhere/model")
+    assert told.startswith("error: model: /nowhere/model: no Hugging Face checkpoint there; `agent-rl model init")
+
+
+@pytest.mark.sglang
+@pytest.mark.bubblewrap
+def test_port_taken(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        told = complaint(
+            monkeypatch, capsys, "train", QUICKSTART, f"engine.port={port}",
+            f"engine.python={ROOT}/.venv-engine/bin/python",
+            f"model={tiny}", f"runs_dir={tmp_path}", "sandbox.backend=bubblewrap", "env.options.train_tasks=8",
+        )  # fmt: skip
+    assert str(port) in told
+    assert "taken" in told
+
+
+def test_no_sandbox_at_all(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
+    told = complaint(monkeypatch, capsys, "eval", QUICKSTART, "--policy", "noop", "sandbox.backend=auto")
+    assert "bubblewrap is not installed" in told
+    assert "docker" in told
+
+
+@pytest.mark.bubblewrap
+def test_image_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    told = complaint(
+        monkeypatch, capsys, "eval", QUICKSTART, "--policy", "noop", "--tasks", "2",
+        "sandbox.backend=bubblewrap", "sandbox.image=/nowhere/rootfs",
+    )  # fmt: skip
+    assert "/nowhere/rootfs" in told
+
+
+@pytest.mark.bubblewrap
+def test_broken_task_record(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"repo_name": "demo"}\n')
+    told = complaint(
+        monkeypatch, capsys, "eval", QUICKSTART, "--policy", "noop", "--split", "train",
+        "sandbox.backend=bubblewrap", "env.name=swe", f"env.options={{path: {rows}}}",
+    )  # fmt: skip
+    assert "rows.jsonl" in told
+    assert "row 1" in told
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
+def test_disk_without_room(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny: Path
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], check=True)
+    try:
+        told = complaint(
+            monkeypatch,
+            capsys,
+            "train",
+            QUICKSTART,
+            f"runs_dir={disk}/runs",
+            f"model={tiny}",
+            f"engine.python={sys.executable}",
+        )
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+    assert "MiB free" in told
+    assert "free some room" in told
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    """The shipped model, unpacked."""
+    from agent_rl.model.shipped import install_model
+
+    assert install_model(tmp_path / "tiny-moe")
+    assert shutil.disk_usage(tmp_path).free
+    return tmp_path / "tiny-moe"

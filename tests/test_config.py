@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from agent_rl.config import RunConfig, load_config
+from agent_rl.errors import ConfigError
+
+CONFIGS = sorted((Path(__file__).resolve().parent.parent / "configs").glob("*.yaml"))
+
+
+@pytest.fixture
+def quickstart() -> Path:
+    return next(path for path in CONFIGS if path.name == "quickstart.yaml")
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_every_shipped_config_loads_and_survives_a_round_trip(path: Path, tmp_path: Path) -> None:
+    config = load_config(path)
+    copy = tmp_path / "copy.yaml"
+    copy.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    assert load_config(copy) == config
+
+
+def test_overrides_reach_nested_keys_as_yaml_values(quickstart: Path) -> None:
+    config = load_config(
+        quickstart, ["train.lr=0.001", "eval.greedy=false", "env.options.train_tasks=8", "engine.urls=[a, b]"]
+    )
+    assert (config.train.lr, config.eval.greedy, config.env.options["train_tasks"]) == (0.001, False, 8)
+    assert config.engine.urls == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("train.lrr=1", "unknown key 'train.lrr': did you mean 'lr'?"),
+        ("trian.lr=1", "unknown key 'trian': did you mean 'train'?"),
+        ("train.parallel.tensro=2", "unknown key 'train.parallel.tensro': did you mean 'tensor'?"),
+        ("train.lr=fast", "train.lr: Input should be a valid number, unable to parse string as a number, got 'fast'"),
+        ("rollout.group_size=0", "rollout.group_size: Input should be greater than 0, got 0"),
+        ("train.replay=r4", "train.replay: Input should be 'r3', 'r2' or 'off', got 'r4'"),
+        ("train.lr", "override 'train.lr': write it as section.key=value"),
+        ("name.first=x", "override 'name.first=x': name is a value, not a section"),
+    ],
+)
+def test_a_mistake_is_told_in_one_line(quickstart: Path, override: str, told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(quickstart, [override])
+    assert str(caught.value).endswith(told)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [("a: [1", "not valid YAML"), ("- 1", "a config is a mapping of sections, this is a list"), ("{}", "required")],
+)
+def test_a_file_that_is_no_config(tmp_path: Path, text: str, told: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=told):
+        load_config(path)
+
+
+def test_every_key_is_described_or_speaks_for_itself() -> None:
+    sections = [
+        field.annotation for field in RunConfig.model_fields.values() if hasattr(field.annotation, "model_fields")
+    ]
+    assert len(sections) == 6
+    for section in sections:
+        undescribed = {name for name, field in section.model_fields.items() if not field.description}
+        assert undescribed <= {"weight_decay", "betas", "device", "parallel"}

@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tools import HermesFormat, ParseFailure, ToolCall, ToolCallFormat, XmlFormat, tool_format
+
+FORMATS = [HermesFormat(), XmlFormat()]
+NAMES = st.from_regex(r"[A-Za-z_][\w.-]{0,12}", fullmatch=True)
+PIECES = st.sampled_from(
+    [
+        *("<tool_call>", "</tool_call>", "<function=", "<function=f>", "</function>", "<parameter=a>", "</parameter>"),
+        *("<\\/parameter>", "<\\\\/parameter>", "<think>", "</think>", "\n", " ", '"', "\\", "{", "}", "[", ",", ":"),
+        *("name", "arguments", "NaN", "1" * 5000, "\r\n", "\x85", "\u2028", "if a < b:\n    return 'x'\n"),
+    ]
+)
+CODE = st.lists(st.one_of(PIECES, st.text(max_size=8)), max_size=10).map("".join)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats(allow_nan=False, allow_infinity=False) | CODE,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(CODE, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+@given(name=NAMES, arguments=st.dictionaries(NAMES, CODE, max_size=4), after=CODE)
+def test_a_rendered_call_is_read_back_to_the_character(
+    fmt: ToolCallFormat, name: str, arguments: dict[str, str], after: str
+) -> None:
+    call = ToolCall(name, arguments)
+    assert fmt.parse(fmt.render(call)) == call
+    assert fmt.parse(f"<think>\n{fmt.render(ToolCall('no', {}))}\n</think>\nI call:\n{fmt.render(call)}{after}") == call
+
+
+@given(name=NAMES, arguments=st.dictionaries(CODE, JSON, max_size=4))
+def test_hermes_keeps_any_json(name: str, arguments: dict[str, object]) -> None:
+    call = ToolCall(name, arguments)
+    assert HermesFormat().parse(HermesFormat().render(call)) == call
+
+
+@given(arguments=st.dictionaries(NAMES, JSON.filter(lambda value: not isinstance(value, str)), max_size=4))
+def test_xml_writes_other_values_as_json(arguments: dict[str, object]) -> None:
+    call = XmlFormat().parse(XmlFormat().render(ToolCall("f", arguments)))
+    assert isinstance(call, ToolCall)
+    assert {name: json.loads(value) for name, value in call.arguments.items()} == arguments
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+@given(text=CODE)
+def test_any_text_gives_a_call_or_one_line(fmt: ToolCallFormat, text: str) -> None:
+    for candidate in (text, f"<tool_call>{text}</tool_call>", f"<function=f>{text}</function>"):
+        parsed = fmt.parse(candidate)
+        assert isinstance(parsed, ToolCall | ParseFailure)
+        if isinstance(parsed, ParseFailure):
+            assert parsed.reason
+            assert "\n" not in parsed.reason
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("I am done.", "no tool call found; write <tool_call>"),
+        ("<think>\nshould I <tool_call>", "<think> is not closed"),
+        (
+            '<tool_call>{"name": "f", }</tool_call>',
+            "bad JSON in the tool call, line 1 column 15: Expecting property name",
+        ),
+        ('<tool_call>\n{"name": "f"\n "arguments": {}}</tool_call>', "line 2 column 2: Expecting ',' delimiter"),
+        ('<tool_call>{"name": "f", "arguments": {}}', "not closed; write </tool_call>"),
+        ('<tool_call>{"name": "f", "arguments": {}} so</tool_call>', "not closed"),
+        ('<tool_call>{"arguments": {}}</tool_call>', 'has no "name"'),
+        ('<tool_call>{"name": "", "arguments": {}}</tool_call>', 'has no "name"'),
+        ('<tool_call>{"name": "f", "arguments": "x"}</tool_call>', '"arguments" of the tool call must be'),
+        ("<tool_call>[1]</tool_call>", "must be a JSON object"),
+        ('<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', "NaN is no JSON"),
+        ('<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>', "cannot be kept"),
+        ('<tool_call>{"name": "f", "arguments": {"a": 99999999999999999999}}</tool_call>', "cannot be kept"),
+        ("<tool_call>" + "[" * 100_000 + "</tool_call>", "bad JSON"),
+        ("<tool_call>" + "1" * 5000 + "</tool_call>", "bad JSON"),
+    ],
+)
+def test_hermes_says_what_is_wrong(text: str, reason: str) -> None:
+    parsed = HermesFormat().parse(text)
+    assert isinstance(parsed, ParseFailure)
+    assert reason in parsed.reason
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("I am done.", "no tool call found; write <function=NAME>"),
+        ("<function=>\n</function>", "has no name"),
+        ("<function=f>\n<parameter=a>x", "<parameter=a> is not closed"),
+        ("<function=f>\n<parameter=a>x</parameter>", "<function=f> is not closed"),
+        ("<function=f>\nwords</function>", "only parameters may stand before </function>"),
+        ("<function=f>\n<parameter=>x</parameter></function>", "parameter has no name"),
+        ("<function=f><parameter=a>1</parameter><parameter=a>2</parameter></function>", "parameter a is given twice"),
+    ],
+)
+def test_xml_says_what_is_wrong(text: str, reason: str) -> None:
+    parsed = XmlFormat().parse(text)
+    assert isinstance(parsed, ParseFailure)
+    assert reason in parsed.reason
+
+
+def test_xml_is_written_as_r2e_gym_writes_it() -> None:
+    call = ToolCall("file_editor", {"command": "str_replace", "old_str": "    a\n    b", "insert_line": 3})
+    assert XmlFormat().render(call) == (
+        "<function=file_editor>\n<parameter=command>str_replace</parameter>\n"
+        "<parameter=old_str>\n    a\n    b\n</parameter>\n<parameter=insert_line>3</parameter>\n</function>"
+    )
+
+
+@pytest.mark.parametrize("value", ["  x < y  ", "\n  x < y  \n", "\n  x < y  ", "  x < y  \n"])
+def test_xml_takes_one_newline_off_either_end(value: str) -> None:
+    text = f"<function=f>\n  <parameter=a>{value}</parameter>\n</function>"
+    assert XmlFormat().parse(text) == ToolCall("f", {"a": "  x < y  "})
+
+
+def test_xml_cannot_write_a_name_that_a_tag_cannot_hold() -> None:
+    with pytest.raises(ValueError, match="cannot be written in a tag"):
+        XmlFormat().render(ToolCall("f", {"a b": "x"}))
+
+
+def test_the_first_call_is_taken() -> None:
+    for fmt in FORMATS:
+        two = fmt.render(ToolCall("first", {"a": "1"})) + "\n" + fmt.render(ToolCall("second", {}))
+        assert fmt.parse(two) == ToolCall("first", {"a": "1"})
+
+
+def test_hermes_takes_a_call_without_arguments_and_raw_newlines() -> None:
+    assert HermesFormat().parse('<tool_call>{"name": "finish"}</tool_call>') == ToolCall("finish", {})
+    text = '<tool_call>{"name": "f", "arguments": {"a": "x\ny"}}</tool_call>'
+    assert HermesFormat().parse(text) == ToolCall("f", {"a": "x\ny"})
+
+
+def test_formats_are_found_by_name() -> None:
+    assert tool_format("hermes").name == "hermes"
+    assert tool_format("xml").name == "xml"
+    with pytest.raises(ValueError, match="no tool-call format 'json'; there are hermes, xml"):
+        tool_format("json")

@@ -1,0 +1,134 @@
+"""The losses against plain float64 arithmetic, their gradients against finite differences."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs the trainer environment")
+
+from agent_rl.train.losses import clipped_objective, is_clipped, k3, policy_loss, weighted_cross_entropy  # noqa: E402
+
+EPS = {"eps_low": 0.2, "eps_high": 0.28}
+
+
+def reference(
+    new: list[float], old: list[float], advantage: list[float], mask: list[int], weight: list[float]
+) -> float:
+    """Token-mean clipped surrogate, one token after another."""
+    total = 0.0
+    for n, o, a, m, w in zip(new, old, advantage, mask, weight, strict=True):
+        ratio = math.exp(n - o)
+        total += m * w * -min(ratio * a, min(max(ratio, 0.8), 1.28) * a)
+    return total / sum(mask)
+
+
+def draw(count: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    old = -torch.rand(count, generator=generator, dtype=torch.float64) * 3
+    return {
+        "old": old,
+        "new": old + torch.randn(count, generator=generator, dtype=torch.float64) * 0.4,
+        "advantages": torch.randn(count, generator=generator, dtype=torch.float64),
+        "mask": torch.rand(count, generator=generator) < 0.7,
+        "weights": torch.rand(count, generator=generator, dtype=torch.float64) + 0.5,
+        "entropy": torch.rand(count, generator=generator, dtype=torch.float64),
+    }
+
+
+def loss_of(
+    data: dict[str, torch.Tensor], new: torch.Tensor, batch_tokens: float | None = None, part: slice = slice(None)
+):
+    return policy_loss(
+        new[part],
+        data["old"][part],
+        data["advantages"][part],
+        data["mask"][part],
+        entropy_T=data["entropy"][part],
+        weights_T=data["weights"][part],
+        batch_tokens=batch_tokens or float(data["mask"].sum()),
+        **EPS,
+    )
+
+
+def test_loss_equals_the_reference() -> None:
+    data = draw(200)
+    expected = reference(*(data[name].tolist() for name in ("new", "old", "advantages", "mask", "weights")))
+    assert loss_of(data, data["new"]).loss.item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_gradient_by_finite_differences() -> None:
+    data = draw(40, seed=3)
+    new = data["new"].clone().requires_grad_(True)
+    assert torch.autograd.gradcheck(lambda values: loss_of(data, values).loss, (new,), eps=1e-7, atol=1e-6)
+
+
+def test_parts_add_up_to_the_whole() -> None:
+    """Micro-batches of unequal size, each divided by the global count, give the loss and gradient of the whole."""
+    data, count = draw(100, seed=1), 100
+    whole = data["new"].clone().requires_grad_(True)
+    loss_of(data, whole).loss.backward()
+    parts = data["new"].clone().requires_grad_(True)
+    tokens = float(data["mask"].sum())
+    pieces = [loss_of(data, parts, tokens, piece) for piece in (slice(0, 7), slice(7, 60), slice(60, count))]
+    sum(piece.loss for piece in pieces).backward()
+    torch.testing.assert_close(parts.grad, whole.grad, rtol=0, atol=1e-15)
+    assert float(sum(p.clipped for p in pieces)) == float(loss_of(data, whole).clipped) > 0
+
+
+def test_masked_tokens_take_part_in_nothing() -> None:
+    data = draw(50, seed=2)
+    spoiled = {**data, "old": torch.where(data["mask"], data["old"], torch.tensor(-math.inf, dtype=torch.float64))}
+    new = data["new"].clone().requires_grad_(True)
+    loss = loss_of(spoiled, new)
+    loss.loss.backward()
+    assert loss.loss.item() == loss_of(data, data["new"]).loss.item()
+    assert new.grad is not None
+    assert torch.isfinite(new.grad).all()
+    assert (new.grad[~data["mask"]] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "clipped"),
+    [
+        (1.5, 1.0, -1.28, True),  # above the upper bound and good: no further
+        (1.5, -1.0, 1.5, False),  # above and bad: pushed back in full
+        (0.5, 1.0, -0.5, False),
+        (0.5, -1.0, 0.8, True),
+        (1.25, 1.0, -1.25, False),  # the upper bound is the higher one
+        (0.78, -1.0, 0.8, True),
+    ],
+)
+def test_clip_higher_case_by_case(ratio: float, advantage: float, loss: float, clipped: bool) -> None:
+    ratio_T, advantage_T = torch.tensor([ratio], dtype=torch.float64), torch.tensor([advantage], dtype=torch.float64)
+    assert clipped_objective(ratio_T, advantage_T, **EPS).item() == pytest.approx(loss)
+    assert bool(is_clipped(ratio_T, advantage_T, **EPS)) is clipped
+
+
+def test_clipped_tokens_have_no_gradient_and_others_do() -> None:
+    data = draw(300, seed=5)
+    new = data["new"].clone().requires_grad_(True)
+    loss_of(data, new).loss.backward()
+    clipped = is_clipped((data["new"] - data["old"]).exp(), data["advantages"], **EPS)
+    assert new.grad is not None
+    assert (new.grad[clipped] == 0).all()
+    assert (new.grad[~clipped & data["mask"]] != 0).all()
+
+
+def test_k3_is_never_negative_and_estimates_kl() -> None:
+    p = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
+    q = torch.tensor([0.25, 0.25, 0.5], dtype=torch.float64)
+    values = k3(p.log() - q.log())
+    assert (values >= 0).all()
+    assert (q * values).sum().item() == pytest.approx((q * (q / p).log()).sum().item(), rel=1e-12)
+
+
+def test_weighted_cross_entropy() -> None:
+    logprobs = torch.tensor([-1.0, -2.0, -4.0], dtype=torch.float64, requires_grad=True)
+    weights = torch.tensor([1.0, 0.2, 0.0])
+    loss = weighted_cross_entropy(logprobs, weights, batch_weight=1.2)
+    loss.backward()
+    assert loss.item() == pytest.approx((1.0 + 0.4) / 1.2)
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([-1 / 1.2, -0.2 / 1.2, 0.0])

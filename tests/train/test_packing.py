@@ -1,0 +1,140 @@
+"""Packing with samples whose every row can be told apart: what goes in comes out, in place and once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent_rl.errors import TrainerError
+from agent_rl.train.packing import pack, pack_weighted, plan, unpack
+from agent_rl.train.ray_trainer import split_step
+from agent_rl.types import Sample
+from r3.routing import Routing, Span, SpanKind
+
+LAYERS, TOP_K, EXPERTS = 3, 2, 60_000
+lengths_of = st.lists(st.integers(2, 40), min_size=1, max_size=30)
+
+
+def distinct(length: int, index: int, *, routes: bool = True) -> Sample:
+    """Token i of sample s is s * 100 + i, so is its log-prob, and its experts are six ids of its own."""
+    rows = index * 100 + np.arange(length)
+    experts = (rows[:, None, None] * LAYERS * TOP_K + np.arange(LAYERS * TOP_K).reshape(LAYERS, TOP_K)).astype(
+        np.uint16
+    )
+    present = np.arange(length) < length - 1
+    routing = Routing(experts, present, (Span(0, length, "1", "e", SpanKind.SAMPLED),), EXPERTS)
+    return Sample(
+        tokens=rows.astype(np.int32),
+        loss_mask=rows % 3 == 0,
+        logprobs=rows.astype(np.float32),
+        advantage=float(index) - 0.5,
+        routing=routing if routes else None,
+        weight=1.0 + index,
+    )
+
+
+@given(lengths_of, st.integers(1, 4), st.integers(40, 120))
+def test_plan_places_every_sequence_once_within_the_budget(lengths: list[int], ranks: int, budget: int) -> None:
+    planned = plan(lengths, budget=budget, ranks=ranks)
+    assert len(planned) == ranks
+    micro_batches = [ids for rank in planned for ids in rank]
+    assert sorted(i for ids in micro_batches for i in ids) == list(range(len(lengths)))
+    assert all(0 < sum(lengths[i] for i in ids) <= budget for ids in micro_batches)
+    counts = [len(rank) for rank in planned]
+    assert max(counts) - min(counts) <= 1
+
+
+@given(st.lists(st.integers(20, 40), min_size=24, max_size=60), st.integers(2, 4))
+def test_plan_balances_ranks(lengths: list[int], ranks: int) -> None:
+    loads = [sum(lengths[i] for ids in rank for i in ids) for rank in plan(lengths, budget=200, ranks=ranks)]
+    assert max(loads) - min(loads) <= 2 * max(lengths)
+
+
+def test_a_sequence_that_does_not_fit_is_refused_in_one_line() -> None:
+    with pytest.raises(
+        TrainerError, match=r"^sequence 1 has 300 tokens and train.microbatch_tokens is 256: raise it.*$"
+    ):
+        plan([10, 300], budget=256, ranks=1)
+    with pytest.raises(TrainerError, match=r"sequence 0 has 1 token"):
+        plan([1, 30], budget=256, ranks=1)
+    with pytest.raises(TrainerError, match="no sequences"):
+        plan([], budget=256, ranks=1)
+
+
+@given(lengths_of, st.integers(1, 3))
+def test_round_trip(lengths: list[int], ranks: int) -> None:
+    samples = [distinct(length, index) for index, length in enumerate(lengths)]
+    batches = [pack(samples, ids) for rank in plan(lengths, budget=64, ranks=ranks) for ids in rank]
+
+    def returned(name: str) -> list[np.ndarray]:
+        return unpack(batches, [getattr(batch, name) for batch in batches], len(samples))
+
+    for index, sample in enumerate(samples):
+        assert sample.routing is not None
+        np.testing.assert_array_equal(returned("tokens_T")[index], sample.tokens)
+        np.testing.assert_array_equal(returned("logprobs_T")[index], sample.logprobs)
+        np.testing.assert_array_equal(returned("experts_TLK")[index], sample.routing.experts)
+        np.testing.assert_array_equal(returned("present_T")[index], sample.routing.present)
+        np.testing.assert_array_equal(returned("mask_T")[index][1:], sample.loss_mask[1:])
+        assert not returned("mask_T")[index][0]
+        assert set(returned("advantages_T")[index]) == {np.float32(sample.advantage)}
+        assert set(returned("weights_T")[index]) == {np.float32(sample.weight)}
+
+
+def test_unpack_demands_every_sample_exactly_once() -> None:
+    samples = [distinct(5, 0), distinct(6, 1)]
+    one = pack(samples, (0,))
+    with pytest.raises(TrainerError, match="1 of 2 samples are in no micro-batch, the first is 1"):
+        unpack([one], [one.tokens_T], 2)
+    with pytest.raises(TrainerError, match="sample 0 is in two micro-batches"):
+        unpack([one, one], [one.tokens_T] * 2, 2)
+    with pytest.raises(TrainerError, match="5 tokens came back with 4 rows"):
+        unpack([one], [one.tokens_T[1:]], 1)
+
+
+def test_what_does_not_line_up_raises() -> None:
+    good = distinct(5, 0)
+    short = good.routing
+    assert short is not None
+    clipped = replace(short, experts=short.experts[:4], present=short.present[:4])
+    for bad, message in (
+        (replace(good, logprobs=good.logprobs[1:]), "5 tokens and 4 entries of logprobs"),
+        (replace(good, loss_mask=good.loss_mask[1:]), "5 tokens and 4 entries of loss_mask"),
+        (replace(good, routing=clipped), "5 tokens and 4 rows of routes"),
+    ):
+        with pytest.raises(TrainerError, match=message):
+            pack([bad], (0,))
+    with pytest.raises(TrainerError, match="1 of 2 packed samples have no routes"):
+        pack([good, distinct(5, 1, routes=False)], (0, 1))
+    narrower = replace(short, experts=short.experts[:, :2])
+    with pytest.raises(TrainerError, match="routes of different shapes"):
+        pack([good, replace(distinct(5, 1), routing=narrower)], (0, 1))
+
+
+@given(lengths_of, st.integers(1, 4), st.integers(1, 3))
+def test_split_step_uses_every_sample_in_exactly_one_mini_step(lengths: list[int], mini_steps: int, ranks: int) -> None:
+    samples = [distinct(length, index) for index, length in enumerate(lengths)]
+    shares = split_step(samples, mini_steps=mini_steps, budget=64, ranks=ranks)
+    assert len({len(rank) for rank in shares}) == 1
+    seen = [i for rank in shares for share in rank for ids in share.micro_batches for i in ids]
+    assert sorted(seen) == list(range(len(samples)))
+    for step in range(len(shares[0])):
+        batches = [pack(samples, ids) for rank in shares for ids in rank[step].micro_batches]
+        assert {rank[step].sampled_tokens for rank in shares} == {sum(int(b.mask_T.sum()) for b in batches)}
+
+
+def test_weighted_sequences() -> None:
+    sequences = [
+        (np.array([5, 6, 7], np.int32), np.array([1, 0.2, 1], np.float32)),
+        (np.array([8, 9], np.int32), np.array([0.2, 1], np.float32)),
+    ]
+    batch = pack_weighted(sequences, (1, 0))
+    assert batch.tokens_T.tolist() == [8, 9, 5, 6, 7]
+    assert batch.weights_T.tolist() == pytest.approx([0, 1, 0, 0.2, 1])
+    assert sequences[0][1][0] == 1, "the caller's weights stay as they were"
+    with pytest.raises(TrainerError, match="sequence 0 has 2 tokens and 3 loss weights"):
+        pack_weighted([(np.array([1, 2], np.int32), np.ones(3, np.float32))], (0,))

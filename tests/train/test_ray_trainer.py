@@ -1,0 +1,119 @@
+"""What one trainer rank answers: real Ray, real Megatron, a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from agent_rl.config import RunConfig
+from agent_rl.train.ray_trainer import RayTrainer
+from agent_rl.train.settings import OptimizerSettings
+from agent_rl.train.sft import SftConfig, SftProgress, sft
+from agent_rl.types import Sample
+
+pytestmark = [pytest.mark.megatron, pytest.mark.slow]
+
+Config = Callable[..., RunConfig]
+Make = Callable[..., Sample]
+VOCAB = 64
+LENGTHS = (10, 20, 30, 40, 15, 17, 33)
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as loop:
+        yield loop
+
+
+@pytest.fixture(scope="module")
+def trainer(runner: asyncio.Runner, tiny_moe: Path) -> Iterator[RayTrainer]:
+    """One rank, shared by the tests that don't mind its weights."""
+    settings = {"device": "cpu", "microbatch_tokens": 64, "lr": 1e-2, "mini_steps": 2, "replay": "r3"}
+    config = RunConfig.model_validate({"name": "test", "model": tiny_moe, "train": settings})
+    ready = RayTrainer(config)
+    runner.run(ready.start())
+    yield ready
+    runner.run(ready.close())
+
+
+def samples(make_sample: Make, *, routes: bool = True) -> list[Sample]:
+    return [make_sample(n, seed=n, advantage=(-1.0) ** n * n / 20, routes=routes) for n in LENGTHS]
+
+
+def test_replayed_routes_are_used_and_reported(runner: asyncio.Runner, trainer: RayTrainer, make_sample: Make) -> None:
+    metrics = runner.run(trainer.step(samples(make_sample), measure_native=True))
+    assert metrics["r3/router_mismatch"] == metrics["r3/token_mismatch"] == metrics["r3/sequence_mismatch"] == 0
+    assert metrics["mismatch_native/router_mismatch"] > 0.5, "random routes are not the model's own"
+    assert metrics["r3/coverage"] == 1
+    assert metrics["r3/fallback_token_fraction"] == 0
+    assert metrics["r3/bytes_per_token"] == 4  # two layers of two experts, a byte each
+    assert metrics["train/updates"] == 2
+    assert metrics["train/sampled_tokens"] == sum(int(s.loss_mask.sum()) for s in samples(make_sample))
+    assert metrics["mismatch/k3_kl"] != metrics["mismatch_native/k3_kl"]
+    assert metrics["train/grad_norm"] > 0
+
+
+def test_missing_rows_fall_back_and_are_counted(runner: asyncio.Runner, trainer: RayTrainer, make_sample: Make) -> None:
+    sample = make_sample(21, seed=1)
+    assert sample.routing is not None
+    present = sample.routing.present.copy()
+    present[3:8] = False
+    gappy = replace(sample, routing=replace(sample.routing, present=present))
+    metrics = runner.run(trainer.step([gappy], measure_native=False))
+    assert metrics["r3/coverage"] == pytest.approx(15 / 20)
+    assert metrics["r3/fallback_token_fraction"] == pytest.approx(5 / 20)
+    assert metrics["r3/router_mismatch"] == 0
+    assert "mismatch_native/k3_kl" not in metrics
+
+
+def test_logprobs_are_aligned_with_the_tokens(runner: asyncio.Runner, trainer: RayTrainer, make_sample: Make) -> None:
+    """Each token's log-prob is a function of those before it and itself alone, and sums to 1 over the vocabulary."""
+    base = make_sample(12, seed=4, routes=False)
+
+    def with_token(index: int, token: int) -> Sample:
+        tokens = base.tokens.copy()
+        tokens[index] = token
+        return replace(base, tokens=tokens)
+
+    variants = [with_token(7, token) for token in range(VOCAB)]
+    table = np.array(runner.run(trainer.logprobs(variants, replay=False)))
+    assert (table[:, 0] == 0).all()
+    assert np.ptp(table[:, :7], axis=0).max() < 1e-5, "a later token changed an earlier log-prob"
+    assert np.exp(table[:, 7]).sum() == pytest.approx(1, abs=1e-4)
+    assert np.ptp(table[:, 8]) > 1e-3, "the next token's log-prob depends on this one"
+
+
+def test_nothing_to_learn_makes_no_update(runner: asyncio.Runner, trainer: RayTrainer, make_sample: Make) -> None:
+    one = samples(make_sample)[:1]
+    before = runner.run(trainer.logprobs(one, replay=True))
+    assert runner.run(trainer.step([], measure_native=True))["train/updates"] == 0
+    assert runner.run(trainer.logprobs(one, replay=True)) == before
+
+
+def test_an_update_starts_from_clean_gradients(runner: asyncio.Runner, trainer: RayTrainer, make_sample: Make) -> None:
+    """With a vanishing learning rate the same step has the same gradient again, whatever was left in the buffers."""
+    runner.run(trainer.set_optimizer(OptimizerSettings(lr=1e-12)))
+    steps = [runner.run(trainer.step(samples(make_sample), measure_native=False)) for _ in range(2)]
+    assert steps[1]["train/grad_norm"] == pytest.approx(steps[0]["train/grad_norm"], rel=1e-5)
+
+
+def test_supervised_training_learns_and_reports(runner: asyncio.Runner, trainer: RayTrainer) -> None:
+    """Sequences that count up: after some updates the next token is known."""
+    starts = np.arange(24)
+    sequences = [
+        (((start + np.arange(30)) % VOCAB).astype(np.int32), np.where(np.arange(30) < 4, 0.2, 1).astype(np.float32))
+        for start in starts
+    ]
+    seen: list[SftProgress] = []
+    result = runner.run(sft(trainer, sequences, SftConfig(steps=60, batch=8, warmup_steps=5), seen.append))
+    assert [progress.step for progress in seen] == list(range(1, 61))
+    assert seen[0].loss > 3
+    assert result["sft/loss"] < 0.5
+    assert seen[4].lr == pytest.approx(3e-3)
+    assert seen[-1].lr == pytest.approx(3e-4)
+    assert result["sft/tokens"] == 60 * 8 * 30

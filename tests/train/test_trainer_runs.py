@@ -1,0 +1,174 @@
+"""Whole trainers from start to end: learning, resuming, data ranks, failures. Real Ray, real Megatron."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from agent_rl.config import RunConfig
+from agent_rl.errors import ConfigError, TrainerError
+from agent_rl.train.advantages import group_advantages
+from agent_rl.train.ray_trainer import RayTrainer
+from agent_rl.types import Sample
+
+pytestmark = [pytest.mark.megatron, pytest.mark.slow]
+
+Config = Callable[..., RunConfig]
+Make = Callable[..., Sample]
+VOCAB = 64
+LENGTHS = (10, 20, 30, 40, 15, 17, 33)
+
+
+def samples(make_sample: Make, *, routes: bool = True) -> list[Sample]:
+    return [make_sample(n, seed=n, advantage=(-1.0) ** n * n / 20, routes=routes) for n in LENGTHS]
+
+
+def descendants(pid: int) -> set[int]:
+    """All processes below ``pid``."""
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parents[int(entry.name)] = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            except OSError:
+                continue
+    found = {pid}
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found - {pid}
+
+
+def command_line(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text()
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.01)
+
+
+async def test_rewarded_tokens_become_likely(run_config: Config) -> None:
+    """A bandit with a context: after token c, every token that leaves the remainder of c + 1 by 4 is rewarded."""
+    contexts, generator = np.arange(8), np.random.default_rng(0)
+
+    def pair(context: int, action: int, advantage: float = 0.0, logprob: float = 0.0) -> Sample:
+        return Sample(
+            np.array([context, action], np.int32), np.array([False, True]), np.array([0, logprob], np.float32),
+            advantage, None,
+        )  # fmt: skip
+
+    async def policy(trainer: RayTrainer) -> np.ndarray:
+        everything = [pair(int(c), a) for c in contexts for a in range(VOCAB)]
+        values = np.array(await trainer.logprobs(everything, replay=False))[:, 1]
+        return np.exp(values.astype(np.float64)).reshape(len(contexts), VOCAB)
+
+    rewarded = np.arange(VOCAB)[None] % 4 == (contexts[:, None] + 1) % 4
+    async with RayTrainer(run_config(replay="r2", lr=5e-3, microbatch_tokens=256, mini_steps=2)) as trainer:
+        probabilities = await policy(trainer)
+        start = float((probabilities * rewarded).sum(axis=1).mean())
+        for _ in range(12):
+            batch: list[Sample] = []
+            for row, c in enumerate(contexts):
+                p = probabilities[row] / probabilities[row].sum()
+                actions = generator.choice(VOCAB, size=16, p=p)
+                for a, value in zip(actions, group_advantages(rewarded[row, actions].astype(float)), strict=True):
+                    batch.append(pair(int(c), int(a), float(value), float(np.log(p[a]))))
+            metrics = await trainer.step(batch, measure_native=True)
+            assert metrics["mismatch/k3_kl"] < 1e-6, "the rollout was the trainer's own policy"
+            assert metrics["mismatch_native/k3_kl"] == metrics["mismatch/k3_kl"], "an r2 recompute pass is native"
+            probabilities = await policy(trainer)
+        end = float((probabilities * rewarded).sum(axis=1).mean())
+    assert start < 0.5
+    assert end > start + 0.3
+
+
+async def test_a_resumed_run_is_bit_equal(run_config: Config, make_sample: Make, tmp_path: Path) -> None:
+    data = samples(make_sample)
+    config = run_config(lr_warmup_steps=3, weight_decay=0.1)
+
+    def numbers(metrics: dict[str, float]) -> dict[str, float]:
+        return {name: value for name, value in metrics.items() if not name.startswith("time/")}
+
+    async with RayTrainer(config) as trainer:
+        straight = []
+        for step in range(4):
+            if step == 2:
+                await trainer.save(tmp_path / "step-000002")
+            straight.append(numbers(await trainer.step(data, measure_native=True)))
+        final = await trainer.logprobs(data, replay=False)
+    assert os.listdir(tmp_path) == ["step-000002"]
+    async with RayTrainer(config) as trainer:
+        await trainer.load(tmp_path / "step-000002")
+        resumed = [numbers(await trainer.step(data, measure_native=True)) for _ in range(2)]
+        assert await trainer.logprobs(data, replay=False) == final
+        with pytest.raises(ConfigError, match="not a complete checkpoint"):
+            await trainer.load(tmp_path)
+    assert resumed == straight[2:]
+    assert straight[0]["train/lr"] < straight[1]["train/lr"] < straight[2]["train/lr"] == straight[3]["train/lr"]
+
+
+async def test_two_data_ranks_equal_one(run_config: Config, make_sample: Make) -> None:
+    data = samples(make_sample)
+    results = []
+    for world in (1, 2):
+        config = run_config(parallel={"world_size": world}, mini_steps=2, lr=1e-3)
+        async with RayTrainer(config) as trainer:
+            assert trainer.data_size == world
+            metrics = [dict(await trainer.step(data, measure_native=True)) for _ in range(2)]
+            results.append((metrics, await trainer.logprobs(data, replay=True)))
+            alone = await trainer.step(data[:1], measure_native=True)  # the second rank has nothing to do
+            assert alone["mismatch_native/router_mismatch"] > 0
+            assert alone["train/updates"] == 1
+    (one, logprobs_one), (two, logprobs_two) = results
+    for before, after in zip(one, two, strict=True):
+        assert before.keys() == after.keys()
+        for name in before.keys() - {name for name in before if name.startswith("time/")}:
+            assert after[name] == pytest.approx(before[name], rel=1e-4, abs=1e-5), name
+    for left, right in zip(logprobs_one, logprobs_two, strict=True):
+        assert right == pytest.approx(left, abs=1e-5)
+
+
+async def test_a_dead_rank_ends_the_trainer_with_a_reason(run_config: Config, make_sample: Make) -> None:
+    before = descendants(os.getpid())
+    trainer = await RayTrainer(run_config(parallel={"world_size": 2})).start()
+    try:
+        ranks = [pid for pid in descendants(os.getpid()) - before if "RankActor" in command_line(pid)]
+        assert len(ranks) == 2
+        os.kill(ranks[0], signal.SIGKILL)
+        started = time.monotonic()
+        with pytest.raises(TrainerError, match=r"a trainer rank (died|failed)"):
+            await trainer.step(samples(make_sample), measure_native=False)
+        assert time.monotonic() - started < 60
+        with pytest.raises(TrainerError, match=r"a trainer rank (died|failed)"):
+            await trainer.logprobs(samples(make_sample), replay=False)
+    finally:
+        await trainer.close()
+    await trainer.close()
+    with pytest.raises(TrainerError):
+        await trainer.step(samples(make_sample), measure_native=False)
+    assert not descendants(os.getpid()) - before, "close left processes"
+
+
+async def test_samples_without_routes_are_refused_under_r3(run_config: Config, make_sample: Make) -> None:
+    async with RayTrainer(run_config(replay="r3")) as trainer:
+        with pytest.raises(TrainerError, match=r"train\.replay is r3 and the samples have no routes"):
+            await trainer.step(samples(make_sample, routes=False), measure_native=False)
+
+
+async def test_a_cancelled_start_leaves_nothing(run_config: Config) -> None:
+    before = descendants(os.getpid())
+    starting = asyncio.create_task(RayTrainer(run_config()).start())
+    await asyncio.to_thread(wait_until, lambda: bool(descendants(os.getpid()) - before))
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert not descendants(os.getpid()) - before

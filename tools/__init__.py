@@ -1,0 +1,27 @@
+"""What the agent may call: tools, their schemas, and the text formats of tool calls."""
+
+from tools.errors import ToolDefinitionError, ToolError, ToolsError
+from tools.formats import HermesFormat, XmlFormat, tool_format
+from tools.schema import tool_function
+from tools.swe import swe_tools
+from tools.text import Style
+from tools.toolset import FunctionToolSet
+from tools.types import ParseFailure, ToolCall, ToolCallFormat, ToolResult, ToolSet
+
+__all__ = [
+    "FunctionToolSet",
+    "HermesFormat",
+    "ParseFailure",
+    "Style",
+    "ToolCall",
+    "ToolCallFormat",
+    "ToolDefinitionError",
+    "ToolError",
+    "ToolResult",
+    "ToolSet",
+    "ToolsError",
+    "XmlFormat",
+    "swe_tools",
+    "tool_format",
+    "tool_function",
+]

@@ -1,0 +1,41 @@
+"""What the sandboxed tools share: their box, their style of answer, their time limit."""
+
+from __future__ import annotations
+
+import posixpath
+from dataclasses import dataclass
+
+from sandbox import ExecResult, Sandbox
+from tools.errors import ToolError
+from tools.text import Style
+
+# Linux takes at most 128 KiB in one argument of a command; past that exec fails, which would look like a broken box.
+_ARGUMENT_BYTES = 120_000
+
+
+@dataclass(frozen=True, slots=True)
+class ToolBox:
+    """A sandbox as the tools use it. ``timeout`` is in seconds, for each command."""
+
+    sandbox: Sandbox
+    style: Style = "full"
+    timeout: float = 90.0
+
+    @property
+    def concise(self) -> bool:
+        return self.style == "concise"
+
+    def path(self, path: str) -> str:
+        """``path`` made absolute (against the box's working directory) and normal."""
+        if not path:
+            raise ToolError("path is empty; give a file or a directory")
+        if len(path.encode()) > 4000:
+            raise ToolError("path is longer than 4000 bytes")
+        return posixpath.normpath(posixpath.join(self.sandbox.spec.workdir, path))
+
+    async def run(self, *command: str, stdin: bytes | None = None) -> ExecResult:
+        """Run ``command``, an argument a string, in the working directory."""
+        longest = max(len(argument.encode()) for argument in command)
+        if longest > _ARGUMENT_BYTES:
+            raise ToolError(f"an argument of {longest} bytes is too long; {_ARGUMENT_BYTES} is the most")
+        return await self.sandbox.exec(list(command), timeout=self.timeout, cwd=self.sandbox.spec.workdir, stdin=stdin)

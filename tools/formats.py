@@ -1,0 +1,176 @@
+"""Two text formats of tool calls: Qwen's Hermes JSON and R2E-Gym's XML.
+
+Both parsers are total: any text gives a :class:`ToolCall` or a :class:`ParseFailure` with one line for the agent. A
+turn's *first* call is taken and what follows it is ignored, as R2E-Gym does. A leading ``<think>`` block is skipped, so
+that a call that is only thought about is not run.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from tools.types import ParseFailure, ToolCall, ToolCallFormat
+
+
+class HermesFormat:
+    """``<tool_call>`` around a JSON object with ``name`` and ``arguments``, as Qwen models are trained to write it."""
+
+    name = "hermes"
+    _open, _close = "<tool_call>", "</tool_call>"
+    # Raw newlines inside strings are let through (strict=False): models write them often and they are unambiguous.
+    _decoder = json.JSONDecoder(strict=False, parse_constant=lambda text: _refuse_constant(text))
+
+    def parse(self, text: str) -> ToolCall | ParseFailure:
+        spoken = _after_thinking(text)
+        if isinstance(spoken, ParseFailure):
+            return spoken
+        _, opened, rest = spoken.partition(self._open)
+        if not opened:
+            return ParseFailure(f"no tool call found; write {self._open}, a JSON object, {self._close}")
+        body = rest.lstrip()
+        try:
+            value, end = self._decoder.raw_decode(body)
+        except json.JSONDecodeError as error:
+            return ParseFailure(f"bad JSON in the tool call, line {error.lineno} column {error.colno}: {error.msg}")
+        except (ValueError, RecursionError) as error:
+            return ParseFailure(f"bad JSON in the tool call: {_one_line(error)}")
+        if not body[end:].lstrip().startswith(self._close):
+            return ParseFailure(f"the tool call is not closed; write {self._close} after the JSON object")
+        return _call_from_json(value)
+
+    def render(self, call: ToolCall) -> str:
+        body = json.dumps({"name": call.name, "arguments": dict(call.arguments)}, ensure_ascii=False)
+        return f"{self._open}\n{body}\n{self._close}"
+
+    def describe(self, schemas: Sequence[Mapping[str, Any]]) -> str:
+        tools = "\n".join(json.dumps(schema, ensure_ascii=False) for schema in schemas)
+        example = '{"name": <tool name>, "arguments": <arguments as a JSON object>}'
+        return (
+            f"# Tools\n\nYou may call these tools, one call a turn:\n<tools>\n{tools}\n</tools>\n\n"
+            f"Write a call as\n{self._open}\n{example}\n{self._close}"
+        )
+
+
+class XmlFormat:
+    r"""``<function=NAME>`` around ``<parameter=ARG>value</parameter>`` lines, as R2E-Gym writes it.
+
+    Values are strings; others are written as JSON and read back by the tool's schema. A value without a newline stands
+    bare between its tags; one with a newline is set off by one newline on either side, and the parser takes one leading
+    and one trailing newline away. Everything else is kept to the character. Nothing is escaped but ``</parameter>``
+    inside a value, which is written ``<\/parameter>`` (one backslash more for each that is there already).
+    """
+
+    name = "xml"
+    _function = re.compile(r"<function=([^<>\n]*)>")
+    _parameter = re.compile(r"\s*<parameter=([^<>\n]*)>")
+    _end = re.compile(r"\s*</function>")
+    _writable = re.compile(r"[^<>\s]+")
+
+    def parse(self, text: str) -> ToolCall | ParseFailure:
+        spoken = _after_thinking(text)
+        if isinstance(spoken, ParseFailure):
+            return spoken
+        opened = self._function.search(spoken)
+        if not opened:
+            return ParseFailure("no tool call found; write <function=NAME>, its parameters, </function>")
+        name = opened[1].strip()
+        if not name:
+            return ParseFailure("the tool call has no name; write <function=NAME>")
+        arguments: dict[str, Any] = {}
+        position = opened.end()
+        while parameter := self._parameter.match(spoken, position):
+            key = parameter[1].strip()
+            close = spoken.find("</parameter>", parameter.end())
+            if problem := _parameter_problem(key, close, arguments):
+                return ParseFailure(problem)
+            arguments[key] = _read_value(spoken[parameter.end() : close])
+            position = close + len("</parameter>")
+        if not self._end.match(spoken, position):
+            return ParseFailure(f"<function={name}> is not closed; only parameters may stand before </function>")
+        return ToolCall(name, arguments)
+
+    def render(self, call: ToolCall) -> str:
+        """Raises ``ValueError`` for a tool or argument name that a tag cannot hold."""
+        for name in (call.name, *call.arguments):
+            if not self._writable.fullmatch(name):
+                raise ValueError(f"the name {name!r} cannot be written in a tag: it is empty or has a space, < or >")
+        lines = [f"<parameter={key}>{_write_value(value)}</parameter>" for key, value in call.arguments.items()]
+        return "\n".join([f"<function={call.name}>", *lines, "</function>"])
+
+    def describe(self, schemas: Sequence[Mapping[str, Any]]) -> str:
+        tools = "\n\n".join(_describe_function(schema["function"]) for schema in schemas)
+        example = "<function=NAME>\n<parameter=ARG>value</parameter>\n</function>"
+        return f"You may call these tools, one call a turn:\n\n{tools}\n\nWrite a call as\n{example}"
+
+
+def tool_format(name: str) -> ToolCallFormat:
+    """The format called ``name``: hermes or xml. Raises ``ValueError`` for another name."""
+    formats: dict[str, ToolCallFormat] = {"hermes": HermesFormat(), "xml": XmlFormat()}
+    if name not in formats:
+        raise ValueError(f"no tool-call format {name!r}; there are {', '.join(formats)}")
+    return formats[name]
+
+
+def _after_thinking(text: str) -> str | ParseFailure:
+    if not text.lstrip().startswith("<think>"):
+        return text
+    _, closed, spoken = text.partition("</think>")
+    return spoken if closed else ParseFailure("no tool call found; <think> is not closed")
+
+
+def _call_from_json(value: Any) -> ToolCall | ParseFailure:
+    if not isinstance(value, dict):
+        return ParseFailure('the tool call must be a JSON object with "name" and "arguments"')
+    name, arguments = value.get("name"), value.get("arguments", {})
+    if not isinstance(name, str) or not name:
+        return ParseFailure('the tool call has no "name"; it must be a string')
+    if not isinstance(arguments, dict):
+        return ParseFailure('"arguments" of the tool call must be a JSON object')
+    try:
+        orjson.dumps(value)  # half surrogate pairs and integers past 64 bits could not be kept on record
+    except TypeError as error:
+        return ParseFailure(f"the tool call holds a value that cannot be kept: {_one_line(error)}")
+    return ToolCall(name, arguments)
+
+
+def _parameter_problem(key: str, close: int, seen: Mapping[str, Any]) -> str | None:
+    if not key:
+        return "a parameter has no name; write <parameter=ARG>"
+    if close < 0:
+        return f"<parameter={key}> is not closed; write </parameter> after its value"
+    return f"parameter {key} is given twice" if key in seen else None
+
+
+def _write_value(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    text = re.sub(r"<(\\*)/parameter>", r"<\1\\/parameter>", text)
+    return f"\n{text}\n" if "\n" in text else text
+
+
+def _read_value(raw: str) -> str:
+    text = raw.removeprefix("\n").removesuffix("\n")
+    return re.sub(r"<\\(\\*)/parameter>", r"<\1/parameter>", text)
+
+
+def _describe_function(function: Mapping[str, Any]) -> str:
+    lines = [f"{function['name']}: {function['description']}"]
+    parameters = function["parameters"]
+    for name, schema in parameters["properties"].items():
+        choices = f" {'|'.join(map(str, schema['enum']))}" if "enum" in schema else ""
+        need = "required" if name in parameters["required"] else "optional"
+        kind = f"{schema.get('type', 'value')}{choices}, {need}"
+        lines.append(f"  {name} ({kind}): {schema.get('description', '')}".rstrip(": "))
+    return "\n".join(lines)
+
+
+def _refuse_constant(text: str) -> Any:
+    raise ValueError(f"{text} is no JSON")
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]

@@ -1,0 +1,51 @@
+"""The tool that looks for text in files."""
+
+from __future__ import annotations
+
+import posixpath
+
+from tools.box import ToolBox
+from tools.errors import ToolError
+from tools.text import clip, split_lines
+
+_MATCHES_A_FILE = 50
+_MATCHES = 200
+_LINE_CHARS = 200
+
+
+class Search:
+    """``search``: one grep, one round trip a call."""
+
+    def __init__(self, box: ToolBox) -> None:
+        self._box = box
+
+    async def search(self, search_term: str, path: str = ".") -> str:
+        """Find the lines that hold a text, in a file or in all text files below a directory (.git left out).
+
+        Args:
+            search_term: The text to look for, taken literally, upper and lower case told apart.
+            path: A file or a directory; the working directory if not given.
+        """
+        if not search_term:
+            raise ToolError("search_term is empty; give the text to look for")
+        if "\n" in search_term:
+            raise ToolError("search_term has more than one line; give a part of one line")
+        workdir, where = self._box.sandbox.spec.workdir, self._box.path(path)
+        inside = posixpath.commonpath([workdir, where]) == workdir
+        target = posixpath.relpath(where, workdir) if inside else where
+        options = ["-rnHIF", "--exclude-dir=.git", "--exclude-dir=.venv", f"-m{_MATCHES_A_FILE}"]
+        result = await self._box.run("grep", *options, "-e", search_term, "--", target)
+        if result.timed_out:
+            raise ToolError(f"the search took more than {self._box.timeout:g} seconds; give a smaller path")
+        lines = split_lines(result.stdout.decode("utf-8", errors="replace"))
+        if lines:
+            return self._answer(lines)
+        if result.exit_code > 1:
+            raise ToolError(f"no such file or directory: {path}")
+        return "no matches" if self._box.concise else f"No line in {path} holds {search_term!r}."
+
+    def _answer(self, lines: list[str]) -> str:
+        shown = [clip(line.removeprefix("./"), _LINE_CHARS) for line in lines[:_MATCHES]]
+        if len(lines) > _MATCHES:
+            shown.append(f"[{len(lines) - _MATCHES} more matches; give a longer text or a smaller path]")
+        return "\n".join(shown)
