@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -61,7 +63,8 @@ class Launcher:
         stdin: bytes | None,
     ) -> tuple[Finished, bool]:
         """Run ``argv``; also whether it was reached. What bwrap itself failed at is not the command's failure."""
-        with self._descriptors() as (status, report, seccomp):
+        with self._descriptors() as (pipe, report, seccomp):
+            status = _Status(pipe)
             options = [*self.flags, "--json-status-fd", str(report), *mounts, "--chdir", cwd]
             options += [part for key, value in env.items() for part in ("--setenv", key, value)]
             if seccomp is not None:
@@ -72,9 +75,9 @@ class Launcher:
                 limit=spec.output_limit_bytes,
                 stdin=stdin,
                 pass_fds=[fd for fd in (report, seccomp) if fd is not None],
+                kill_rest=status.kill_box,
             )
-            # Written only once the command was executed, on a descriptor that the command does not have.
-            return finished, b'"exit-code"' in _read_what_is_there(status)
+            return finished, status.reached
 
     def _limited(
         self, spec: SandboxSpec, cgroup: Cgroup | None, options: Sequence[str], argv: Sequence[str]
@@ -124,9 +127,39 @@ def find_bwrap() -> tuple[str, tuple[str, ...]]:
     )
 
 
-def _read_what_is_there(pipe: int) -> bytes:
-    """What a pipe holds whose writer is done. (Its writing end may still be open here: nothing is waited for.)"""
+class _Status:
+    """What bwrap says of itself on ``--json-status-fd``, a descriptor that the command does not have."""
+
+    def __init__(self, pipe: int) -> None:
+        self._pipe, self._text = pipe, b""
+
+    @property
+    def reached(self) -> bool:
+        """Whether the command was executed: only then is its exit code written."""
+        return b'"exit-code"' in self._read()
+
+    def kill_box(self) -> None:
+        """Kill the box's first process, and with it the box, after bwrap was killed.
+
+        ``--die-with-parent`` does so too, except in the moment between the first process's ``setsid``, which takes it
+        out of bwrap's group, and its ``prctl``. Its id is written before it gets that far.
+        """
+        found = re.search(rb'"child-pid": *(\d+)', self._read())
+        if found is not None and _is_first_process(pid := int(found[1])):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _read(self) -> bytes:
+        """What was written so far. (The pipe's writing end may still be open here: nothing is waited for.)"""
+        with contextlib.suppress(BlockingIOError):
+            self._text += os.read(self._pipe, 4096)
+        return self._text
+
+
+def _is_first_process(pid: int) -> bool:
+    """Whether ``pid`` is still the first process of a PID namespace below ours, and not another's id by now."""
     try:
-        return os.read(pipe, 4096)
-    except BlockingIOError:
-        return b""
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    return re.search(r"^NSpid:.*\s1$", status, re.MULTILINE) is not None

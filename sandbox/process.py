@@ -7,8 +7,9 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 _CHUNK = 1 << 16
 _KILL_GRACE = 10.0
@@ -51,32 +52,42 @@ async def run_process(
     limit: int,
     stdin: bytes | None = None,
     pass_fds: Sequence[int] = (),
+    kill_rest: Callable[[], None] = lambda: None,
 ) -> Finished:
     """Run ``argv`` in a process group of its own, with an empty environment.
 
-    After ``timeout`` seconds, or when the caller is cancelled, the group is killed. Output beyond ``limit`` bytes a
-    stream is read and dropped while the process goes on. Must be called from a thread that outlives the process.
+    After ``timeout`` seconds, or when the caller is cancelled, the group is killed, and then ``kill_rest`` called for
+    what has left it. Output beyond ``limit`` bytes a stream is read and dropped while the process goes on. Must be
+    called from a thread that outlives the process.
     """
     started = time.perf_counter()
-    process = await asyncio.create_subprocess_exec(
-        *argv,
-        stdin=asyncio.subprocess.DEVNULL if stdin is None else asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env={},
-        start_new_session=True,
-        pass_fds=pass_fds,
+    starting = asyncio.ensure_future(
+        asyncio.create_subprocess_exec(
+            *argv,
+            stdin=asyncio.subprocess.DEVNULL if stdin is None else asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={},
+            start_new_session=True,
+            pass_fds=pass_fds,
+        )
     )
+    # Never cancelled midway: asyncio would wait for ever for pipes that it had not connected yet (seen in 3.11.7).
+    cancelled = await _outlast(starting)
+    process = starting.result()
     out, err = Capture.of(limit), Capture.of(limit)
     talk = asyncio.ensure_future(_talk(process, stdin, out, err))
     timed_out = False
     try:
+        if cancelled:
+            raise asyncio.CancelledError
         done, _ = await asyncio.wait({talk}, timeout=timeout)
         timed_out = not done
     finally:
         # Reached on a deadline and on cancellation alike; killing a group that is gone does nothing.
         if not talk.done():
             _kill_group(process)
+            kill_rest()
         await _settle(talk)
     talk.result()
     assert process.returncode is not None
@@ -122,15 +133,20 @@ def _kill_group(process: asyncio.subprocess.Process) -> None:
 
 async def _settle(talk: asyncio.Future[None]) -> None:
     """Wait for a killed process to be reaped, whatever happens to the caller meanwhile, within a bound."""
-    waiter = asyncio.ensure_future(asyncio.wait({talk}, timeout=_KILL_GRACE))
-    cancelled = False
-    while not waiter.done():
-        try:
-            await asyncio.shield(waiter)
-        except asyncio.CancelledError:
-            cancelled = True
+    cancelled = await _outlast(asyncio.ensure_future(asyncio.wait({talk}, timeout=_KILL_GRACE)))
     if not talk.done():
         talk.cancel()
         raise TimeoutError(f"a killed process did not go away within {_KILL_GRACE:.0f} s")
     if cancelled:
         raise asyncio.CancelledError
+
+
+async def _outlast(work: asyncio.Future[Any]) -> bool:
+    """Wait until ``work`` is done, and tell whether the caller was cancelled meanwhile."""
+    cancelled = False
+    while not work.done():
+        try:
+            await asyncio.wait({work})
+        except asyncio.CancelledError:
+            cancelled = True
+    return cancelled

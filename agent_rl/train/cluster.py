@@ -78,7 +78,8 @@ def _init(address: str | None, folder: Path | None, *, cpus: int) -> None:
         "_temp_dir": str(folder),
     }
     try:
-        marks = {_MARK: str(folder)} if folder else {}
+        # Ray's processes rename themselves; SPT_NOENV keeps that from overwriting the environment that tells them.
+        marks = {_MARK: str(folder), "SPT_NOENV": "1"} if folder else {}
         with _environment(RAY_USAGE_STATS_ENABLED="0", RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0", **variables, **marks):
             ray.init(
                 address=address or "local",

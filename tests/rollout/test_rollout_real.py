@@ -164,7 +164,9 @@ async def test_stopping_a_run_ends_its_commands_and_leaves_no_box(backend: Sandb
     running = asyncio.create_task(
         collect_groups(env.tasks("heldout"), run, GroupSettings(size=1, min_size=1), limiter=Limiter(4))
     )
-    await watched.busy.wait()
+    busy = asyncio.create_task(watched.busy.wait())
+    await asyncio.wait({busy, running}, return_when=asyncio.FIRST_COMPLETED)
+    assert not running.done(), running.result()
     running.cancel()
     async with asyncio.timeout(20):
         with pytest.raises(asyncio.CancelledError):

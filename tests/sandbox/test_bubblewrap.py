@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import random
 import shutil
 import subprocess
 from collections.abc import AsyncIterator, Iterator
@@ -62,6 +64,27 @@ async def test_commands_leave_no_zombies(backend: BubblewrapBackend) -> None:
     assert box.cgroup is not None
     if "pids" in box.cgroup.folders:
         assert (box.cgroup.folders["pids"] / "pids.current").read_text() == "0\n"
+
+
+async def test_a_command_cancelled_while_it_starts_is_gone_at_once(backend: BubblewrapBackend) -> None:
+    box = await backend.start(SandboxSpec())
+    moments = random.Random(7)
+    for _ in range(150):
+        running = asyncio.create_task(box.exec("sleep 617.75", timeout=60))
+        await asyncio.sleep(moments.uniform(0, 0.01))  # bwrap takes a few milliseconds; each moment of it is met
+        running.cancel()
+        await asyncio.wait({running}, timeout=20)
+        assert running.cancelled(), "the start was cut short and something of it lives on"
+    assert not [line for line in command_lines() if b"617.75" in line]
+
+
+def command_lines() -> list[bytes]:
+    """The command line of every process of this machine."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            found.append(file.read_bytes())
+    return found
 
 
 async def test_root_file_system_is_read_only(backend: BubblewrapBackend) -> None:
