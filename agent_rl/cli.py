@@ -15,9 +15,11 @@ app = typer.Typer(
 config_app = typer.Typer(no_args_is_help=True, help="Look at configs.")
 envs_app = typer.Typer(no_args_is_help=True, help="Look at environments.")
 model_app = typer.Typer(no_args_is_help=True, help="Make a starting model.")
+r3_app = typer.Typer(no_args_is_help=True, help="Probe, compare and check routing replay.")
 app.add_typer(config_app, name="config")
 app.add_typer(envs_app, name="envs")
 app.add_typer(model_app, name="model")
+app.add_typer(r3_app, name="r3")
 
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML config, see configs/.")]
 Overrides = Annotated[

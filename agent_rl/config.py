@@ -119,6 +119,33 @@ class TrainConfig(Section):
     keep_checkpoints: int = Field(2, gt=0, description="Checkpoints kept.")
 
 
+class TraceConfig(Section):
+    """What of the routes' way from engine to trainer is written down, for ``agent-rl r3 check``."""
+
+    steps: tuple[int, ...] = Field((), description="Global steps to trace; empty traces none.")
+    samples: int = Field(4, gt=0, description="Samples of a step to trace.")
+    microbatches: int = Field(2, gt=0, description="Micro-batches of a pass to trace.")
+    previews: int = Field(8, ge=0, description="Values of a tensor that are written beside its hash.")
+    verify_forward: bool = Field(True, description="Also compare the experts every router used with those given.")
+    dir: Path | None = Field(None, description="Folder of the trace; None is r3_trace in the run's folder.")
+
+
+class R3Config(Section):
+    """Rollout routing replay: which routes are kept, and what is done where some are missing."""
+
+    source: Literal["sampled", "latest"] = Field(
+        "sampled", description="A token's routes: those it was sampled with, or the newest prefill's."
+    )
+    missing: Literal["native", "drop_sample", "error"] = Field(
+        "error", description="Tokens without routes: route natively, leave the trajectory out, or stop."
+    )
+    missing_budget: float = Field(
+        0.01, ge=0, le=1, description="Share of a step's tokens that may lack routes before the run stops."
+    )
+    probe: bool = Field(True, description="Probe the engine's route capture before training starts.")
+    trace: TraceConfig = TraceConfig()
+
+
 class EvalConfig(Section):
     """Evaluation on held-out tasks before and after training, and every so many steps."""
 
@@ -140,6 +167,7 @@ class RunConfig(Section):
     env: EnvConfig = EnvConfig()
     rollout: RolloutConfig = RolloutConfig()
     train: TrainConfig = TrainConfig()
+    r3: R3Config = R3Config()
     eval: EvalConfig = EvalConfig()
 
     @property
