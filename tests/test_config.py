@@ -67,7 +67,7 @@ def test_every_key_is_described_or_speaks_for_itself() -> None:
     sections = [
         field.annotation for field in RunConfig.model_fields.values() if hasattr(field.annotation, "model_fields")
     ]
-    assert len(sections) == 6
+    assert len(sections) == 7
     for section in sections:
         undescribed = {name for name, field in section.model_fields.items() if not field.description}
-        assert undescribed <= {"weight_decay", "betas", "device", "parallel"}
+        assert undescribed <= {"weight_decay", "betas", "device", "parallel", "trace"}
