@@ -21,8 +21,9 @@ from agent_rl.train.packing import pack_weighted
 from agent_rl.train.publish import WeightPublisher
 from agent_rl.train.reports import MiniStepShare, RankReport, Update
 from agent_rl.train.settings import ModelSettings, OptimizerSettings, StepSettings
-from agent_rl.train.step import grpo_step, packed, sample_logprobs
+from agent_rl.train.step import grpo_step, packed, sample_logprobs, sample_routes
 from agent_rl.types import Sample
+from r3.routing import narrowest_dtype
 
 if TYPE_CHECKING:
     from agent_rl.train.megatron.model import PolicyModel
@@ -105,6 +106,14 @@ class TrainerRank:
         """Log-probs of this rank's share of the samples, by index. Collective."""
         share = plan[self._ranks.data_rank]
         return sample_logprobs(self._model, samples, share, replay=replay)
+
+    def routes(
+        self, samples: Sequence[Sample], plan: Sequence[Sequence[Sequence[int]]], replay: bool
+    ) -> dict[int, tuple[NDArray[np.float32], NDArray[np.unsignedinteger]]]:
+        """Log-probs and the experts used, of this rank's share of the samples, by index. Collective."""
+        found = sample_routes(self._model, samples, plan[self._ranks.data_rank], replay=replay)
+        dtype = narrowest_dtype(self._model.num_experts)
+        return {index: (logprobs, experts.astype(dtype)) for index, (logprobs, experts) in found.items()}
 
     def supervise(
         self,

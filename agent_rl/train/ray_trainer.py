@@ -104,13 +104,22 @@ class RayTrainer:
 
     async def logprobs(self, samples: Sequence[Sample], *, replay: bool) -> Sequence[Sequence[float]]:
         """Log-probs of every token given those before it (0 for the first), one list a sample, at temperature 1."""
+        return [values.tolist() for values in await self._per_sample("logprobs", samples, replay)]
+
+    async def routes(
+        self, samples: Sequence[Sample], *, replay: bool
+    ) -> list[tuple[NDArray[np.float32], NDArray[np.unsignedinteger]]]:
+        """As :meth:`logprobs`, with the experts used at every token: ``(logprobs [S], experts [S, moe_layers, top_k])``
+        a sample. With ``replay`` those are the samples' own where a row is present."""
+        return await self._per_sample("routes", samples, replay)
+
+    async def _per_sample(self, method: str, samples: Sequence[Sample], replay: bool) -> list[Any]:
         budget = max(self._config.train.microbatch_tokens, *(len(sample.tokens) for sample in samples))
         shares = self._plan([len(sample.tokens) for sample in samples], budget=budget)
-        found: dict[int, NDArray[np.float32]] = {}
-        stored = self.put(list(samples))
-        for part in await self._per_data_rank("logprobs", stored, shares, replay):
+        found: dict[int, Any] = {}
+        for part in await self._per_data_rank(method, self.put(list(samples)), shares, replay):
             found.update(part)
-        return [found[index].tolist() for index in range(len(samples))]
+        return [found[index] for index in range(len(samples))]
 
     async def supervise(self, sequences: Any, ids: Sequence[int], lengths: Sequence[int], weight: float) -> Any:
         """One supervised update over ``ids`` of ``sequences`` (from :meth:`put`); ``(loss, Update)``."""

@@ -96,9 +96,26 @@ def sample_logprobs(
     """Log-probs of every token given those before it at temperature 1, by the sample's index; this rank's share."""
     batches = [pack(samples, ids) for ids in micro_batches]
     outputs = model.forward_logprobs([packed(batch) for batch in batches], _rollout_routes(batches) if replay else None)
+    return _by_sample(batches, [output.logprobs.float().cpu().numpy() for output in outputs])
+
+
+def sample_routes(
+    model: Model, samples: Sequence[Sample], micro_batches: Sequence[Sequence[int]], *, replay: bool
+) -> dict[int, tuple[NDArray[np.float32], NDArray[np.integer]]]:
+    """As :func:`sample_logprobs`, with the experts used at every token, ``[tokens, moe_layers, top_k]``."""
+    batches = [pack(samples, ids) for ids in micro_batches]
+    outputs = model.forward_logprobs(
+        [packed(batch) for batch in batches], _rollout_routes(batches) if replay else None, record=True
+    )
+    logprobs = _by_sample(batches, [output.logprobs.float().cpu().numpy() for output in outputs])
+    routes = _by_sample(batches, [_recorded(output).cpu().numpy() for output in outputs])
+    return {index: (logprobs[index], routes[index]) for index in logprobs}
+
+
+def _by_sample(batches: Sequence[MicroBatch], values: Sequence[NDArray]) -> dict[int, NDArray]:
     return {
-        index: output.logprobs[batch.cu_seqlens[at] : batch.cu_seqlens[at + 1]].float().cpu().numpy()
-        for batch, output in zip(batches, outputs, strict=True)
+        index: value[batch.cu_seqlens[at] : batch.cu_seqlens[at + 1]]
+        for batch, value in zip(batches, values, strict=True)
         for at, index in enumerate(batch.sample_ids)
     }
 

@@ -71,6 +71,20 @@ def test_missing_rows_fall_back_and_are_counted(runner: asyncio.Runner, trainer:
     assert "mismatch_native/k3_kl" not in metrics
 
 
+def test_routes_come_with_the_logprobs(runner: asyncio.Runner, trainer: RayTrainer, make_sample: Make) -> None:
+    data = samples(make_sample)
+    replayed = runner.run(trainer.routes(data, replay=True))
+    logprobs = runner.run(trainer.logprobs(data, replay=True))
+    native = runner.run(trainer.routes(data, replay=False))
+    for sample, (values, experts), expected, (_, own) in zip(data, replayed, logprobs, native, strict=True):
+        assert sample.routing is not None
+        assert values.tolist() == expected
+        assert experts.dtype == own.dtype == np.uint8
+        assert experts.shape == sample.routing.experts.shape == own.shape
+        np.testing.assert_array_equal(experts[:-1], sample.routing.experts[:-1])
+        assert (own != sample.routing.experts).any()
+
+
 def test_logprobs_are_aligned_with_the_tokens(runner: asyncio.Runner, trainer: RayTrainer, make_sample: Make) -> None:
     """Each token's log-prob is a function of those before it and itself alone, and sums to 1 over the vocabulary."""
     base = make_sample(12, seed=4, routes=False)
