@@ -37,6 +37,19 @@ class Span:
     engine: str
     kind: SpanKind
 
+    def shifted(self, rows: int) -> Span:
+        """The same provenance, ``rows`` further on."""
+        return Span(self.start + rows, self.stop + rows, self.weight_version, self.engine, self.kind)
+
+    def continues(self, other: Span) -> bool:
+        """Whether this span starts where ``other`` stops, and tells the same of its rows."""
+        return (
+            self.start == other.stop
+            and self.weight_version == other.weight_version
+            and self.engine == other.engine
+            and self.kind is other.kind
+        )
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Routing:
@@ -158,7 +171,7 @@ def concat(routings: Sequence[Routing]) -> Routing:
     at = 0
     for routing in routings:
         for span in routing.spans:
-            append_span(spans, replace(span, start=span.start + at, stop=span.stop + at))
+            append_span(spans, span.shifted(at))
         at += routing.tokens
     experts = np.concatenate([routing.experts for routing in routings])
     present = np.concatenate([routing.present for routing in routings])
@@ -169,8 +182,7 @@ def append_span(spans: list[Span], span: Span) -> None:
     """Append ``span``, merging it into the last one where their provenance is the same. Empty spans are dropped."""
     if span.start == span.stop:
         return
-    last = spans[-1] if spans else None
-    if last and last.stop == span.start and replace(span, start=last.start) == replace(last, stop=span.stop):
-        spans[-1] = replace(last, stop=span.stop)
+    if spans and span.continues(spans[-1]):
+        spans[-1] = replace(span, start=spans[-1].start)
     else:
         spans.append(span)

@@ -7,6 +7,9 @@ the wire once and those kept for a sampled token are those it was sampled with. 
     turn 1  prompt 8 (2 observed),   sequence 10: rows 5..8 arrive
             sampled 2
     finish  10 tokens                row 9 absent
+
+A turn that was interrupted arrives in parts, one :meth:`RouteStitcher.append` each. A history that is rewritten goes on
+in a :meth:`RouteStitcher.fork`, which holds the rows of the tokens that stayed the same.
 """
 
 from __future__ import annotations
@@ -20,7 +23,12 @@ from r3.routing import Routing, RoutingError, Span, SpanKind, append_span, narro
 
 
 class RouteStitcher:
-    """Appends each turn's rows to one buffer. Grows geometrically: appending is linear in the rows overall."""
+    """Appends each turn's rows to one buffer.
+
+    ``capacity`` rows are set aside at once. Memory that was never written is not backed by the operating system, so a
+    capacity of the longest sequence there can be costs address space, not memory, and nothing is ever copied twice.
+    Beyond it the buffer grows geometrically: appending stays linear in the rows overall.
+    """
 
     def __init__(self, *, moe_layers: int, top_k: int, num_experts: int, capacity: int = 0) -> None:
         self._num_experts = num_experts
@@ -38,38 +46,69 @@ class RouteStitcher:
 
     @property
     def turns(self) -> int:
+        """Turns taken; a turn counts once its last part is in."""
         return self._turns
 
-    def append(self, delta: Routing | None, *, sequence: int) -> None:
+    def append(self, delta: Routing | None, *, sequence: int, start: int | None = None, partial: bool = False) -> None:
         """Take the rows of a turn after which prompt and completion together are ``sequence`` tokens long.
 
-        Raises RoutingError, naming the turn, unless ``delta`` holds exactly rows ``[next_row, sequence - 1)``, all
-        present and of this model's shape. Nothing is kept of a refused turn.
+        ``delta`` holds exactly rows ``[start, sequence - 1)``, all present and of this model's shape. ``start`` is
+        ``next_row`` where it is not given; below it the rows already held from there on are replaced. ``partial`` says
+        that the turn goes on with the next call. Raises RoutingError, naming the turn, the expected and the received
+        rows, for anything else. Nothing is kept of a refused turn.
         """
-        expected = sequence - 1 - self._rows
+        start = self._rows if start is None else start
+        expected = self._expected(sequence, start)
         if delta is None:
-            raise RoutingError(f"turn {self._turns}: expected {expected} rows of routes, received none")
-        self._check(delta, expected, sequence)
-        self._reserve(self._rows + delta.tokens)
-        self._buffer[self._rows : self._rows + delta.tokens] = delta.experts
+            raise RoutingError(
+                f"turn {self._turns}: expected {expected} rows of routes [{start}, {sequence - 1}), received none"
+            )
+        self._check(delta, expected, start)
+        self.truncate(start)
+        self._reserve(sequence - 1)
+        self._buffer[start : sequence - 1] = delta.experts
         for span in delta.spans:
-            append_span(self._spans, replace(span, start=span.start + self._rows, stop=span.stop + self._rows))
-        self._rows += delta.tokens
-        self._turns += 1
+            append_span(self._spans, span.shifted(start))
+        self._rows = sequence - 1
+        self._turns += not partial
 
-    def _check(self, delta: Routing, expected: int, sequence: int) -> None:
+    def append_missing(self, *, sequence: int, version: str, engine: str, partial: bool = False) -> None:
+        """As :meth:`append` for a turn whose rows ``[next_row, sequence - 1)`` never came: they are recorded as absent.
+
+        ``version`` and ``engine`` say who should have sent them. Raises RoutingError for a sequence shorter than held.
+        """
+        self._expected(sequence, self._rows)
+        self._reserve(sequence - 1)
+        self._buffer[self._rows : sequence - 1] = 0
+        append_span(self._spans, Span(self._rows, sequence - 1, version, engine, SpanKind.MISSING))
+        self._rows = sequence - 1
+        self._turns += not partial
+
+    def _expected(self, sequence: int, start: int) -> int:
+        turn = f"turn {self._turns}"
+        if not 0 <= start <= self._rows:
+            raise RoutingError(f"{turn}: rows come from row {start} on, expected a start in [0, {self._rows}]")
+        if sequence - 1 < self._rows:
+            raise RoutingError(
+                f"{turn}: a sequence of {sequence} tokens has {sequence - 1} rows, and {self._rows} are held already"
+            )
+        return sequence - 1 - start
+
+    def _check(self, delta: Routing, expected: int, start: int) -> None:
         turn = f"turn {self._turns}"
         if delta.tokens != expected:
             raise RoutingError(
-                f"{turn}: expected {expected} rows [{self._rows}, {sequence - 1}), received {delta.tokens}"
+                f"{turn}: expected {expected} rows [{start}, {start + expected}), received {delta.tokens}"
             )
         shape = (*self._buffer.shape[1:], self._num_experts)
         received = (delta.moe_layers, delta.top_k, delta.num_experts)
         if received != shape:
             raise RoutingError(f"{turn}: expected (layers, top_k, experts) {shape}, received {received}")
         if not delta.present.all():
-            absent = int(np.flatnonzero(~delta.present)[0]) + self._rows
+            absent = int(np.argmin(delta.present)) + start
             raise RoutingError(f"{turn}: row {absent} is absent, expected all {expected} rows to be present")
+        if delta.experts.dtype != self._buffer.dtype:
+            raise RoutingError(f"{turn}: expected ids as {self._buffer.dtype}, received {delta.experts.dtype}")
         covered = sum(span.stop - span.start for span in delta.spans)
         if covered != expected:
             raise RoutingError(f"{turn}: provenance covers {covered} rows, expected {expected}")
@@ -82,29 +121,49 @@ class RouteStitcher:
         grown[: self._rows] = self._buffer[: self._rows]
         self._buffer = grown
 
+    def truncate(self, rows: int) -> None:
+        """Forget the rows from ``rows`` on: their tokens were taken back. Raises RoutingError for rows not held."""
+        if not 0 <= rows <= self._rows:
+            raise RoutingError(f"{rows} rows to be kept of {self._rows} held")
+        while self._spans and self._spans[-1].stop > rows:
+            last = self._spans.pop()
+            append_span(self._spans, replace(last, start=min(last.start, rows), stop=rows))
+        self._rows = rows
+
+    def fork(self, rows: int) -> RouteStitcher:
+        """A stitcher of its own that holds the first ``rows`` rows, and the same capacity.
+
+        Row i depends on tokens 0 to i alone, so two histories share the rows of their common prefix, no more. The rows
+        are copied: each branch ends up as a tensor of its own anyway. Raises RoutingError for rows not held.
+        """
+        _, moe_layers, top_k = self._buffer.shape
+        branch = RouteStitcher(
+            moe_layers=moe_layers, top_k=top_k, num_experts=self._num_experts, capacity=len(self._buffer)
+        )
+        branch._rows, branch._spans, branch._turns = self._rows, list(self._spans), self._turns
+        branch.truncate(rows)
+        branch._buffer[:rows] = self._buffer[:rows]
+        return branch
+
     def finish(self, total_tokens: int, *, unseen: int = 0) -> Routing:
         """The routing of the whole sequence of ``total_tokens``.
 
-        Absent are the last sampled token's row and those of ``unseen`` tokens after it that the engine was never shown
-        (an observation appended after the last turn). Raises RoutingError if that does not add up. The rows are the
-        stitcher's own buffer where it is full, a right-sized copy where not; don't append afterwards.
+        Absent are rows recorded as missing, the last sampled token's row and those of ``unseen`` tokens after it that
+        the engine was never shown (an observation appended after the last turn). Raises RoutingError if that does not
+        add up. The rows are a view of the stitcher's own buffer: don't append afterwards.
         """
         if total_tokens - self._rows != 1 + unseen:
             raise RoutingError(
                 f"end of sequence: {total_tokens} tokens, {unseen} of them never shown to the engine, need "
                 f"{total_tokens - 1 - unseen} rows; {self._rows} were received in {self._turns} turns"
             )
-        experts = self._sized(total_tokens)
+        self._reserve(total_tokens)
+        experts = self._buffer[:total_tokens]
         experts[self._rows :] = 0
-        present = np.zeros(total_tokens, dtype=np.bool_)
-        present[: self._rows] = True
         spans = list(self._spans)
         append_span(spans, Span(self._rows, total_tokens, "", "", SpanKind.MISSING))
+        present = np.ones(total_tokens, dtype=np.bool_)
+        for span in spans:
+            if span.kind is SpanKind.MISSING:
+                present[span.start : span.stop] = False
         return Routing(experts, present, tuple(spans), self._num_experts)
-
-    def _sized(self, rows: int) -> NDArray[np.unsignedinteger]:
-        if len(self._buffer) == rows:
-            return self._buffer
-        sized = np.empty((rows, *self._buffer.shape[1:]), dtype=self._buffer.dtype)
-        sized[: self._rows] = self._buffer[: self._rows]
-        return sized

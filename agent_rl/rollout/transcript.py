@@ -15,12 +15,14 @@ routes is absent.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agent_rl.errors import RoutesMissingError
-from agent_rl.types import Completion
+from agent_rl.types import Completion, FinishReason
 from r3.routing import Routing, RoutingError
 from r3.stitch import RouteStitcher
 
@@ -28,14 +30,26 @@ from r3.stitch import RouteStitcher
 class Transcript:
     """Grows by :meth:`sampled` and :meth:`observed`; the list behind :attr:`tokens` is extended, never copied."""
 
-    def __init__(self, opening: Sequence[int], *, max_tokens: int, routes: bool) -> None:
+    def __init__(
+        self,
+        opening: Sequence[int],
+        *,
+        max_tokens: int,
+        routes: bool,
+        source: Literal["sampled", "latest"] = "sampled",
+        allow_missing: bool = False,
+    ) -> None:
         self._tokens = list(opening)
         self._kept = len(self._tokens)
+        self._shown = 0
         self._max_tokens = max_tokens
         self._sampled: list[tuple[int, tuple[float, ...]]] = []
         self._versions: dict[str, None] = {}
         self._routes = routes
+        self._source = source
+        self._allow_missing = allow_missing
         self._stitcher: RouteStitcher | None = None
+        self._missing: list[_Missing] = []
 
     @property
     def tokens(self) -> Sequence[int]:
@@ -49,10 +63,15 @@ class Transcript:
 
     @property
     def routes_from(self) -> int | None:
-        """The first row of routes not yet held, or None where no routes are kept."""
+        """The first row of routes to ask for, or None where no routes are kept: all from row 0 on where the source is
+        ``latest``, else those not yet held."""
         if not self._routes:
             return None
-        return self._stitcher.next_row if self._stitcher else 0
+        if self._source == "latest":
+            return 0
+        if self._stitcher:
+            return self._stitcher.next_row
+        return self._missing[-1].sequence - 1 if self._missing else 0
 
     @property
     def weight_versions(self) -> tuple[str, ...]:
@@ -62,6 +81,7 @@ class Transcript:
     def sampled(self, completion: Completion) -> None:
         """Keep what the engine sampled.
 
+        A completion that was aborted is part of a turn: what came is kept, and the turn goes on with the next one.
         Raises ValueError for tokens and log-probs that don't line up, RoutesMissingError for routes that don't.
         """
         if len(completion.tokens) != len(completion.logprobs):
@@ -69,24 +89,50 @@ class Transcript:
                 f"engine {completion.engine} sampled {len(completion.tokens)} tokens "
                 f"and gave {len(completion.logprobs)} log-probs"
             )
+        if completion.finish is FinishReason.ABORT and not completion.tokens:
+            return  # aborted before it sampled: whatever it computed will be asked for again
         if self._routes:
             self._stitch(completion)
-        self._sampled.append((len(self._tokens), completion.logprobs))
-        self._tokens.extend(completion.tokens)
-        self._kept = len(self._tokens)
-        self._versions[completion.weight_version] = None
+        self._shown = len(self._tokens) + len(completion.tokens)
+        if completion.tokens:
+            self._sampled.append((len(self._tokens), completion.logprobs))
+            self._tokens.extend(completion.tokens)
+            self._kept = len(self._tokens)
+            self._versions[completion.weight_version] = None
 
     def _stitch(self, completion: Completion) -> None:
         delta = completion.routing
-        if delta is None:
-            raise RoutesMissingError(f"engine {completion.engine} sent no routes, and they were asked for")
-        if self._stitcher is None:
-            shape = {"moe_layers": delta.moe_layers, "top_k": delta.top_k, "num_experts": delta.num_experts}
-            self._stitcher = RouteStitcher(**shape)
+        sequence = len(self._tokens) + len(completion.tokens)
+        partial = completion.finish is FinishReason.ABORT
         try:
-            self._stitcher.append(delta, sequence=len(self._tokens) + len(completion.tokens))
+            if delta is not None:
+                start = self.routes_from
+                self._stitcher_of(delta).append(delta, sequence=sequence, start=start, partial=partial)
+            elif self._allow_missing:
+                self._miss(_Missing(sequence, completion.weight_version, completion.engine, partial))
+            else:
+                raise RoutingError("sent no routes, and they were asked for")
         except RoutingError as error:
             raise RoutesMissingError(f"engine {completion.engine}: {error}") from error
+
+    def _stitcher_of(self, delta: Routing) -> RouteStitcher:
+        """The stitcher, made by the first routes that come: they tell its shape."""
+        if self._stitcher is None:
+            self._stitcher = RouteStitcher(
+                moe_layers=delta.moe_layers,
+                top_k=delta.top_k,
+                num_experts=delta.num_experts,
+                capacity=self._max_tokens,
+            )
+            for missed in self._missing:
+                missed.note(self._stitcher)
+        return self._stitcher
+
+    def _miss(self, missed: _Missing) -> None:
+        if self._stitcher:
+            missed.note(self._stitcher)
+        else:
+            self._missing.append(missed)
 
     def observed(self, tokens: Sequence[int]) -> None:
         """Append an observation, kept only if something is sampled after it."""
@@ -95,7 +141,7 @@ class Transcript:
     def arrays(self) -> tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.float32], Routing | None]:
         """``(tokens, loss_mask, logprobs, routing)`` up to the last sampled token, one entry a token.
 
-        ``routing`` is None where none were kept or nothing was sampled. Raises ValueError for a log-prob that is not
+        ``routing`` is None where none were kept, and where none ever came. Raises ValueError for a log-prob that is not
         finite.
         """
         tokens = np.array(self._tokens[: self._kept], np.int32)
@@ -106,5 +152,24 @@ class Transcript:
             logprobs[start : start + len(values)] = values
         if not np.isfinite(logprobs).all():
             raise ValueError(f"the log-prob of token {int(np.argmin(np.isfinite(logprobs)))} is not finite")
-        routing = self._stitcher.finish(len(tokens)) if self._stitcher else None
-        return tokens, loss_mask, logprobs, routing
+        return tokens, loss_mask, logprobs, self._routing()
+
+    def _routing(self) -> Routing | None:
+        if self._stitcher is None:
+            return None
+        if self._shown > self._kept:  # the last turn sampled nothing: rows came of what is dropped here
+            self._stitcher.truncate(self._kept - 1)
+        return self._stitcher.finish(self._kept)
+
+
+@dataclass(frozen=True, slots=True)
+class _Missing:
+    """Routes that did not come, of a turn after which the sequence is so many tokens long."""
+
+    sequence: int
+    version: str
+    engine: str
+    partial: bool
+
+    def note(self, stitcher: RouteStitcher) -> None:
+        stitcher.append_missing(sequence=self.sequence, version=self.version, engine=self.engine, partial=self.partial)

@@ -121,7 +121,7 @@ def test_a_sequence_that_was_never_generated_from_has_no_rows() -> None:
 
 
 def test_missing_routes_are_refused() -> None:
-    with pytest.raises(RoutingError, match="turn 0: expected 5 rows of routes, received none"):
+    with pytest.raises(RoutingError, match=r"turn 0: expected 5 rows of routes \[0, 5\), received none"):
         stitcher().append(None, sequence=6)
 
 
