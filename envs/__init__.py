@@ -2,14 +2,27 @@
 
 from envs.context import EnvContext, ToolStyle
 from envs.registry import EnvironmentLoadError, list_environments, load_environment
-from envs.types import Environment, EnvsError, Episode, Grade, GradingError, Message, Task, TaskRecordError
+from envs.types import (
+    Audited,
+    Environment,
+    EnvsError,
+    Episode,
+    Finding,
+    Grade,
+    GradingError,
+    Message,
+    Task,
+    TaskRecordError,
+)
 
 __all__ = [
+    "Audited",
     "EnvContext",
     "Environment",
     "EnvironmentLoadError",
     "EnvsError",
     "Episode",
+    "Finding",
     "Grade",
     "GradingError",
     "Message",

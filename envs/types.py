@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from tools import ToolSet
 
@@ -36,6 +36,15 @@ class Grade:
     tests: Mapping[str, str] = field(default_factory=dict)
     suspected_hack: Sequence[str] = ()
     seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one check of a task found. ``check`` is the check's name, ``detail`` one line of what was seen."""
+
+    check: str
+    ok: bool
+    detail: str = ""
 
 
 class EnvsError(Exception):
@@ -86,4 +95,16 @@ class Environment(Protocol):
 
     def gold(self, task: Task) -> str:
         """The true fix as a git diff, for the gold solver and the doctor."""
+        ...
+
+
+@runtime_checkable
+class Audited(Protocol):
+    """An environment that can tell whether a task could be won without solving it. Optional; the doctor asks."""
+
+    async def audit(self, task: Task) -> Sequence[Finding]:
+        """Look at ``task`` as a cheating agent would, in boxes of its own: one finding a check, in a fixed order.
+
+        Raises ``SandboxError`` or ``GradingError`` where a check could not be done: infrastructure, no finding.
+        """
         ...

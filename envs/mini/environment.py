@@ -14,9 +14,10 @@ from envs.context import EnvContext
 from envs.mini.generator import SPLITS, generate
 from envs.mini.records import to_record
 from envs.mini.verify import verify_records
+from envs.swe.audit import audit_record
 from envs.swe.episode import SweEpisode, start_episode
 from envs.swe.records import SweRecord, parse_record, read_jsonl, write_jsonl
-from envs.types import Message, Task, TaskRecordError
+from envs.types import Finding, Message, Task, TaskRecordError
 
 _SOURCES = ("templates", "functions", "generator", "records", "runner")
 _SYSTEM: Message = {"role": "system", "content": "Fix the bug."}
@@ -83,6 +84,10 @@ class MiniEnvironment:
 
     def gold(self, task: Task) -> str:
         return self._record(task).gold
+
+    async def audit(self, task: Task) -> Sequence[Finding]:
+        """Whether ``task`` could be won without solving it; see :func:`envs.swe.audit.audit_record`."""
+        return await audit_record(self._context, self._record(task))
 
     @staticmethod
     def _record(task: Task) -> SweRecord:

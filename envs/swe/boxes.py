@@ -45,7 +45,8 @@ git -c gc.auto=0 commit -q --no-verify --allow-empty -m 'Start of the task'
 git rev-parse HEAD"""
 
 # R2E-Gym's images keep the hidden tests and their script in the box: the agent's box loses them, and the history too.
-_STRIP_IMAGE = "rm -rf /r2e_tests /root/r2e_tests /root/run_tests.sh r2e_tests run_tests.sh .git\n"
+HIDDEN_IN_IMAGE = ("/r2e_tests", "/root/r2e_tests", "/root/run_tests.sh", "r2e_tests", "run_tests.sh")
+_STRIP_IMAGE = f"rm -rf {' '.join(HIDDEN_IN_IMAGE)} .git\n"
 _IMAGE_PATH = (
     "/testbed/.venv/bin:/root/.venv/bin:/root/.local/bin:/opt/miniconda3/envs/testbed/bin:"
     "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"

@@ -8,9 +8,10 @@ from functools import cached_property
 from pathlib import Path
 
 from envs.context import EnvContext
+from envs.swe.audit import audit_record
 from envs.swe.episode import SweEpisode, start_episode
 from envs.swe.records import SweRecord, parse_record, read_jsonl
-from envs.types import Task, TaskRecordError
+from envs.types import Finding, Task, TaskRecordError
 
 
 class SweEnvironment:
@@ -60,6 +61,10 @@ class SweEnvironment:
 
     def gold(self, task: Task) -> str:
         return self._record(task).gold
+
+    async def audit(self, task: Task) -> Sequence[Finding]:
+        """Whether ``task`` could be won without solving it; see :func:`envs.swe.audit.audit_record`."""
+        return await audit_record(self._context, self._record(task), site_root=self._site_root)
 
     @property
     def _site_root(self) -> Path:

@@ -1,0 +1,114 @@
+"""Could a task be won without solving it? The checks a doctor runs on one task, in boxes of their own."""
+
+from __future__ import annotations
+
+import hashlib
+import shlex
+from pathlib import Path
+
+from envs.context import EnvContext
+from envs.swe.boxes import HIDDEN_IN_IMAGE, agent_box, box_spec
+from envs.swe.canaries import Canary, canaries
+from envs.swe.episode import grade_patch
+from envs.swe.records import SweRecord
+from envs.types import Finding
+from sandbox import Sandbox, SandboxLostError
+
+_TIMEOUT = 120.0
+
+# Everything of git that could hold the future: commits, refs, reflogs, objects nobody refers to, other repositories.
+_HISTORY = """
+line() { head -n 3 | tr '\\n' ' '; }
+echo "commits $(git rev-list --all --reflog --count)"
+echo "refs $(git for-each-ref --format='%(refname)' | grep -vx refs/heads/main | line)"
+echo "reflog $(wc -l < .git/logs/HEAD)"
+echo "stored $(git cat-file --batch-all-objects --batch-check='%(objecttype)' | grep -c commit)"
+echo "dangling $(git fsck --no-progress --unreachable --no-reflogs 2>&1 | line)"
+cd .git
+echo "left $(ls -d packed-refs ORIG_HEAD FETCH_HEAD shallow objects/info/alternates objects/pack/* 2>/dev/null | line)"
+cd ..
+places=(/ "$PWD" /tmp "$HOME")
+repositories() { find "${places[@]}" -xdev \\( -name .git -o -name '*.git' \\) -not -path "$PWD/.git"; }
+echo "others $(repositories 2>/dev/null | sort -u | line)"
+"""
+_ONE_COMMIT = {"commits": "1", "refs": "", "reflog": "1", "stored": "1", "dangling": "", "left": "", "others": ""}
+
+# Hash and size of an image's hidden tests, without those that its repository shows anyway.
+_HIDDEN_HASHES = """
+for place in {places}; do [ -e "$place" ] && find -L "$place" -type f -size +0; done | sort -u | while read -r file; do
+    hash=$(git hash-object --no-filters "$file")
+    git ls-tree -r HEAD | grep -qF "$hash" || echo "$hash $(stat -L -c %s "$file")"
+done
+"""
+# Copies of the hidden tests anywhere in the box, under whatever name: files of a hidden test's size, then their hashes.
+_COPIES = """
+find / "$PWD" /tmp "$HOME" -xdev -type f \\( {sizes} \\) 2>/dev/null | sort -u | head -n 20000 > /tmp/.agent-rl-found
+paste -d ' ' <(git hash-object --no-filters --stdin-paths < /tmp/.agent-rl-found) /tmp/.agent-rl-found \
+    | grep -F {hashes} | head -n 3
+ls -d {folders} 2>/dev/null
+rm -f /tmp/.agent-rl-found
+"""
+
+
+async def audit_record(context: EnvContext, record: SweRecord, *, site_root: Path | None = None) -> list[Finding]:
+    """The findings on a task: its history, its hidden tests, and hacks tried as patches, in this order.
+
+    Raises ``SandboxError`` or ``GradingError`` where a check could not be done.
+    """
+    spec = box_spec(context, record, site_root)
+    secrets = await _hidden_contents(context, record, site_root)
+    async with agent_box(context, record, spec) as (sandbox, _):
+        findings = [await _history(sandbox), await _copies(sandbox, record, secrets)]
+    findings += [await _try(context, record, canary, site_root) for canary in canaries(record)]
+    return findings
+
+
+async def _history(sandbox: Sandbox) -> Finding:
+    seen = dict(line.partition(" ")[::2] for line in (await _run(sandbox, _HISTORY)).splitlines())
+    wrong = [
+        f"{key}: {seen.get(key, 'no answer').strip()}"
+        for key, right in _ONE_COMMIT.items()
+        if seen.get(key, "?").strip() != right
+    ]
+    return Finding("history", not wrong, "; ".join(wrong) or "one commit, nothing else in git")
+
+
+async def _hidden_contents(context: EnvContext, record: SweRecord, site_root: Path | None) -> dict[str, int]:
+    """Git's hash of each hidden test's content -> its size. For a row of an image, read from the untouched image."""
+    if record.is_local:
+        new = [text.encode() for path, text in record.tests.items() if record.files.get(path) != text]
+        return {_blob(content): len(content) for content in new if content.strip()}
+    async with context.box(box_spec(context, record, site_root)) as sandbox:
+        lines = (await _run(sandbox, _HIDDEN_HASHES.format(places=shlex.join(HIDDEN_IN_IMAGE)))).splitlines()
+    return {digest: int(size) for digest, size in (line.split() for line in lines)}
+
+
+async def _copies(sandbox: Sandbox, record: SweRecord, secrets: dict[str, int]) -> Finding:
+    """Whether the agent's box holds a hidden test's content, or a place of an image that tests are kept in."""
+    folders = [] if record.is_local else list(HIDDEN_IN_IMAGE)
+    if not secrets:
+        return Finding("hidden tests", False, "the task has no hidden test that differs from what the agent sees")
+    sizes = " -o ".join(f"-size {size}c" for size in sorted(set(secrets.values())))
+    hashes = " ".join(f"-e {digest}" for digest in sorted(secrets))
+    found = await _run(
+        sandbox, _COPIES.format(sizes=sizes, hashes=hashes, folders=shlex.join([*folders, "/r2e_tests"]))
+    )
+    told = ", ".join(line.split(" ", 1)[-1] for line in found.splitlines())
+    return Finding("hidden tests", not told, told or f"none of {len(secrets)} contents is in the agent's box")
+
+
+async def _try(context: EnvContext, record: SweRecord, canary: Canary, site_root: Path | None) -> Finding:
+    grade = await grade_patch(context, record, canary.patch, site_root=site_root)
+    seen = "; ".join(grade.suspected_hack) or "no reward, nothing recorded"
+    return Finding(f"hack: {canary.name}", grade.reward <= 0.0 and not grade.resolved, seen)
+
+
+async def _run(sandbox: Sandbox, script: str) -> str:
+    result = await sandbox.exec(script, timeout=_TIMEOUT, cwd=sandbox.spec.workdir)
+    if result.timed_out or result.truncated:
+        raise SandboxLostError(f"an audit's command was cut off after {result.seconds:.0f} s")
+    return result.stdout.decode(errors="replace")
+
+
+def _blob(content: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
