@@ -14,13 +14,17 @@ Axes of routes: ``[tokens, moe_layers, top_k]``.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 
 
@@ -28,20 +32,92 @@ class ReplayError(Exception):
     """Routes that cannot be replayed as they are, or were not consumed exactly once; the message says where."""
 
 
-class LayerReplay(RouterReplay):
-    """The replay state of one router. ``used`` holds the experts of the last pass, ``[tokens, top_k]``."""
+class ReplayObserver(Protocol):
+    """Is told what the routers of one model do; ``action`` is ``replay_forward`` or ``replay_backward``.
 
-    def __init__(self, layer_number: int) -> None:
+    ``layer_number`` is 1-based over the whole model, ``microbatch`` counts a pass' micro-batches from 0. Experts are
+    ``[tokens, top_k]`` of this rank's tokens (a tensor and context rank's share). Tensors are on the model's device and
+    must not be changed.
+    """
+
+    def assigned(self, layer_number: int, microbatch: int, experts: Tensor) -> None:
+        """A router was given ``experts``, in the order they came in; absent rows hold anything."""
+
+    def action(self, layer_number: int, microbatch: int, action: str) -> None:
+        """A router was switched to ``action`` for a micro-batch; backward only where a backward pass will follow."""
+
+    def forwarded(
+        self,
+        layer_number: int,
+        microbatch: int,
+        action: str,
+        used: Tensor,
+        expected: Tensor | None,
+        fallback_rows: int,
+    ) -> None:
+        """A router has run (``replay_backward``: once more, under the backward pass).
+
+        ``used`` is read from the map the router gave to its token dispatcher, ``expected`` is what was asked for:
+        forward the given experts (absent rows: the native top-k; None where all is native), backward those of the
+        forward pass. Both int64, each row ascending. ``fallback_rows``: rows that took the native top-k.
+        """
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Choice:
+    """What a router was made to use for one micro-batch, ``[tokens, top_k]``; ``asked`` is None where it was native."""
+
+    microbatch: int
+    experts: Tensor
+    asked: Tensor | None
+    fallback_rows: int
+
+
+class LayerReplay(RouterReplay):
+    """The replay state of one router. ``recomputed``: whether its layer is run again under the backward pass."""
+
+    def __init__(self, layer_number: int, *, recomputed: bool) -> None:
         # The base class' constructor would append this object to a list shared by the whole process.
-        self.layer_number = layer_number
-        self.target_topk_idx: Tensor | None = None
-        self.recorded_topk_idx: Tensor | None = None
+        self.layer_number, self.recomputed = layer_number, recomputed
+        self.observer: ReplayObserver | None = None
         self.router_replay_action: RouterReplayAction | None = None
-        self.replay_backward_list: list[Tensor] = []
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all routes and route natively. Idempotent."""
+        self.clear_indices()
+        self.clear_router_replay_action()
         self.present: Tensor | None = None
-        self.keep = False
+        self.microbatch = 0
+        self.forwards = self.backwards = 0
+        self._chosen: _Choice | None = None
+        self._kept: deque[_Choice] = deque()
+
+    @property
+    def left(self) -> int:
+        """Micro-batches that were run forward and not yet recomputed."""
+        return len(self._kept)
+
+    def begin(self, microbatch: int, experts: Tensor | None, present: Tensor | None, *, backward: bool) -> None:
+        """Before a forward pass: the rows to use (None: native routing) and which of them are there (None: all)."""
+        self.microbatch, self.target_topk_idx, self.present = microbatch, experts, present
         self.forwards = 0
-        self.backwards = 0
+        self._keep = backward and self.recomputed
+        if self.observer is not None:
+            if experts is not None:
+                self.observer.assigned(self.layer_number, microbatch, experts)
+            self.observer.action(self.layer_number, microbatch, "replay_forward")
+        self.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+
+    def end(self, *, backward: bool) -> Tensor:
+        """After it: the experts used. Raises ReplayError unless the router was asked exactly once."""
+        if self.forwards != 1 or self._chosen is None:
+            raise ReplayError(f"layer {self.layer_number}: its routes were consumed {self.forwards} times, not once")
+        # At once, not after the step: in a pipeline the recomputation of another micro-batch may come next.
+        self.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
+        if backward and self.observer is not None:
+            self.observer.action(self.layer_number, self.microbatch, "replay_backward")
+        return self._chosen.experts
 
     def get_replay_topk(
         self,
@@ -65,15 +141,14 @@ class LayerReplay(RouterReplay):
         self.forwards += 1
         if self.forwards > 1:
             raise ReplayError(f"layer {self.layer_number}: routed twice in one forward pass of a micro-batch")
-        experts = self._resolve(scores, topk, native)
-        self.recorded_topk_idx = experts
-        if self.keep:
-            self.replay_backward_list.append(experts)
-        return experts
+        self._chosen = self._resolve(scores, topk, native)
+        if self._keep:
+            self._kept.append(self._chosen)
+        return self._chosen.experts
 
-    def _resolve(self, scores: Tensor, topk: int, native: Callable[[], Tensor]) -> Tensor:
+    def _resolve(self, scores: Tensor, topk: int, native: Callable[[], Tensor]) -> _Choice:
         if self.target_topk_idx is None:
-            return native()
+            return _Choice(self.microbatch, native(), None, len(scores))
         if self.target_topk_idx.shape != (len(scores), topk):
             raise ReplayError(
                 f"layer {self.layer_number}: the router has {len(scores)} tokens and top-{topk}, "
@@ -81,44 +156,76 @@ class LayerReplay(RouterReplay):
             )
         target = self.target_topk_idx.to(device=scores.device, dtype=torch.int64)
         if self.present is None:
-            return target
-        return torch.where(self.present.to(scores.device)[:, None], target, native())
+            return _Choice(self.microbatch, target, target, 0)
+        mixed = torch.where(self.present.to(scores.device)[:, None], target, native())
+        absent = 0 if self.observer is None else int((~self.present).sum())
+        return _Choice(self.microbatch, mixed, mixed, absent)
 
     def _backward(self, scores: Tensor) -> Tensor:
-        if not self.replay_backward_list:
+        if not self._kept:
             raise ReplayError(f"layer {self.layer_number}: recomputed more often than it was run forward")
         self.backwards += 1
-        experts = self.replay_backward_list.pop(0)
-        if len(experts) != len(scores):
+        kept = self._kept.popleft()
+        if len(kept.experts) != len(scores):
             raise ReplayError(
                 f"layer {self.layer_number}: the recomputation has {len(scores)} tokens, the forward pass had "
-                f"{len(experts)}"
+                f"{len(kept.experts)}"
             )
-        return experts
+        self._chosen = replace(kept, asked=kept.experts)
+        return kept.experts
+
+    def routed(self, _router: torch.nn.Module, _inputs: Any, output: tuple[Tensor, Tensor]) -> None:
+        """Forward hook of the router: tells the observer which experts its dispatch map really names."""
+        if self.observer is None or self._chosen is None or self.router_replay_action is None:
+            return
+        chosen, routing_map = self._chosen, output[1]
+        used = routing_map.nonzero()[:, 1].view(len(routing_map), -1)
+        asked = None if chosen.asked is None else chosen.asked.sort(-1).values
+        action = self.router_replay_action.value
+        self.observer.forwarded(self.layer_number, chosen.microbatch, action, used, asked, chosen.fallback_rows)
 
 
 class RouterReplayer:
     """Drives the routers of one model's chunks on this rank.
 
     ``moe_layers``: the 1-based numbers of all layers with experts, in order, over the whole model; column i of the
-    routes is layer ``moe_layers[i]``. ``recompute``: whether the model recomputes its layers under the backward pass.
+    routes is layer ``moe_layers[i]``. Which layers are recomputed under the backward pass follows from the model's own
+    configuration. Routers of multi-token-prediction layers have no routes and go on by themselves. Raises ReplayError
+    on a model that cannot replay (:func:`check_supported`).
     """
 
-    def __init__(self, chunks: Sequence[torch.nn.Module], moe_layers: Sequence[int], *, recompute: bool) -> None:
+    def __init__(self, chunks: Sequence[torch.nn.Module], moe_layers: Sequence[int]) -> None:
         self._columns = {number: column for column, number in enumerate(moe_layers)}
-        self._recompute = recompute
-        self._layers: list[list[LayerReplay]] = []
-        for chunk in chunks:
-            self._layers.append([self._adopt(module) for module in chunk.modules() if isinstance(module, TopKRouter)])
+        self._layers = [self._adopt_chunk(chunk) for chunk in chunks]
+        self._microbatches = [0] * len(chunks)
+        self._observer: ReplayObserver | None = None
 
-    def _adopt(self, router: TopKRouter) -> LayerReplay:
-        check_supported(router.config)
-        if router.layer_number not in self._columns:
-            raise ReplayError(f"layer {router.layer_number} has a router, the model says it has no experts")
-        shared = RouterReplay.global_router_replay_instances
-        shared[:] = [other for other in shared if other is not router.router_replay]
-        router.router_replay = LayerReplay(router.layer_number)
-        return router.router_replay
+    @property
+    def observer(self) -> ReplayObserver | None:
+        """Who is told what the routers do; None (as at first): nobody."""
+        return self._observer
+
+    @observer.setter
+    def observer(self, observer: ReplayObserver | None) -> None:
+        self._observer = observer
+        for layer in self._all():
+            layer.observer = observer
+
+    def _adopt_chunk(self, chunk: torch.nn.Module) -> list[LayerReplay]:
+        adopted = []
+        for router, place in _decoder_routers(chunk):
+            check_supported(router.config)
+            if router.layer_number not in self._columns:
+                raise ReplayError(f"layer {router.layer_number} has a router, the model says it has no experts")
+            _take_off_shared_list(router)
+            layer = LayerReplay(router.layer_number, recomputed=is_recomputed(router.config, place))
+            router.router_replay = layer
+            router.register_forward_hook(layer.routed)
+            adopted.append(layer)
+        return adopted
+
+    def _all(self) -> list[LayerReplay]:
+        return [layer for layers in self._layers for layer in layers]
 
     @contextmanager
     def forward(
@@ -134,55 +241,102 @@ class RouterReplayer:
         layers, used = self._layers[chunk], dict[int, Tensor]()
         for layer in layers:
             column = self._columns[layer.layer_number]
-            layer.target_topk_idx = None if experts is None else experts[:, column]
-            layer.present = present
-            layer.keep = backward and self._recompute
-            layer.forwards = 0
-            layer.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+            rows = None if experts is None else experts[:, column]
+            layer.begin(self._microbatches[chunk], rows, present, backward=backward)
         yield used
         for layer in layers:
-            if layer.forwards != 1:
-                raise ReplayError(
-                    f"layer {layer.layer_number}: its routes were consumed {layer.forwards} times, not once"
-                )
-            assert layer.recorded_topk_idx is not None
-            used[self._columns[layer.layer_number]] = layer.recorded_topk_idx
-            # At once, not after the step: in a pipeline the recomputation of another micro-batch may come next.
-            layer.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
+            used[self._columns[layer.layer_number]] = layer.end(backward=backward)
+        self._microbatches[chunk] += 1
 
     def finish(self, microbatches: int, *, backward: bool) -> None:
-        """After a step: every router must have been recomputed once a micro-batch. Clears. Raises ReplayError."""
-        expected = microbatches if backward and self._recompute else 0
-        counts = {layer.layer_number: layer.backwards for layers in self._layers for layer in layers}
-        left = {layer.layer_number: len(layer.replay_backward_list) for layers in self._layers for layer in layers}
+        """After a step of so many micro-batches: every chunk must have run as many, and every router of a recomputed
+        layer must have been asked once more for each. Clears. Raises ReplayError."""
+        passes = list(self._microbatches)
+        counts = [(layer, layer.backwards, layer.left) for layer in self._all()]
         self.clear()
-        for number, count in counts.items():
-            if count != expected or left[number]:
+        for chunk, count in enumerate(passes):
+            if count != microbatches:
+                raise ReplayError(f"model chunk {chunk} was run on {count} micro-batches, not {microbatches}")
+        for layer, count, left in counts:
+            expected = microbatches if backward and layer.recomputed else 0
+            if count != expected or left:
                 raise ReplayError(
-                    f"layer {number}: its routes were consumed {count} times in the recomputation, not {expected} "
-                    f"({left[number]} left over)"
+                    f"layer {layer.layer_number}: its routes were consumed {count} times in the recomputation, not "
+                    f"{expected} ({left} left over)"
                 )
 
     def clear(self) -> None:
         """Forget all routes and let the routers route natively. Idempotent."""
-        for layer in (layer for layers in self._layers for layer in layers):
-            layer.clear_indices()
-            layer.clear_router_replay_action()
-            layer.present = None
-            layer.forwards = layer.backwards = 0
+        self._microbatches = [0] * len(self._layers)
+        for layer in self._all():
+            layer.clear()
+
+
+def _decoder_routers(chunk: torch.nn.Module) -> Iterator[tuple[TopKRouter, int]]:
+    """The routers of a chunk's decoder with their layers' places in it; others must be multi-token prediction's."""
+    known: set[TopKRouter] = set()
+    for block in (module for module in chunk.modules() if isinstance(module, TransformerBlock)):
+        for place, layer in enumerate(block.layers):
+            for router in (module for module in layer.modules() if isinstance(module, TopKRouter)):
+                known.add(router)
+                yield router, place
+    for name, router in chunk.named_modules():
+        if isinstance(router, TopKRouter) and router not in known:
+            if not any(isinstance(chunk.get_submodule(part), MultiTokenPredictionLayer) for part in _parents(name)):
+                raise ReplayError(f"{name} is a router outside the decoder's layers, and has no routes")
+            _take_off_shared_list(router)
+            router.router_replay = None
+
+
+def _parents(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]
+
+
+def _take_off_shared_list(router: TopKRouter) -> None:
+    """Megatron's constructor put the router's replay object on a list of the whole process."""
+    shared = RouterReplay.global_router_replay_instances
+    shared[:] = [other for other in shared if other is not router.router_replay]
+
+
+def is_recomputed(config: Any, place: int) -> bool:
+    """Whether Megatron runs the router of the decoder layer at ``place`` in its chunk again under the backward pass.
+
+    Full recomputation does: of all layers (uniform) or the first ``recompute_num_layers`` of a chunk (block). Of the
+    selective modules only ``moe`` holds the router; ``core_attn``, ``layernorm``, ``mlp`` (of dense layers),
+    ``moe_act`` and ``shared_experts`` leave it alone.
+    """
+    if config.recompute_granularity == "full":
+        return config.recompute_method == "uniform" or place < config.recompute_num_layers
+    return config.recompute_granularity == "selective" and "moe" in config.recompute_modules
+
+
+_BALANCING_THAT_REPLAYS = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss")
 
 
 def check_supported(config: Any) -> None:
-    """Refuse a router that would ignore replay or not compute Eq. 8 with it. Raises ReplayError with the reason."""
+    """Refuse a router that would ignore replay or not compute Eq. 8 with it. Raises ReplayError with the reason.
+
+    Read of Megatron-core 0.16.1's ``TransformerConfig``. Only the ways of balancing that are known to replay pass:
+    sinkhorn and quantile routing (a later Megatron's) choose experts elsewhere.
+    """
+    balancing = [
+        kind for kind in _as_list(config.moe_router_load_balancing_type) if kind not in _BALANCING_THAT_REPLAYS
+    ]
+    scaling = config.moe_router_topk_scaling_factor
     reasons = {
         "the fused router ignores replay (moe_router_fusion)": config.moe_router_fusion,
-        "sinkhorn routing ignores replay (moe_router_load_balancing_type)": "sinkhorn"
-        in _as_list(config.moe_router_load_balancing_type),
+        f"{', '.join(balancing)} routing ignores replay (moe_router_load_balancing_type)": bool(balancing),
         "a softmax before the top-k is not Eq. 8 (moe_router_pre_softmax)": config.moe_router_pre_softmax,
         f"{config.moe_router_score_function} scores are not Eq. 8 (moe_router_score_function)": (
             config.moe_router_score_function != "softmax"
         ),
+        "scaled gates are not Eq. 8 (moe_router_topk_scaling_factor)": scaling is not None and scaling != 1.0,
         "an expert bias chooses by other scores (moe_router_enable_expert_bias)": config.moe_router_enable_expert_bias,
+        "random logits are not the model's (moe_router_force_load_balancing)": config.moe_router_force_load_balancing,
+        "jittered inputs give other logits in every pass (moe_input_jitter_eps)": (
+            config.moe_input_jitter_eps is not None
+        ),
         "dropped tokens would change the experts (moe_expert_capacity_factor)": (
             config.moe_expert_capacity_factor is not None
         ),

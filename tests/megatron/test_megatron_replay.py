@@ -89,6 +89,64 @@ def test_training_uses_the_given_experts_forward_and_recomputed(
             assert torch.equal(used, wanted), f"layer {number}"
 
 
+class Observer:
+    """Writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[Any, ...]] = []
+
+    def assigned(self, layer_number: int, microbatch: int, experts: Tensor) -> None:
+        self.events.append(("assigned", layer_number, microbatch, experts.clone()))
+
+    def action(self, layer_number: int, microbatch: int, action: str) -> None:
+        self.events.append(("action", layer_number, microbatch, action))
+
+    def forwarded(
+        self,
+        layer_number: int,
+        microbatch: int,
+        action: str,
+        used: Tensor,
+        expected: Tensor | None,
+        fallback_rows: int,
+    ) -> None:
+        self.events.append(("forwarded", layer_number, microbatch, action, used, expected, fallback_rows))
+
+    def of(self, kind: str, layer: int) -> list[tuple[Any, ...]]:
+        return [event[2:] for event in self.events if event[:2] == (kind, layer)]
+
+
+def test_an_observer_sees_what_the_routers_really_used(build: Build, batch: PackedBatch) -> None:
+    model, observer = build(recompute="full"), Observer()
+    parts = [batch, PackedBatch.from_sequences(tiny.sequences(seed=9, lengths=(21, 4)))]
+    given = [PackedRoutes(tiny.random_routes(len(part)), torch.arange(len(part)) % 4 != 0) for part in parts]
+    model.replayer.observer = observer
+    model.train_microbatches(parts, given, total)
+    for layer in range(1, tiny.LAYERS + 1):
+        assigned = observer.of("assigned", layer)
+        assert [event[0] for event in assigned] == [0, 1]
+        for (_, rows), routes in zip(assigned, given, strict=True):
+            assert torch.equal(rows, routes.experts[:, layer - 1])
+        assert observer.of("action", layer) == [(m, a) for m in (0, 1) for a in ("replay_forward", "replay_backward")]
+        ran = observer.of("forwarded", layer)
+        assert [event[:2] for event in ran] == [(m, a) for m in (0, 1) for a in ("replay_forward", "replay_backward")]
+        for microbatch, _, used, expected, fallback in ran:
+            routes = given[microbatch]
+            assert torch.equal(used, expected)
+            wanted = routes.experts[:, layer - 1].long().sort(-1).values
+            assert torch.equal(used[routes.present], wanted[routes.present])
+            assert fallback == int((~routes.present).sum())
+    observer.events.clear()
+    model.forward_logprobs([batch], None)
+    assert {event[0] for event in observer.events} == {"action", "forwarded"}  # nothing was assigned
+    assert {event[3] for event in observer.events} == {"replay_forward"}
+    assert all(event[5] is None and event[6] == len(batch) for event in observer.events if event[0] == "forwarded")
+    model.replayer.observer = None
+    observer.events.clear()
+    model.forward_logprobs([batch], None)
+    assert observer.events == []
+
+
 def test_recomputation_has_the_same_gradient(build: Build, batch: PackedBatch) -> None:
     given = [PackedRoutes(tiny.random_routes(len(batch)), torch.arange(len(batch)) % 3 != 0)]
     gradients = []
@@ -106,7 +164,6 @@ def test_moe_layer_equals_equation_8_in_float64(build: Build) -> None:
     layer = model.module.decoder.layers[2].mlp
     hidden = torch.randn(19, 1, 32, generator=torch.Generator().manual_seed(3))
     experts = tiny.random_routes(19)
-    layer.router.router_replay.keep = False
     with torch.no_grad(), model.replayer.forward(0, experts, torch.ones(19, dtype=torch.bool), backward=False):
         output, _ = layer(hidden)
         for other in model.module.decoder.layers:  # the other routers must be asked too

@@ -47,8 +47,7 @@ class PolicyModel:
     def __init__(self, chunk: HiddenGPT, shape: ModelShape, ranks: Ranks, device: torch.device, folder: Path) -> None:
         self.shape, self.ranks, self.device, self.folder = shape, ranks, device, folder
         self.config: TransformerConfig = chunk.config
-        recompute = self.config.recompute_granularity == "full"
-        self.replayer = RouterReplayer([chunk], shape.moe_layers, recompute=recompute)
+        self.replayer = RouterReplayer([chunk], shape.moe_layers)
         self.chunks = [_wrap(chunk)]
         self._passes = Passes(self.chunks[0], shape, ranks, device, self.replayer)
 
