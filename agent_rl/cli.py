@@ -46,19 +46,31 @@ def evaluate(
     config: ConfigPath,
     overrides: Overrides = None,
     policy: Annotated[
-        str, typer.Option(help="engine, gold (applies the true fix) or noop (submits at once).")
+        str,
+        typer.Option(
+            help="engine; gold (applies the true fix); noop (submits at once); replay:TRAJECTORIES.jsonl (says again "
+            "what was said); or an OpenAI-compatible endpoint, http(s)://HOST/v1 with --model."
+        ),
     ] = "engine",
+    model: Annotated[str | None, typer.Option(help="The model's name at an endpoint.")] = None,
     tasks: Annotated[int | None, typer.Option(help="Tasks to evaluate; the config's number by default.")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Episodes a task; more than one gives Pass@k.")] = 1,
     split: Annotated[str | None, typer.Option(help="Split to evaluate on; the config's by default.")] = None,
     greedy: Annotated[bool, typer.Option("--greedy", help="Greedy decoding instead of sampling.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Write the report here as JSON.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the evaluation; by default in the run's own. Resumed if begun.")
+    ] = None,
 ) -> None:
-    """Evaluate Pass@1 on a split of the config's environment."""
+    """Evaluate Pass@1 on a split of the config's environment; one that was killed goes on where it stopped."""
     from agent_rl.config import load_config
     from agent_rl.controller.evaluate import run_evaluation
 
     loaded = load_config(config, overrides or ())
-    _run_async(run_evaluation(loaded, policy=policy, tasks=tasks, split=split, greedy=greedy, out=out))
+    _run_async(
+        run_evaluation(
+            loaded, policy=policy, model=model, tasks=tasks, samples=samples, split=split, greedy=greedy, out=out
+        )
+    )
 
 
 @app.command()

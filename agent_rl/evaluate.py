@@ -1,18 +1,22 @@
-"""Evaluation: Pass@1 on a set of tasks, with an interval, and infrastructure failures in a column of their own."""
+"""Evaluation: Pass@1 and Pass@k on a set of tasks, with an interval; infrastructure failures are counted apart.
+
+An episode becomes an :class:`EpisodeResult`, and a report is a function of results alone: those of this process and
+those that an earlier one, killed, had written down.
+"""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.table import Table
 
 from agent_rl.observe.files import write_json
-from agent_rl.rollout.group import EpisodeRunner, GroupSettings, Rollout, RolloutEvent, collect_groups
+from agent_rl.rollout.group import EpisodeRunner, GroupSettings, RolloutEvent, collect_groups
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.types import Trajectory
 from envs import Task
@@ -22,13 +26,32 @@ Z95 = 1.959963984540054
 
 
 @dataclass(frozen=True, slots=True)
+class EpisodeResult:
+    """How one sample of a task ended. ``resolved`` is None where the infrastructure failed past its retry budget;
+    ``failures`` counts the infrastructure failures met on the way."""
+
+    task_id: str
+    sample: int
+    resolved: bool | None
+    stop: str
+    turns: int
+    seconds: float
+    failures: int = 0
+    patch: str = ""
+    suspected_hack: tuple[str, ...] = ()
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class TaskOutcome:
     """One task's samples: how many were graded, how many resolved it, and what broke."""
 
     task_id: str
+    repo: str
     graded: int
     resolved: int
     infrastructure_failures: int
+    suspected_hacks: int
     stops: tuple[str, ...]
     turns_mean: float
     error: str = ""
@@ -39,13 +62,24 @@ class TaskOutcome:
 
 
 @dataclass(frozen=True, slots=True)
+class RepoOutcome:
+    """The tasks of one repository: how many were graded, and their Pass@1."""
+
+    graded: int
+    ungraded: int
+    pass_at_1: float
+
+
+@dataclass(frozen=True, slots=True)
 class EvalReport:
     """Pass@1 of ``policy`` on ``env``.
 
     ``pass_at_1`` is the mean over graded tasks of the share of a task's samples that resolved it; NaN where nothing
     could be graded. ``interval`` is Wilson's 95 % interval with the graded *tasks* as its trials, however many samples
     each has: samples of one task are not independent. ``ungraded`` tasks met only infrastructure failures; they are in
-    neither the numerator nor the denominator.
+    neither the numerator nor the denominator. ``pass_at_k`` holds k = 1, 2, 4, ... up to ``samples``, over the tasks
+    with at least k graded samples (:func:`pass_at_k`). ``suspected_hacks`` counts samples whose patch touched what
+    decides how it is graded.
     """
 
     policy: str
@@ -55,11 +89,14 @@ class EvalReport:
     graded: int
     ungraded: int
     infrastructure_failures: int
+    suspected_hacks: int
     pass_at_1: float
     interval: tuple[float, float]
+    pass_at_k: dict[str, float]
     turns_mean: float
     seconds: float
     stops: dict[str, int]
+    by_repo: dict[str, RepoOutcome]
     outcomes: tuple[TaskOutcome, ...]
 
     def write(self, path: Path) -> None:
@@ -75,23 +112,69 @@ async def evaluate(
     limiter: Limiter,
     samples: int = 1,
     retries: int = 3,
+    done: Iterable[EpisodeResult] = (),
+    on_result: Callable[[EpisodeResult, Trajectory | None], None] | None = None,
     on_event: Callable[[RolloutEvent], None] | None = None,
 ) -> EvalReport:
     """Run ``samples`` episodes of every task and report Pass@1. ``run`` is what makes the policy: an engine, or a
-    solver (:func:`agent_rl.rollout.solvers.solver_runner`). Raises what :func:`collect_groups` raises."""
-    settings = GroupSettings(size=samples, retries=retries, min_size=1, max_dropped=len(tasks))
-    rollout = await collect_groups(tasks, run, settings, limiter=limiter, on_event=on_event)
-    return report(rollout, tasks, policy=policy, samples=samples)
+    solver (:func:`agent_rl.rollout.solvers.solver_runner`).
+
+    A sample that met an infrastructure failure is run again at most ``retries`` times. Graded samples in ``done`` are
+    not run again. ``on_result`` is told every sample that ended, with its trajectory where it was graded. Raises what
+    :func:`collect_groups` raises.
+    """
+    results = {(r.task_id, r.sample): r for r in done if r.resolved is not None}
+    missing = [(task, s) for s in range(samples) for task in tasks if (task.id, s) not in results]
+    waiting: dict[str, deque[int]] = defaultdict(deque)
+    for task, sample in missing:
+        waiting[task.id].append(sample)
+
+    def take(event: RolloutEvent) -> None:
+        if (ended := event.group or event.dropped) is not None:
+            result = _result(event, waiting[ended.task_id].popleft())
+            results[result.task_id, result.sample] = result
+            if on_result is not None:
+                on_result(result, event.group.trajectories[0] if event.group else None)
+        if on_event is not None:
+            on_event(event)
+
+    settings = GroupSettings(size=1, retries=retries, min_size=1, max_dropped=len(missing))
+    rollout = await collect_groups([task for task, _ in missing], run, settings, limiter=limiter, on_event=take)
+    return report(results.values(), tasks, policy=policy, samples=samples, seconds=rollout.seconds)
 
 
-def report(rollout: Rollout, tasks: Sequence[Task], *, policy: str, samples: int) -> EvalReport:
-    """The report on what was collected, outcomes in the order of ``tasks``."""
-    order = {task.id: index for index, task in enumerate(tasks)}
-    outcomes = [_outcome(g.task_id, g.trajectories, g.infrastructure_failures) for g in rollout.groups]
-    outcomes += [_outcome(d.task_id, (), len(d.errors), d.errors[-1]) for d in rollout.dropped]
-    outcomes.sort(key=lambda outcome: order[outcome.task_id])
+def _result(event: RolloutEvent, sample: int) -> EpisodeResult:
+    """The result of a group of one episode, or of a dropped one."""
+    if event.group is None:
+        assert event.dropped is not None
+        errors = event.dropped.errors
+        return EpisodeResult(
+            event.dropped.task_id, sample, None, "", 0, 0.0, failures=len(errors), error=errors[-1] if errors else ""
+        )
+    (trajectory,) = event.group.trajectories
+    return EpisodeResult(
+        task_id=event.group.task_id,
+        sample=sample,
+        resolved=trajectory.resolved,
+        stop=trajectory.stop.value,
+        turns=len(trajectory.turns),
+        seconds=trajectory.seconds,
+        failures=event.group.infrastructure_failures,
+        patch=trajectory.patch,
+        suspected_hack=trajectory.suspected_hack,
+    )
+
+
+def report(
+    results: Iterable[EpisodeResult], tasks: Sequence[Task], *, policy: str, samples: int, seconds: float
+) -> EvalReport:
+    """The report on ``results``, outcomes in the order of ``tasks``."""
+    by_task: dict[str, list[EpisodeResult]] = {task.id: [] for task in tasks}
+    for result in results:
+        by_task[result.task_id].append(result)
+    outcomes = [_outcome(task, by_task[task.id]) for task in tasks]
     graded = [outcome for outcome in outcomes if outcome.graded]
-    rate = statistics.fmean(outcome.pass_rate for outcome in graded) if graded else math.nan
+    rate = _mean(outcome.pass_rate for outcome in graded)
     return EvalReport(
         policy=policy,
         env=tasks[0].env if tasks else "",
@@ -100,25 +183,71 @@ def report(rollout: Rollout, tasks: Sequence[Task], *, policy: str, samples: int
         graded=len(graded),
         ungraded=len(outcomes) - len(graded),
         infrastructure_failures=sum(outcome.infrastructure_failures for outcome in outcomes),
+        suspected_hacks=sum(outcome.suspected_hacks for outcome in outcomes),
         pass_at_1=rate,
         interval=wilson_interval(rate, len(graded)),
+        pass_at_k=_pass_at_ks(outcomes, samples),
         turns_mean=statistics.fmean(outcome.turns_mean for outcome in graded) if graded else 0.0,
-        seconds=rollout.seconds,
+        seconds=seconds,
         stops=dict(sorted(Counter(stop for outcome in outcomes for stop in outcome.stops).items())),
+        by_repo=_by_repo(outcomes),
         outcomes=tuple(outcomes),
     )
 
 
-def _outcome(task_id: str, trajectories: Sequence[Trajectory], failures: int, error: str = "") -> TaskOutcome:
+def _outcome(task: Task, results: Sequence[EpisodeResult]) -> TaskOutcome:
+    graded = [result for result in results if result.resolved is not None]
     return TaskOutcome(
-        task_id=task_id,
-        graded=len(trajectories),
-        resolved=sum(trajectory.resolved for trajectory in trajectories),
-        infrastructure_failures=failures,
-        stops=tuple(trajectory.stop.value for trajectory in trajectories),
-        turns_mean=statistics.fmean(len(t.turns) for t in trajectories) if trajectories else 0.0,
-        error=error,
+        task_id=task.id,
+        repo=repository(task),
+        graded=len(graded),
+        resolved=sum(bool(result.resolved) for result in graded),
+        infrastructure_failures=sum(result.failures for result in results),
+        suspected_hacks=sum(bool(result.suspected_hack) for result in graded),
+        stops=tuple(result.stop for result in graded),
+        turns_mean=statistics.fmean(result.turns for result in graded) if graded else 0.0,
+        error=next((result.error for result in results if result.error), ""),
     )
+
+
+def repository(task: Task) -> str:
+    """The repository a task is about, where its record names one (R2E-Gym's and SWE-bench's field), else its
+    environment."""
+    return str(task.record.get("repo_name") or task.record.get("repo") or task.env)
+
+
+def _by_repo(outcomes: Sequence[TaskOutcome]) -> dict[str, RepoOutcome]:
+    found: dict[str, list[TaskOutcome]] = defaultdict(list)
+    for outcome in outcomes:
+        found[outcome.repo].append(outcome)
+    if len(found) == len(outcomes):
+        return {}  # a repository a task says nothing that the outcomes don't
+    return {
+        repo: RepoOutcome(
+            graded=sum(bool(outcome.graded) for outcome in members),
+            ungraded=sum(not outcome.graded for outcome in members),
+            pass_at_1=_mean(outcome.pass_rate for outcome in members if outcome.graded),
+        )
+        for repo, members in sorted(found.items())
+    }
+
+
+def pass_at_k(samples: int, resolved: int, k: int) -> float:
+    """The chance that k of a task's ``samples``, drawn without putting back, hold a resolved one: the unbiased estimate
+    ``1 - C(n - c, k) / C(n, k)`` of Chen et al. 2021 (arXiv 2107.03374, equation 1). Raises ValueError for k > n."""
+    if not 1 <= k <= samples:
+        raise ValueError(f"Pass@{k} needs at least {k} samples of a task, it has {samples}")
+    return 1.0 - math.comb(samples - resolved, k) / math.comb(samples, k)
+
+
+def _pass_at_ks(outcomes: Sequence[TaskOutcome], samples: int) -> dict[str, float]:
+    ks = [1 << power for power in range(samples.bit_length()) if 1 << power <= samples]
+    return {str(k): _mean(pass_at_k(o.graded, o.resolved, k) for o in outcomes if o.graded >= k) for k in ks}
+
+
+def _mean(values: Iterable[float]) -> float:
+    held = list(values)
+    return statistics.fmean(held) if held else math.nan
 
 
 def wilson_interval(rate: float, trials: int, z: float = Z95) -> tuple[float, float]:
@@ -132,21 +261,28 @@ def wilson_interval(rate: float, trials: int, z: float = Z95) -> tuple[float, fl
 
 
 def table(reports: Sequence[EvalReport]) -> Table:
-    """The reports side by side, for a terminal."""
-    result = Table(
-        "policy", "env", "Pass@1", "95 % interval", "tasks", "samples", "infra failures", "ungraded", "turns"
-    )
-    for item in reports:
-        low, high = item.interval
-        result.add_row(
-            item.policy,
-            item.env,
-            f"{item.pass_at_1:.1%}",
-            f"{low:.1%} to {high:.1%}",
-            str(item.graded),
-            str(item.samples),
-            str(item.infrastructure_failures),
-            str(item.ungraded),
-            f"{item.turns_mean:.1f}",
-        )
+    """The reports side by side, a column each, for a terminal."""
+    result = Table("", *(f"{item.policy} on {item.env}" for item in reports))
+    rows: dict[str, Callable[[EvalReport], str]] = {
+        "Pass@1": lambda item: f"{item.pass_at_1:.1%}",
+        "95 % interval": lambda item: f"{item.interval[0]:.1%} to {item.interval[1]:.1%}",
+        "tasks graded": lambda item: str(item.graded),
+        "tasks not graded": lambda item: str(item.ungraded),
+        "samples a task": lambda item: str(item.samples),
+        "infrastructure failures": lambda item: str(item.infrastructure_failures),
+        "suspected hacks": lambda item: str(item.suspected_hacks),
+        "turns, mean": lambda item: f"{item.turns_mean:.1f}",
+    }
+    for name, value in rows.items():
+        result.add_row(name, *map(value, reports))
+    for k in list(reports[0].pass_at_k)[1:] if reports else ():
+        result.add_row(f"Pass@{k}", *(f"{item.pass_at_k.get(k, math.nan):.1%}" for item in reports))
+    return result
+
+
+def breakdown(by_repo: Mapping[str, RepoOutcome]) -> Table:
+    """Pass@1 by repository, for a terminal."""
+    result = Table("repository", "Pass@1", "tasks", "ungraded")
+    for repo, outcome in by_repo.items():
+        result.add_row(repo, f"{outcome.pass_at_1:.1%}", str(outcome.graded), str(outcome.ungraded))
     return result

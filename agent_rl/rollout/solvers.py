@@ -1,16 +1,19 @@
-"""Policies without a model, gold and no-op, driven through the same episode loop as a model's.
+"""Policies without a model (gold, no-op, a recorded run) driven through the same episode loop as a model's.
 
-A solver is a list of tool calls a task. They are written in a real tool-call format, turned into tokens (UTF-8 bytes),
-"sampled" by a scripted engine, parsed, and run by the environment's own tools in its own sandbox; then the episode is
-graded. So a gold solver that fails means a fault of the environment, the tools, the sandbox or the grading.
+A solver is a list of tool calls a task, or of recorded turns. They are written in a real tool-call format, turned into
+tokens (UTF-8 bytes), "sampled" by a scripted engine, parsed, and run by the environment's own tools in its own sandbox;
+then the episode is graded. So a gold solver that fails means a fault of the environment, the tools, the sandbox or the
+grading.
 """
 
 from __future__ import annotations
 
 import base64
+import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from agent_rl.engine.scripted import ScriptedEngine
@@ -23,7 +26,8 @@ from envs import Environment, Task
 from tools import ToolCall
 from tools.formats import tool_format
 
-Solver = Callable[[Environment, Task], Sequence[ToolCall]]
+Solver = Callable[[Environment, Task], Sequence[ToolCall | str]]
+"""The turns that a task is answered with: calls, or text that is said as it stands."""
 
 PATCH_CHUNK = 90_000
 """Base64 characters a call: Linux takes at most 128 KiB in one argument of a command."""
@@ -55,21 +59,38 @@ def gold(env: Environment, task: Task) -> Sequence[ToolCall]:
 SOLVERS: Mapping[str, Solver] = {"gold": gold, "noop": noop}
 
 
-def solver_runner(env: Environment, solver: str | Solver, settings: RolloutSettings) -> EpisodeRunner:
+def recorded(path: Path) -> tuple[Solver, frozenset[str]]:
+    """A solver that says again what was said in the first trajectory of each task in ``path``, and those tasks' ids.
+
+    ``path`` is a file of :mod:`agent_rl.rollout.records`. Raises UserError where it is none.
+    """
+    turns: dict[str, list[str]] = {}
+    try:
+        with path.open(encoding="utf-8") as rows:
+            for row in map(json.loads, rows):
+                turns.setdefault(row["task_id"], [turn["text"] for turn in row["turns"]])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: no trajectories to replay ({type(error).__name__}: {error})") from None
+    return (lambda env, task: turns[task.id]), frozenset(turns)
+
+
+def solver_runner(
+    env: Environment, solver: str | Solver, settings: RolloutSettings, *, tool_format_name: str = "hermes"
+) -> EpisodeRunner:
     """Runs one episode of a task with ``solver``, "gold", "noop" or one of your own.
 
-    Of ``settings`` the times hold; a solver has no context to fill and as many turns as it has calls. Raises UserError
-    for an unknown name.
+    Of ``settings`` the times hold; a solver has no context to fill and as many turns as it has calls, which are written
+    in the tool format ``tool_format_name``. Raises UserError for an unknown name.
     """
     if isinstance(solver, str) and solver not in SOLVERS:
         raise UserError(f"solver {solver!r}: there are {', '.join(SOLVERS)}")
     solve = SOLVERS[solver] if isinstance(solver, str) else solver
-    renderer, fmt = ByteRenderer(), tool_format("hermes")
+    renderer, fmt = ByteRenderer(), tool_format(tool_format_name)
     limits = replace(settings, max_tokens=1 << 30, max_new_tokens=1 << 20, describe_tools=False, routes=False)
 
     async def run(task: Task) -> Trajectory:
         calls = solve(env, task)
-        turns = [renderer.encode(fmt.render(call)) for call in calls]
+        turns = [renderer.encode(call if isinstance(call, str) else fmt.render(call)) for call in calls]
         engine = ScriptedEngine(lambda session, turn, tokens: turns[turn])
         return await run_episode(env, task, engine, renderer, fmt, replace(limits, max_turns=len(turns)))
 
@@ -90,7 +111,7 @@ class ByteRenderer:
 
     def encode(self, text: str) -> list[int]:
         """``text`` and the stop token after it: a whole turn."""
-        return [*text.encode(), self.STOP]
+        return [*text.encode(errors="replace"), self.STOP]
 
     def decode(self, tokens: TokenIds) -> str:
         return bytes(token for token in tokens if token < self.STOP).decode("utf-8", errors="replace")

@@ -1,0 +1,190 @@
+"""An evaluation that is killed and started again gives the report of one that was not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agent_rl.controller.eval_folder import EvalFolder, swebench_report
+from agent_rl.errors import ConfigError
+from agent_rl.evaluate import EpisodeResult, EvalReport, evaluate, pass_at_k
+from agent_rl.rollout.limiter import Limiter
+from agent_rl.types import StopReason, Trajectory
+from envs import Task
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+TASKS = [Task(f"owner/repo@{index}", "memory", {"repo_name": f"repo-{index % 3}"}) for index in range(12)]
+SETTINGS = {"policy": "told", "split": "heldout"}
+
+
+class Killed(Exception):
+    """Stands for the process' end between two results; a real SIGKILL has a test of its own."""
+
+
+def ended(task: Task, sample: int) -> Trajectory:
+    """What the policy does with a task's n-th sample: the same in every start."""
+    import numpy as np
+
+    resolved = random.Random(f"{task.id}/{sample}").random() < 0.5
+    return Trajectory(
+        task_id=task.id, env=task.env, tokens=np.zeros(1, np.int32), loss_mask=np.zeros(1, np.bool_),
+        logprobs=np.zeros(1, np.float32), routing=None, stop=StopReason.SUBMITTED, reward=float(resolved),
+        resolved=resolved, turns=(), messages=({"role": "assistant", "content": "\udce4 lone surrogate"},),
+        weight_versions=(), patch=f"diff {task.id}\n",
+    )  # fmt: skip
+
+
+async def run_until(folder: EvalFolder, stop_after: int | None, broken: float = 0.0) -> EvalReport:
+    """Evaluate 2 samples of every task; the process "dies" after ``stop_after`` results."""
+    count, chance = 0, random.Random(5)
+    done = folder.results()
+    taken = {task.id: {r.sample for r in done if r.task_id == task.id and r.resolved is not None} for task in TASKS}
+
+    async def run(task: Task) -> Trajectory:
+        await asyncio.sleep(0)
+        if chance.random() < broken:
+            return replace(ended(task, 0), stop=StopReason.SANDBOX_FAILURE, reward=None, error="SandboxError: gone")
+        sample = min({0, 1} - taken[task.id])
+        taken[task.id].add(sample)
+        return ended(task, sample)
+
+    def record(result: EpisodeResult, trajectory: Trajectory | None) -> None:
+        nonlocal count
+        if stop_after is not None and count == stop_after:
+            raise Killed
+        count += 1
+        folder.record(result, trajectory)
+
+    report = await evaluate(
+        TASKS, run, policy="told", limiter=Limiter(1), samples=2, retries=9, done=done, on_result=record
+    )
+    folder.finish(report, TASKS, "told")
+    return report
+
+
+def facts(report: EvalReport) -> EvalReport:
+    return replace(report, seconds=0.0)
+
+
+def start(folder: EvalFolder, stop_after: int | None) -> EvalReport | None:
+    try:
+        return asyncio.run(run_until(folder, stop_after))
+    except Killed:
+        return None
+
+
+@settings(max_examples=30)
+@given(stops=st.lists(st.integers(0, 9), max_size=3), torn=st.booleans())
+def test_killed_and_resumed_gives_the_same_report(
+    tmp_path_factory: pytest.TempPathFactory, stops: list[int], torn: bool
+) -> None:
+    whole = start(EvalFolder(tmp_path_factory.mktemp("whole"), SETTINGS), None)
+    path = tmp_path_factory.mktemp("killed")
+    for stop in stops:
+        start(EvalFolder(path, SETTINGS), stop)
+        if torn and (path / "results.jsonl").exists():
+            with (path / "results.jsonl").open("ab") as file:
+                file.write(b'{"task_id": "owner/re')
+    resumed = start(EvalFolder(path, SETTINGS), None)
+    assert whole is not None
+    assert resumed is not None
+    assert facts(resumed) == facts(whole)
+    for task in TASKS:
+        assert json.loads((path / "logs" / task.id.replace("/", "%2F") / "1.json").read_text())["patch"]
+
+
+async def test_sandbox_failures_leave_pass_at_1_unchanged_and_are_reported(tmp_path: Path) -> None:
+    healthy = await run_until(EvalFolder(tmp_path / "a", SETTINGS), None)
+    broken = await run_until(EvalFolder(tmp_path / "b", SETTINGS), None, broken=0.05)
+    assert broken.pass_at_1 == healthy.pass_at_1
+    assert broken.infrastructure_failures > 0
+    assert healthy.infrastructure_failures == 0
+
+
+async def test_what_is_written(tmp_path: Path) -> None:
+    folder = EvalFolder(tmp_path / "eval", SETTINGS)
+    report = await run_until(folder, None)
+    assert list(report.by_repo) == ["repo-0", "repo-1", "repo-2"]
+    assert list(report.pass_at_k) == ["1", "2"]
+    assert report.pass_at_k["1"] == pytest.approx(report.pass_at_1)
+    for name in ("predictions.jsonl", "predictions-1.jsonl"):
+        rows = [json.loads(line) for line in (folder.path / name).read_text().splitlines()]
+        assert [row["instance_id"] for row in rows] == [task.id for task in TASKS]
+        assert {tuple(row) for row in rows} == {("instance_id", "model_name_or_path", "model_patch")}
+    swebench = json.loads((folder.path / "report-swebench.json").read_text())
+    assert swebench["resolved_instances"] == sum(ended(task, 0).resolved for task in TASKS)
+    assert swebench["schema_version"] == 2
+
+
+def test_swebench_report_keeps_empty_patches_and_errors_apart() -> None:
+    def result(task: str, **changes: object) -> EpisodeResult:
+        return replace(EpisodeResult(task, 0, False, "submitted", 1, 1.0, patch="diff"), **changes)  # type: ignore[arg-type]
+
+    first = {"a": result("a", resolved=True), "b": result("b"), "c": result("c", patch="")}
+    report = swebench_report(["d", "c", "b", "a"], first)
+    assert (report["completed_ids"], report["resolved_ids"], report["unresolved_ids"]) == (["a", "b"], ["a"], ["b"])
+    assert (report["empty_patch_ids"], report["error_ids"]) == (["c"], ["d"])
+    assert (report["total_instances"], report["error_instances"]) == (4, 1)
+
+
+def test_another_evaluation_is_refused_the_folder(tmp_path: Path) -> None:
+    EvalFolder(tmp_path, SETTINGS)
+    EvalFolder(tmp_path, dict(reversed(SETTINGS.items())))
+    with pytest.raises(ConfigError, match=r'with policy "told", this one has "gold": give another --out'):
+        EvalFolder(tmp_path, {**SETTINGS, "policy": "gold"})
+
+
+@pytest.mark.parametrize("line", ["[]", "{}", "nonsense", '{"task_id": "a", "suspected_hack": 3}'])
+def test_a_line_that_is_no_result_is_told(tmp_path: Path, line: str) -> None:
+    folder = EvalFolder(tmp_path, SETTINGS)
+    (tmp_path / "results.jsonl").write_text(f"{line}\n")
+    with pytest.raises(ConfigError, match=r"results\.jsonl:1: no result"):
+        folder.results()
+
+
+@given(n=st.integers(1, 8), data=st.data())
+def test_pass_at_k_is_the_share_of_draws_with_a_resolved_one(n: int, data: st.DataObject) -> None:
+    from itertools import combinations
+
+    c, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
+    draws = list(combinations([True] * c + [False] * (n - c), k))
+    assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, draws)) / len(draws))
+    with pytest.raises(ValueError, match="needs at least"):
+        pass_at_k(n, c, n + 1)
+
+
+@pytest.mark.bubblewrap
+def test_a_real_evaluation_killed_with_sigkill_goes_on(tmp_path: Path) -> None:
+    command = [
+        sys.executable, "-m", "agent_rl.cli", "eval", "configs/quickstart.yaml", "--policy", "gold", "--tasks", "24",
+        "--out", str(tmp_path / "out"), "sandbox.backend=bubblewrap", "rollout.concurrency=2",
+        f"env.options={{train_tasks: 8, heldout_tasks: 24, cache_dir: {ROOT}/.cache/tasks}}",
+    ]  # fmt: skip
+    results = tmp_path / "out" / "results.jsonl"
+    first = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
+    deadline = time.monotonic() + 120
+    while not (results.exists() and results.read_bytes().count(b"\n") >= 3):
+        assert first.poll() is None, "it ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.kill(first.pid, signal.SIGKILL)
+    first.wait()
+    before = results.read_bytes().count(b"\n")
+    second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert second.returncode == 0, second.stderr
+    assert f"{before} of 24 episodes are there already" in second.stdout
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert (report["graded"], report["pass_at_1"]) == (24, 1.0)
+    assert results.read_bytes().count(b"\n") == 24
