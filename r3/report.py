@@ -1,18 +1,31 @@
 """How far the trainer is from the engine: in log-probs of the sampled tokens, and in experts chosen.
 
-Definitions (p: trainer, q: engine, of the sampled token; r = p / q):
+Log-probs (p: trainer, q: engine, of the sampled token; r = p / q):
 
 - ``k3_kl``                  mean(r - 1 - log r), the k3 estimate of KL(q || p) from samples of q (Schulman,
-  "Approximating KL Divergence", 2020), used for this mismatch by the R3 paper (arXiv 2510.11370)
-- ``f_tau``                  share of tokens with max(r, 1/r) > tau (the R3 paper's extreme-token distribution)
+  "Approximating KL Divergence", 2020), used for this mismatch by the R3 paper (arXiv 2510.11370, section 3); NeMo RL
+  calls it ``gen_kl_error``
+- ``f_tau``                  share of tokens with max(r, 1/r) > tau (the R3 paper's extreme token distribution)
 - ``token_mult_prob_error``  mean exp |log p - log q|, 1 where they agree (NeMo RL's name)
-- ``js_divergence``          half k3 of p against m plus half k3 of q against m, m = (p + q) / 2 (NeMo RL)
+- ``js_divergence``          half k3 of p against m plus half k3 of q against m, m = (p + q) / 2 (NeMo RL:
+  ``js_divergence_error``)
 - ``logprob_abs_diff``       mean |log p - log q|
+
+Experts, as the R3 paper counts them: a *router* is one (token, layer) pair.
+
+- router level               share of routers whose two sets of experts differ, and by how many experts
+- token level                how many of a token's layers differ; the share of tokens with any
+- sequence level             a sequence's mean number of differing layers a token
+
+All log-prob figures are means over tokens whose tails are heavy: a few tokens decide k3. So an :class:`Estimate` has
+an interval, from a bootstrap over sequences.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +33,16 @@ from numpy.typing import NDArray
 from r3.routing import Routing, RoutingError
 
 Floats = NDArray[np.floating]
+Mask = NDArray[np.bool_]
+
+TAUS = tuple(1 + 10 ** (exponent / 10) for exponent in range(-30, 21))
+"""Where F(tau) is taken by default: tau - 1 from 0.001 to 100, ten points a decade; 2 is one of them."""
+
+DRAWS = 1000
+"""Resamples of a bootstrap."""
 
 
-def log_ratios(trainer: Floats, engine: Floats, mask: NDArray[np.bool_] | None = None) -> NDArray[np.float64]:
+def log_ratios(trainer: Floats, engine: Floats, mask: Mask | None = None) -> NDArray[np.float64]:
     """log p - log q of the tokens that ``mask`` keeps (all without one), flattened.
 
     Raises ValueError for unequal shapes, for no token at all, and for log-probs that are not finite.
@@ -40,35 +60,37 @@ def log_ratios(trainer: Floats, engine: Floats, mask: NDArray[np.bool_] | None =
     return kept
 
 
-def k3_kl(trainer: Floats, engine: Floats, mask: NDArray[np.bool_] | None = None) -> float:
+def k3_kl(trainer: Floats, engine: Floats, mask: Mask | None = None) -> float:
     """Mean of r - 1 - log r; 0 where the two agree, never negative."""
     return float(_k3(log_ratios(trainer, engine, mask)).mean())
 
 
-def f_tau(trainer: Floats, engine: Floats, tau: float, mask: NDArray[np.bool_] | None = None) -> float:
+def f_tau(trainer: Floats, engine: Floats, tau: float, mask: Mask | None = None) -> float:
     """Share of tokens whose probability differs by more than a factor ``tau`` either way."""
     if tau <= 0:
         raise ValueError(f"tau must be positive, got {tau}")
-    return float((np.abs(log_ratios(trainer, engine, mask)) > np.log(tau)).mean())
+    return float(_exceeds(log_ratios(trainer, engine, mask), tau).mean())
 
 
-def token_mult_prob_error(trainer: Floats, engine: Floats, mask: NDArray[np.bool_] | None = None) -> float:
+def token_mult_prob_error(trainer: Floats, engine: Floats, mask: Mask | None = None) -> float:
     """Mean factor by which a token's probability differs; 1 where the two agree."""
-    return float(np.exp(np.abs(log_ratios(trainer, engine, mask))).mean())
+    return float(_factor(log_ratios(trainer, engine, mask)).mean())
 
 
-def js_divergence(trainer: Floats, engine: Floats, mask: NDArray[np.bool_] | None = None) -> float:
+def js_divergence(trainer: Floats, engine: Floats, mask: Mask | None = None) -> float:
     """Jensen-Shannon divergence estimated on the sampled tokens alone."""
-    log_r = log_ratios(trainer, engine, mask)
-    # log(m / q) with m = (p + q) / 2 is log((r + 1) / 2); against p it is the same of 1 / r.
-    against_engine = np.logaddexp(log_r, 0.0) - np.log(2.0)
-    against_trainer = np.logaddexp(-log_r, 0.0) - np.log(2.0)
-    return float(0.5 * _k3(-against_trainer).mean() + 0.5 * _k3(-against_engine).mean())
+    return float(_js(log_ratios(trainer, engine, mask)).mean())
 
 
-def logprob_abs_diff(trainer: Floats, engine: Floats, mask: NDArray[np.bool_] | None = None) -> float:
+def logprob_abs_diff(trainer: Floats, engine: Floats, mask: Mask | None = None) -> float:
     """Mean absolute difference of log-probs."""
     return float(np.abs(log_ratios(trainer, engine, mask)).mean())
+
+
+def mismatch_metrics(trainer: Floats, engine: Floats, mask: Mask | None = None) -> dict[str, float]:
+    """All of them under the names of the ``mismatch/*`` metrics, without the prefix; ``f_tau`` at tau = 2."""
+    log_r = log_ratios(trainer, engine, mask)
+    return {name: float(values(log_r).mean()) for name, values in TOKEN_VALUES.items()}
 
 
 def _k3(log_r: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -76,56 +98,176 @@ def _k3(log_r: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.expm1(log_r) - log_r
 
 
-def mismatch_metrics(trainer: Floats, engine: Floats, mask: NDArray[np.bool_] | None = None) -> dict[str, float]:
-    """All of them under the names of the ``mismatch/*`` metrics, without the prefix; ``f_tau`` at tau = 2."""
-    return {
-        "k3_kl": k3_kl(trainer, engine, mask),
-        "f_tau_2": f_tau(trainer, engine, 2.0, mask),
-        "token_mult_prob_error": token_mult_prob_error(trainer, engine, mask),
-        "js_divergence": js_divergence(trainer, engine, mask),
-        "logprob_abs_diff": logprob_abs_diff(trainer, engine, mask),
-    }
+def _exceeds(log_r: NDArray[np.float64], tau: float) -> NDArray[np.bool_]:
+    return np.abs(log_r) > np.log(tau)
+
+
+def _factor(log_r: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.exp(np.abs(log_r))
+
+
+def _js(log_r: NDArray[np.float64]) -> NDArray[np.float64]:
+    # log(m / q) with m = (p + q) / 2 is log((r + 1) / 2); against p it is the same of 1 / r.
+    against_engine = np.logaddexp(log_r, 0.0) - np.log(2.0)
+    against_trainer = np.logaddexp(-log_r, 0.0) - np.log(2.0)
+    return 0.5 * _k3(-against_trainer) + 0.5 * _k3(-against_engine)
+
+
+TOKEN_VALUES: Mapping[str, Callable[[NDArray[np.float64]], NDArray]] = {
+    "k3_kl": _k3,
+    "f_tau_2": partial(_exceeds, tau=2.0),
+    "token_mult_prob_error": _factor,
+    "js_divergence": _js,
+    "logprob_abs_diff": np.abs,
+}
+"""Every metric as a function from log r to a value a token; the metric is the mean."""
 
 
 @dataclass(frozen=True, slots=True)
-class RouteMismatch:
-    """Two routings of the same tokens compared as sets of experts, over the tokens that both have.
+class Estimate:
+    """A mean and its 95 % interval; the interval is NaN where there are fewer than two sequences to draw from."""
 
-    ``router``: share of (token, layer) pairs that differ. ``token``: share of tokens with a differing layer.
-    ``layers_a_token``: mean number of differing layers a token. ``histogram[n]``: tokens with n differing layers.
-    ``by_layer``: share of tokens that differ in each MoE layer. ``tokens``: how many were compared.
+    value: float
+    low: float
+    high: float
+
+
+def resampled_sums(table: NDArray[np.float64], *, draws: int = DRAWS, seed: int = 0) -> NDArray[np.float64]:
+    """Column sums of ``table`` ``[sequences, columns]`` under a bootstrap of its rows, ``[draws, columns]``.
+
+    Tokens of a sequence are not independent, so whole sequences are drawn. Tables of as many rows get the same draws:
+    figures of two passes over the same sequences are thereby paired.
+    """
+    generator, rows = np.random.default_rng(seed), len(table)
+    sums = np.empty((draws, table.shape[1]))
+    for draw in range(draws):
+        sums[draw] = np.bincount(generator.integers(0, rows, rows), minlength=rows) @ table
+    return sums
+
+
+def estimate_ratios(
+    numerators: Mapping[str, NDArray[np.float64]], denominator: NDArray[np.float64]
+) -> dict[str, Estimate]:
+    """Sum over sum of columns ``[sequences]``, by name. NaN or infinite where the denominator is 0."""
+    table = np.stack([*numerators.values(), denominator], axis=1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        values = table[:, :-1].sum(axis=0) / denominator.sum()
+        if len(table) < 2:
+            intervals = np.full((2, len(numerators)), np.nan)
+        else:
+            sums = resampled_sums(table)
+            intervals = np.percentile(sums[:, :-1] / sums[:, -1:], [2.5, 97.5], axis=0)
+    return {
+        name: Estimate(float(value), float(low), float(high))
+        for name, value, low, high in zip(numerators, values, *intervals, strict=True)
+    }
+
+
+def per_sequence(values: NDArray, sequence: NDArray[np.integer]) -> NDArray[np.float64]:
+    """Sums of ``values`` ``[n]`` over each sequence that occurs in ``sequence`` ``[n]``, in their order."""
+    _, index = np.unique(sequence, return_inverse=True)
+    return np.bincount(index, weights=values).astype(np.float64, copy=False)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LogprobMismatch:
+    """All figures of the sampled tokens of some sequences.
+
+    ``metrics``: under the names of :func:`mismatch_metrics`. ``f_tau[i]``: F at ``taus[i]``.
     """
 
+    tokens: int
+    sequences: int
+    metrics: Mapping[str, Estimate]
+    taus: NDArray[np.float64]
+    f_tau: NDArray[np.float64]
+
+
+def logprob_mismatch(
+    log_r: NDArray[np.float64], sequence: NDArray[np.integer], taus: Sequence[float] = TAUS
+) -> LogprobMismatch:
+    """The figures of tokens whose :func:`log_ratios` are ``log_r`` ``[n]`` and which belong to ``sequence`` ``[n]``."""
+    counts = per_sequence(np.ones(len(log_r)), sequence)
+    sums = {name: per_sequence(values(log_r), sequence) for name, values in TOKEN_VALUES.items()}
+    return LogprobMismatch(
+        tokens=len(log_r),
+        sequences=len(counts),
+        metrics=estimate_ratios(sums, counts),
+        taus=np.asarray(taus, dtype=np.float64),
+        f_tau=f_tau_curve(log_r, taus),
+    )
+
+
+def f_tau_curve(log_r: NDArray[np.float64], taus: Sequence[float] = TAUS) -> NDArray[np.float64]:
+    """F at each of ``taus``: the share of tokens whose probability differs by more than that factor."""
+    if min(taus) <= 0:
+        raise ValueError(f"tau must be positive, got {min(taus)}")
+    ordered = np.sort(np.abs(log_r))
+    return 1 - np.searchsorted(ordered, np.log(taus), side="right") / len(ordered)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RouteMismatch:
+    """Two routings of the same tokens compared as sets of experts, over the rows that both have.
+
+    ``router``: share of routers, (token, layer) pairs, that differ; ``by_layer`` ``[L]`` the same in each MoE layer.
+    ``token``: share of tokens with a differing layer. ``sequence``: mean over sequences of a sequence's mean number of
+    differing layers a token. And the distributions behind them:
+
+    - ``experts`` ``[L, top_k + 1]``: routers of a layer by how many of their experts differ
+    - ``layers`` ``[L + 1]``: tokens by how many of their layers differ
+    - ``by_sequence`` ``[sequences, L]``: share of a sequence's tokens that differ in a layer (its sum over the layers
+      is the sequence's mean number of differing layers a token)
+    """
+
+    tokens: int
+    sequences: int
     router: float
     token: float
-    layers_a_token: float
-    histogram: NDArray[np.int64]
+    sequence: float
     by_layer: NDArray[np.float64]
-    tokens: int
+    experts: NDArray[np.int64]
+    layers: NDArray[np.int64]
+    by_sequence: NDArray[np.float64]
 
 
-def differing_routers(first: Routing, second: Routing) -> NDArray[np.bool_]:
-    """``[tokens, moe_layers]``: whether the sets of experts differ, over the rows present in both."""
+def differing_experts(first: Routing, second: Routing) -> NDArray[np.uint8]:
+    """``[rows, moe_layers]``: how many of ``first``'s experts are not among ``second``'s, over the rows present in
+    both. Expects rows as :func:`r3.routing.validate` passes them: no expert twice. Raises RoutingError where the two
+    are of different shapes."""
     if first.experts.shape != second.experts.shape or first.num_experts != second.num_experts:
         raise RoutingError(
             f"can't compare {list(first.experts.shape)} of {first.num_experts} experts "
             f"with {list(second.experts.shape)} of {second.num_experts}"
         )
     both = first.present & second.present
-    return np.any(np.sort(first.experts[both], axis=2) != np.sort(second.experts[both], axis=2), axis=2)
+    one, other = first.experts[both], second.experts[both]
+    differ = np.full(one.shape[:2], first.top_k, dtype=np.uint8)
+    for slot in range(first.top_k):  # a slot at a time: all pairs at once would take top_k times the memory
+        differ -= (other == one[:, :, slot, None]).any(axis=2)
+    return differ
 
 
-def route_mismatch(first: Routing, second: Routing) -> RouteMismatch:
-    """Compare two routings of one sequence. Raises RoutingError if they are of different shapes or share no row."""
-    differs = differing_routers(first, second)
-    if not len(differs):
+def route_mismatch(differ: NDArray[np.uint8], sequence: NDArray[np.integer], top_k: int) -> RouteMismatch:
+    """The figures of rows whose :func:`differing_experts` are ``differ`` ``[rows, L]``, of ``sequence`` ``[rows]``.
+
+    Raises RoutingError where there is no row.
+    """
+    if not len(differ):
         raise RoutingError("no token has routes in both")
-    layers = differs.sum(axis=1)
+    layers = differ.shape[1]
+    unequal = differ > 0
+    layers_a_token = unequal.sum(axis=1)
+    rows = per_sequence(np.ones(len(differ)), sequence)
+    by_sequence = np.stack([per_sequence(unequal[:, layer], sequence) / rows for layer in range(layers)], axis=1)
     return RouteMismatch(
-        router=float(differs.mean()),
-        token=float((layers > 0).mean()),
-        layers_a_token=float(layers.mean()),
-        histogram=np.bincount(layers, minlength=differs.shape[1] + 1),
-        by_layer=differs.mean(axis=0),
-        tokens=len(differs),
+        tokens=len(differ),
+        sequences=len(rows),
+        router=float(unequal.mean()),
+        token=float((layers_a_token > 0).mean()),
+        sequence=float(by_sequence.sum(axis=1).mean()),
+        by_layer=unequal.mean(axis=0),
+        experts=np.stack([np.bincount(column, minlength=top_k + 1) for column in differ.T]),
+        layers=np.bincount(layers_a_token, minlength=layers + 1),
+        by_sequence=by_sequence,
     )

@@ -1,4 +1,4 @@
-"""Mismatch figures against values worked out by hand, and their invariants."""
+"""Mismatch figures against values worked out by hand and naive references, and their invariants."""
 
 from __future__ import annotations
 
@@ -11,11 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from r3.report import (
+    TAUS,
+    differing_experts,
+    estimate_ratios,
     f_tau,
+    f_tau_curve,
     js_divergence,
     k3_kl,
     logprob_abs_diff,
+    logprob_mismatch,
     mismatch_metrics,
+    resampled_sums,
     route_mismatch,
     token_mult_prob_error,
 )
@@ -83,6 +89,54 @@ def test_what_cannot_be_compared_raises(trainer: np.ndarray, engine: np.ndarray,
         k3_kl(trainer, engine, mask)  # type: ignore[arg-type]
 
 
+@given(st.lists(st.floats(-8, 8), min_size=1, max_size=40), st.lists(st.floats(1, 100), min_size=1, max_size=8))
+def test_the_curve_is_the_share_of_tokens_beyond_each_factor(log_r: list[float], taus: list[float]) -> None:
+    values = np.array(log_r)
+    curve = f_tau_curve(values, taus)
+    for tau, share in zip(taus, curve, strict=True):
+        beyond = sum(abs(value) > math.log(tau) for value in log_r)
+        assert share == pytest.approx(beyond / len(log_r), abs=1e-12)
+        assert share == pytest.approx(f_tau(values, np.zeros(len(values)), tau), abs=1e-12)
+    assert (np.diff(f_tau_curve(values)) <= 0).all(), "F falls with tau"
+    assert 2.0 in TAUS
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.floats(-3, 3)), min_size=1, max_size=40))
+def test_estimates_are_the_plain_means_within_their_interval(tokens: list[tuple[int, float]]) -> None:
+    sequence, log_r = (np.array(side) for side in zip(*tokens, strict=True))
+    found = logprob_mismatch(log_r.astype(float), sequence)
+    expected = mismatch_metrics(log_r.astype(float), np.zeros(len(log_r)))
+    assert {name: estimate.value for name, estimate in found.metrics.items()} == pytest.approx(expected)
+    assert (found.tokens, found.sequences) == (len(tokens), len(set(sequence.tolist())))
+    for name, estimate in found.metrics.items():
+        if found.sequences == 1:
+            assert math.isnan(estimate.low)
+            assert math.isnan(estimate.high)
+            continue
+        means = [
+            mismatch_metrics(log_r[sequence == which], np.zeros((sequence == which).sum()))[name]
+            for which in set(sequence.tolist())
+        ]
+        assert min(means) - 1e-9 <= estimate.low <= estimate.high <= max(means) + 1e-9
+
+
+def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
+    """Sequences of tokens that share an effect: the interval of 95 % must widen with it, or it would cover far less."""
+    generator, covered = np.random.default_rng(0), 0
+    for _ in range(100):
+        means = generator.normal(1.0, 1.0, size=60)
+        sums, counts = means * 50 + generator.normal(0, 50**0.5, 60), np.full(60, 50.0)
+        estimate = estimate_ratios({"mean": sums}, counts)["mean"]
+        covered += estimate.low < 1.0 < estimate.high
+    assert 88 <= covered <= 99
+
+
+def test_tables_of_as_many_sequences_get_the_same_draws() -> None:
+    one, other = np.arange(12.0).reshape(6, 2), np.arange(6.0)[:, None]
+    np.testing.assert_array_equal(resampled_sums(one)[:, 0], 2 * resampled_sums(other)[:, 0])
+    assert resampled_sums(np.ones((6, 1))).tolist() == [[6.0]] * 1000
+
+
 def routing(experts: list[list[list[int]]], present: list[bool] | None = None) -> Routing:
     array = np.array(experts, dtype=np.uint8)
     kept = np.array([True] * len(array) if present is None else present)
@@ -91,19 +145,64 @@ def routing(experts: list[list[list[int]]], present: list[bool] | None = None) -
 
 def test_routes_are_compared_as_sets_where_both_are_present() -> None:
     first = routing([[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[0, 1], [2, 3]], [[0, 0], [0, 0]]], [True] * 3 + [False])
-    second = routing([[[1, 0], [3, 2]], [[4, 5], [6, 0]], [[2, 1], [2, 0]], [[5, 6], [5, 6]]])
-    found = route_mismatch(first, second)
-    assert found.tokens == 3
+    second = routing([[[1, 0], [3, 2]], [[4, 5], [6, 0]], [[2, 3], [2, 0]], [[5, 6], [5, 6]]])
+    differ = differing_experts(first, second)
+    assert differ.tolist() == [[0, 0], [0, 1], [2, 1]]
+    found = route_mismatch(differ, np.array([0, 0, 1]), top_k=2)
+    assert (found.tokens, found.sequences) == (3, 2)
     assert found.router == pytest.approx(3 / 6)
-    assert found.token == pytest.approx(2 / 3)
-    assert found.layers_a_token == pytest.approx(1.0)
-    assert found.histogram.tolist() == [1, 1, 1]
     assert found.by_layer.tolist() == pytest.approx([1 / 3, 2 / 3])
+    assert found.experts.tolist() == [[2, 0, 1], [1, 2, 0]]
+    assert found.token == pytest.approx(2 / 3)
+    assert found.layers.tolist() == [1, 1, 1]
+    assert found.by_sequence.tolist() == [[0, 0.5], [1, 1]]
+    assert found.sequence == pytest.approx((0.5 + 2) / 2)
 
 
 def test_routes_of_different_shapes_are_not_compared() -> None:
     one = routing([[[0, 1]]])
     with pytest.raises(RoutingError, match="can't compare"):
-        route_mismatch(one, replace(one, num_experts=9))
+        differing_experts(one, replace(one, num_experts=9))
     with pytest.raises(RoutingError, match="no token"):
-        route_mismatch(one, replace(one, present=np.array([False])))
+        route_mismatch(differing_experts(one, replace(one, present=np.array([False]))), np.zeros(0, int), top_k=2)
+
+
+@st.composite
+def route_pairs(draw: st.DrawFn) -> tuple[Routing, Routing]:
+    """Two routings of one shape; rows mostly equal, some absent on either side."""
+    tokens, layers, experts = draw(st.integers(1, 8)), draw(st.integers(1, 3)), draw(st.integers(3, 6))
+    top_k = draw(st.integers(1, experts))
+    generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+
+    def one() -> np.ndarray:
+        return generator.random((tokens, layers, experts)).argsort(axis=-1)[..., :top_k].astype(np.uint8)
+
+    first = one()
+    second = np.where(generator.random((tokens, layers, 1)) < 0.6, first[..., ::-1], one())
+    spans = (Span(0, tokens, "", "", SpanKind.SAMPLED),)
+    present = generator.random((2, tokens)) < 0.8
+    present[:, 0] = True
+    return Routing(first, present[0], spans, experts), Routing(second, present[1], spans, experts)
+
+
+@given(route_pairs(), st.integers(1, 3))
+def test_route_figures_are_those_of_a_naive_count(pair: tuple[Routing, Routing], sequences: int) -> None:
+    first, second = pair
+    rows = [row for row in range(first.tokens) if first.present[row] and second.present[row]]
+    naive = [
+        [len(set(a.tolist()) - set(b.tolist())) for a, b in zip(first.experts[row], second.experts[row], strict=True)]
+        for row in rows
+    ]
+    differ = differing_experts(first, second)
+    assert differ.tolist() == naive == differing_experts(second, first).tolist()
+    sequence = np.arange(len(rows)) % sequences
+    found = route_mismatch(differ, sequence, first.top_k)
+    flat = [count for row in naive for count in row]
+    assert found.router == pytest.approx(sum(count > 0 for count in flat) / len(flat))
+    assert found.experts.sum(axis=0).tolist() == [flat.count(n) for n in range(first.top_k + 1)]
+    layers = [sum(count > 0 for count in row) for row in naive]
+    assert found.layers.tolist() == [layers.count(n) for n in range(first.moe_layers + 1)]
+    assert found.token == pytest.approx(sum(count > 0 for count in layers) / len(layers))
+    means = [np.mean([n for n, s in zip(layers, sequence, strict=True) if s == which]) for which in set(sequence)]
+    assert found.sequence == pytest.approx(np.mean(means))
+    assert found.by_sequence.sum(axis=1).tolist() == pytest.approx(means)
