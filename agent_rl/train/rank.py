@@ -70,7 +70,12 @@ class TrainerRank:
         from agent_rl.train.megatron.model import PolicyModel
 
         self._model: PolicyModel = PolicyModel.build(
-            settings.folder, settings.parallel, dtype=self._dtype, device=device, recompute=settings.recompute
+            settings.folder,
+            settings.parallel,
+            dtype=self._dtype,
+            device=device,
+            recompute=settings.recompute,
+            recompute_modules=settings.recompute_modules,
         )
         self.set_optimizer(optimizer)
         self._publisher: WeightPublisher | None = None
@@ -108,10 +113,11 @@ class TrainerRank:
         return sample_logprobs(self._model, samples, share, replay=replay)
 
     def routes(
-        self, samples: Sequence[Sample], plan: Sequence[Sequence[Sequence[int]]], replay: bool
+        self, samples: Sequence[Sample], plan: Sequence[Sequence[Sequence[int]]], replay: bool, temperature: float
     ) -> dict[int, tuple[NDArray[np.float32], NDArray[np.unsignedinteger]]]:
         """Log-probs and the experts used, of this rank's share of the samples, by index. Collective."""
-        found = sample_routes(self._model, samples, plan[self._ranks.data_rank], replay=replay)
+        share = plan[self._ranks.data_rank]
+        found = sample_routes(self._model, samples, share, replay=replay, temperature=temperature)
         dtype = narrowest_dtype(self._model.num_experts)
         return {index: (logprobs, experts.astype(dtype)) for index, (logprobs, experts) in found.items()}
 

@@ -107,17 +107,17 @@ class RayTrainer:
         return [values.tolist() for values in await self._per_sample("logprobs", samples, replay)]
 
     async def routes(
-        self, samples: Sequence[Sample], *, replay: bool
+        self, samples: Sequence[Sample], *, replay: bool, temperature: float = 1.0
     ) -> list[tuple[NDArray[np.float32], NDArray[np.unsignedinteger]]]:
-        """As :meth:`logprobs`, with the experts used at every token: ``(logprobs [S], experts [S, moe_layers, top_k])``
-        a sample. With ``replay`` those are the samples' own where a row is present."""
-        return await self._per_sample("routes", samples, replay)
+        """As :meth:`logprobs`, at ``temperature``, with the experts used at every token: ``(logprobs [S], experts
+        [S, moe_layers, top_k])`` a sample. With ``replay`` those are the samples' own where a row is present."""
+        return await self._per_sample("routes", samples, replay, temperature)
 
-    async def _per_sample(self, method: str, samples: Sequence[Sample], replay: bool) -> list[Any]:
+    async def _per_sample(self, method: str, samples: Sequence[Sample], *arguments: Any) -> list[Any]:
         budget = max(self._config.train.microbatch_tokens, *(len(sample.tokens) for sample in samples))
         shares = self._plan([len(sample.tokens) for sample in samples], budget=budget)
         found: dict[int, Any] = {}
-        for part in await self._per_data_rank(method, self.put(list(samples)), shares, replay):
+        for part in await self._per_data_rank(method, self.put(list(samples)), shares, *arguments):
             found.update(part)
         return [found[index] for index in range(len(samples))]
 
@@ -227,6 +227,7 @@ class RayTrainer:
             dtype=train.dtype,
             device="cuda" if self._device() == "cuda" else "cpu",
             recompute=train.recompute,
+            recompute_modules=train.recompute_modules,
             seed=self._config.seed,
             threads=_threads(train.parallel.world_size),
         )

@@ -100,13 +100,19 @@ def sample_logprobs(
 
 
 def sample_routes(
-    model: Model, samples: Sequence[Sample], micro_batches: Sequence[Sequence[int]], *, replay: bool
+    model: Model,
+    samples: Sequence[Sample],
+    micro_batches: Sequence[Sequence[int]],
+    *,
+    replay: bool,
+    temperature: float = 1.0,
 ) -> dict[int, tuple[NDArray[np.float32], NDArray[np.integer]]]:
-    """As :func:`sample_logprobs`, with the experts used at every token, ``[tokens, moe_layers, top_k]``."""
+    """As :func:`sample_logprobs`, at ``temperature``, with the experts used at every token, ``[tokens, moe_layers,
+    top_k]``."""
     batches = [pack(samples, ids) for ids in micro_batches]
-    outputs = model.forward_logprobs(
-        [packed(batch) for batch in batches], _rollout_routes(batches) if replay else None, record=True
-    )
+    given = _rollout_routes(batches) if replay else None
+    inputs = [packed(batch) for batch in batches]
+    outputs = model.forward_logprobs(inputs, given, temperature=temperature, record=True)
     logprobs = _by_sample(batches, [output.logprobs.float().cpu().numpy() for output in outputs])
     routes = _by_sample(batches, [_recorded(output).cpu().numpy() for output in outputs])
     return {index: (logprobs[index], routes[index]) for index in logprobs}

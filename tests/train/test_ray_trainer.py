@@ -76,6 +76,8 @@ def test_routes_come_with_the_logprobs(runner: asyncio.Runner, trainer: RayTrain
     replayed = runner.run(trainer.routes(data, replay=True))
     logprobs = runner.run(trainer.logprobs(data, replay=True))
     native = runner.run(trainer.routes(data, replay=False))
+    hot = runner.run(trainer.routes(data, replay=True, temperature=1e6))
+    assert all(values[1:] == pytest.approx(-np.log(VOCAB), abs=1e-3) for values, _ in hot), "hot enough, all are alike"
     for sample, (values, experts), expected, (_, own) in zip(data, replayed, logprobs, native, strict=True):
         assert sample.routing is not None
         assert values.tolist() == expected
