@@ -74,6 +74,31 @@ def evaluate(
 
 
 @app.command()
+def doctor(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    tasks: Annotated[int | None, typer.Option(help="Tasks to examine; all of the split by default.")] = None,
+    split: Annotated[str, typer.Option(help="Split to examine.")] = "train",
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each task, to find flaky ones.")] = 3,
+    audit: Annotated[bool, typer.Option(help="Look for leaks and try hacks, where the environment can.")] = True,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the examination; by default in the run's own. Resumed if begun.")
+    ] = None,
+) -> None:
+    """Examine a config's parts and tasks: does the true fix win, does nothing else? Exit code 1 if something is wrong.
+
+    Writes quarantine.json, the list of tasks to leave out, for the config key env.quarantine.
+    """
+    from agent_rl.config import load_config
+    from agent_rl.controller.doctor import run_doctor
+
+    loaded = load_config(config, overrides or ())
+    work = run_doctor(loaded, tasks=tasks, split=split, repeats=repeats, audit=audit, out=out)
+    if not _run_async(work):
+        raise typer.Exit(1)
+
+
+@app.command()
 def rollout(
     config: ConfigPath,
     overrides: Overrides = None,
@@ -134,12 +159,30 @@ def model_init(
     _run_async(warm_up(out, seed))
 
 
+@r3_app.command()
+def compare(
+    source: Annotated[Path, typer.Argument(metavar="CONFIG|RUN", help="A YAML config, or a finished run's folder.")],
+    overrides: Overrides = None,
+    tasks: Annotated[int, typer.Option(help="Tasks to roll out, each group_size times.")] = 16,
+    split: Annotated[str, typer.Option(help="Split to take them from.")] = "train",
+    out: Annotated[Path | None, typer.Option(help="Folder for what is found; by default in the run's own.")] = None,
+    trajectories: Annotated[
+        Path | None, typer.Option(help="Folder with trajectories (an earlier --out, or a run): roll none out anew.")
+    ] = None,
+) -> None:
+    """Roll out once, run the trainer on it with and without replay, and report how far it is from the engine."""
+    from agent_rl.controller.compare import run_compare
+
+    work = run_compare(source, overrides or (), tasks=tasks, split=split, out=out, trajectories=trajectories)
+    _run_async(work)
+
+
 class Stopped(Exception):
     """The user stopped the command; everything it had started is cleaned up."""
 
 
-def _run_async(work: object) -> None:
-    """Run a coroutine; Ctrl-C and SIGTERM cancel it, and it cleans up after itself."""
+def _run_async(work: object) -> object:
+    """Run a coroutine and return what it does; Ctrl-C and SIGTERM cancel it, and it cleans up after itself."""
     import asyncio
     from collections.abc import Coroutine
 
@@ -147,12 +190,12 @@ def _run_async(work: object) -> None:
 
     assert isinstance(work, Coroutine)
 
-    async def supervised() -> None:
+    async def supervised() -> object:
         cancel_on_sigterm()
-        await work
+        return await work
 
     try:
-        asyncio.run(supervised())
+        return asyncio.run(supervised())
     except (asyncio.CancelledError, KeyboardInterrupt):
         # Not KeyboardInterrupt: typer would answer that one itself, without a word.
         raise Stopped from None

@@ -58,6 +58,7 @@ class EnvConfig(Section):
         "full", description="concise shortens prompts and tool answers for models with a short context."
     )
     grade_timeout: float = Field(300.0, gt=0, description="Seconds one run of the hidden tests may take.")
+    quarantine: Path | None = Field(None, description="File of tasks to leave out, as `agent-rl doctor` writes it.")
 
 
 class RolloutConfig(Section):
@@ -91,8 +92,12 @@ class ParallelConfig(Section):
     world_size: int = Field(1, gt=0, description="Trainer ranks.")
     tensor: int = Field(1, gt=0)
     pipeline: int = Field(1, gt=0)
+    virtual_pipeline: int = Field(1, gt=0, description="Model chunks of a pipeline stage (interleaved 1F1B).")
     context: int = Field(1, gt=0)
     expert: int = Field(1, gt=0)
+    dispatcher: Literal["alltoall", "allgather"] = Field(
+        "alltoall", description="How tokens get to their experts; allgather only without pipeline stages."
+    )
 
 
 class TrainConfig(Section):
@@ -111,7 +116,10 @@ class TrainConfig(Section):
     microbatch_tokens: int = Field(8192, gt=0, description="Tokens a packed micro-batch may hold.")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Precision of the trainer's passes.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto")
-    recompute: Literal["none", "full"] = Field("none", description="Activation recomputation.")
+    recompute: Literal["none", "selective", "full"] = Field("none", description="Activation recomputation.")
+    recompute_modules: tuple[Literal["core_attn", "layernorm", "mlp", "moe"], ...] = Field(
+        ("core_attn",), description="What selective recomputation runs again; mlp is that of dense layers."
+    )
     parallel: ParallelConfig = ParallelConfig()
     ray_address: str | None = Field(None, description="A Ray cluster's address; None starts a local one.")
     native_every: int = Field(1, ge=0, description="Measure mismatch_native/* every so many steps; 0 never.")

@@ -12,13 +12,13 @@ from urllib.parse import quote
 from agent_rl.config import RunConfig
 from agent_rl.controller import preflight
 from agent_rl.controller.eval_folder import EvalFolder
-from agent_rl.controller.world import open_workshop, open_world
+from agent_rl.controller.world import Workshop, open_workshop, open_world
 from agent_rl.errors import ConfigError, UserError
 from agent_rl.evaluate import EpisodeResult, breakdown, evaluate, table
 from agent_rl.observe.display import Display
 from agent_rl.rollout.chat_policy import BYTES_A_TOKEN, ChatEngine, ChatTextRenderer
 from agent_rl.rollout.episode import run_episode
-from agent_rl.rollout.group import EpisodeRunner, GroupSettings, RolloutEvent, collect_groups
+from agent_rl.rollout.group import EpisodeRunner, GroupSettings, Rollout, RolloutEvent, collect_groups
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.rollout.records import write_trajectories
 from agent_rl.rollout.settings import RolloutSettings
@@ -34,9 +34,9 @@ POLICIES = "engine, gold, noop, replay:TRAJECTORIES.jsonl or an OpenAI-compatibl
 
 @dataclass(frozen=True)
 class Policy:
-    """What is evaluated: the environment, what runs one episode, and the tasks it can run (None: all)."""
+    """What is evaluated: where, what runs one episode, and the tasks it can run (None: all)."""
 
-    env: Environment
+    workshop: Workshop
     run: EpisodeRunner
     only: frozenset[str] | None = None
 
@@ -116,19 +116,19 @@ async def _policy(
     if policy == "engine":
         preflight.check(config)
         async with open_world(config, config.run_dir / "logs", display) as world:
-            yield Policy(world.workshop.env, world.runner(settings))
+            yield Policy(world.workshop, world.runner(settings))
         return
     async with open_workshop(config, display) as workshop:
         env, fmt = workshop.env, config.rollout.tool_format
         if model is not None:
             engine = ChatEngine(policy, model, timeout=config.engine.request_timeout, retries=config.engine.retries)
             async with engine:
-                yield Policy(env, _chat_runner(env, engine, settings, fmt))
+                yield Policy(workshop, _chat_runner(env, engine, settings, fmt))
         elif policy in SOLVERS:
-            yield Policy(env, solver_runner(env, policy, settings))
+            yield Policy(workshop, solver_runner(env, policy, settings))
         else:
             solver, only = recorded(Path(policy.removeprefix("replay:")))
-            yield Policy(env, solver_runner(env, solver, settings, tool_format_name=fmt), only)
+            yield Policy(workshop, solver_runner(env, solver, settings, tool_format_name=fmt), only)
 
 
 def _check_policy(policy: str, model: str | None) -> None:
@@ -154,10 +154,11 @@ def _chat_runner(env: Environment, engine: ChatEngine, settings: RolloutSettings
 
 
 async def _tasks(policy: Policy, split: str, count: int) -> Sequence[Task]:
-    await policy.env.prepare(split)
-    found = [task for task in policy.env.tasks(split) if policy.only is None or task.id in policy.only]
+    env = policy.workshop.env
+    await env.prepare(split)
+    found = [task for task in policy.workshop.tasks(split) if policy.only is None or task.id in policy.only]
     if not found:
-        raise ConfigError(f"eval.split: environment {policy.env.name!r} has no such tasks in split {split!r}")
+        raise ConfigError(f"eval.split: environment {env.name!r} has no such tasks in split {split!r}")
     return found[:count]
 
 
@@ -168,22 +169,27 @@ def _advance(display: Display, event: RolloutEvent) -> None:
 
 async def run_rollout(config: RunConfig, *, tasks: int, split: str) -> None:
     """Collect groups of ``tasks`` tasks and write their trajectories as step 0 of ``runs/<name>-rollout``."""
-    preflight.check(config)
-    folder = config.runs_dir / f"{config.name}-rollout"
     display = Display(f"rollout {config.name}")
     with display:
-        async with open_world(config, folder / "logs", display) as world:
-            policy = Policy(world.workshop.env, world.runner(RolloutSettings.from_config(config.rollout)))
-            chosen = await _tasks(policy, split, tasks)
-            display.stage("rollout", total=len(chosen))
-            rollout = await collect_groups(
-                chosen,
-                policy.run,
-                GroupSettings(config.rollout.group_size, retries=config.rollout.sandbox_retries, min_size=1),
-                limiter=world.limiter,
-                on_event=lambda event: _advance(display, event),
-            )
-            path = await asyncio.to_thread(write_trajectories, folder, 0, rollout.groups)
+        rollout = await roll_out(config, config.runs_dir / f"{config.name}-rollout", display, tasks=tasks, split=split)
     for name, value in rollout_metrics(rollout).items():
         display.note(f"{name:<36} {value:.4g}")
+
+
+async def roll_out(config: RunConfig, folder: Path, display: Display, *, tasks: int, split: str) -> Rollout:
+    """Collect groups of ``tasks`` tasks with the config's model; write their trajectories as step 0 of ``folder``."""
+    preflight.check(config)
+    async with open_world(config, folder / "logs", display) as world:
+        policy = Policy(world.workshop, world.runner(RolloutSettings.from_config(config.rollout)))
+        chosen = await _tasks(policy, split, tasks)
+        display.stage("rollout", total=len(chosen))
+        rollout = await collect_groups(
+            chosen,
+            policy.run,
+            GroupSettings(config.rollout.group_size, retries=config.rollout.sandbox_retries, min_size=1),
+            limiter=world.limiter,
+            on_event=lambda event: _advance(display, event),
+        )
+        path = await asyncio.to_thread(write_trajectories, folder, 0, rollout.groups)
     display.note(f"trajectories: {path}")
+    return rollout

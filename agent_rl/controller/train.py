@@ -103,7 +103,7 @@ class TrainingRun:
             self.display.step(int(row["step"]), row)
         await self._publish(done, Clock())
         await self._evaluate(done, total)
-        train_tasks = env.tasks("train")
+        train_tasks = self.world.workshop.tasks("train")
         for step in range(done + 1, total + 1):
             tasks = tasks_of_step(train_tasks, step, self.config.rollout.tasks_per_step, self.config.seed)
             await self._step(step, tasks)
@@ -207,7 +207,7 @@ class TrainingRun:
                 self.state.record_evaluation(key, asdict(report))
 
     async def _evaluate_once(self, what: str, *, greedy: bool) -> EvalReport:
-        tasks = self.world.workshop.env.tasks(self.config.eval.split)[: self.config.eval.tasks]
+        tasks = self.world.workshop.tasks(self.config.eval.split)[: self.config.eval.tasks]
         self.display.stage(what, total=len(tasks))
         report = await evaluate(
             tasks,

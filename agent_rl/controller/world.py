@@ -5,10 +5,11 @@ from __future__ import annotations
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from agent_rl.config import RunConfig
+from agent_rl.config import RunConfig, SandboxConfig
+from agent_rl.controller.quarantine import read_quarantine
 from agent_rl.engine.open import open_engine
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.observe.display import Display
@@ -27,10 +28,15 @@ from tools.formats import ToolCallFormat, tool_format
 
 @dataclass(frozen=True)
 class Workshop:
-    """Where tasks are worked on: the sandbox backend and the environment."""
+    """Where tasks are worked on: the sandbox backend, the environment, and which of its tasks are left out."""
 
     backend: SandboxBackend
     env: Environment
+    quarantined: frozenset[str] = frozenset()
+
+    def tasks(self, split: str) -> list[Task]:
+        """The environment's tasks of ``split`` that are not in quarantine."""
+        return [task for task in self.env.tasks(split) if task.id not in self.quarantined]
 
 
 @dataclass(frozen=True)
@@ -55,23 +61,30 @@ class World:
 @asynccontextmanager
 async def open_workshop(config: RunConfig, display: Display) -> AsyncIterator[Workshop]:
     """Open the sandbox backend and the environment, removing first what dead runs left behind."""
+    quarantined = frozenset(read_quarantine(config.env.quarantine) if config.env.quarantine else ())
     backend = open_backend(config.sandbox.backend, run_id=uuid.uuid4().hex[:12], max_starts=config.sandbox.max_starts)
     try:
         if reaped := await backend.reap():
             display.note(f"removed {reaped} sandbox(es) that a killed run had left behind")
         display.fact("sandbox", backend.name)
-        yield Workshop(backend, load_environment(config.env.name, _context(config, backend), config.env.options))
+        if quarantined:
+            display.fact("quarantine", f"{len(quarantined)} tasks left out")
+        env = load_environment(config.env.name, _context(config, backend), config.env.options)
+        yield Workshop(backend, env, quarantined)
     finally:
         await backend.close()
 
 
+def box_limits(config: SandboxConfig) -> SandboxSpec:
+    """The template of every box: the config's image, memory, processes and CPUs."""
+    limits = SandboxSpec(memory_mb=config.memory_mb, pids=config.pids, cpus=config.cpus)
+    return limits if config.image is None else replace(limits, image=config.image)
+
+
 def _context(config: RunConfig, backend: SandboxBackend) -> EnvContext:
-    limits = SandboxSpec(memory_mb=config.sandbox.memory_mb, pids=config.sandbox.pids, cpus=config.sandbox.cpus)
-    if config.sandbox.image is not None:
-        limits = SandboxSpec(config.sandbox.image, memory_mb=limits.memory_mb, pids=limits.pids, cpus=limits.cpus)
     return EnvContext(
         backend=backend,
-        limits=limits,
+        limits=box_limits(config.sandbox),
         tool_style=config.env.tool_style,
         tool_timeout=config.rollout.tool_timeout,
         grade_timeout=config.env.grade_timeout,

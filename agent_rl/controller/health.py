@@ -1,0 +1,91 @@
+"""The doctor's look at the parts a config names: model, engine, sandbox, disk."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from agent_rl.config import EngineConfig, RunConfig
+from agent_rl.controller import preflight
+from agent_rl.controller.world import box_limits
+from agent_rl.engine.facts import read_facts
+from agent_rl.engine.sglang import SGLangEngine
+from agent_rl.errors import AgentRlError, EngineError, UserError
+from sandbox import SandboxBackend, SandboxError
+
+_VERSION = "import importlib.metadata as m; print(m.version('sglang'))"
+_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One part: whether it is as it should be, and what was found."""
+
+    name: str
+    ok: bool
+    detail: str
+
+
+async def check_parts(config: RunConfig, backend: SandboxBackend) -> list[Check]:
+    """Look at every part; a part that is wrong keeps none of the others from being looked at."""
+    return [
+        await _check("model", lambda: _model(config)),
+        await _check("engine", lambda: _engine(config)),
+        await _check("sandbox", lambda: _sandbox(config, backend)),
+        await _check("disk", lambda: _disk(config)),
+    ]
+
+
+async def _check(name: str, look: Callable[[], Awaitable[str]]) -> Check:
+    try:
+        return Check(name, True, await look())
+    except (AgentRlError, SandboxError) as error:
+        return Check(name, False, str(error))
+
+
+async def _model(config: RunConfig) -> str:
+    preflight.check_model(config.model)
+    facts = read_facts(config.model)
+    return f"{config.model}: {facts.num_layers} layers, {facts.num_experts} experts, top-{facts.top_k}"
+
+
+async def _engine(config: RunConfig) -> str:
+    return await _running(config) if config.engine.urls else await asyncio.to_thread(_installed, config.engine)
+
+
+async def _running(config: RunConfig) -> str:
+    async with SGLangEngine(config.engine.urls, read_facts(config.model), config.engine) as engine:
+        found = [await engine.info(url) for url in engine.urls]
+    return ", ".join(f"{info.url}: {info.model}, {info.dtype}" for info in found)
+
+
+def _installed(engine: EngineConfig) -> str:
+    if not Path(engine.python).exists():
+        raise UserError(f"engine.python: {engine.python}: no such interpreter; make it with `make setup`")
+    run = subprocess.run([engine.python, "-c", _VERSION], capture_output=True, text=True, timeout=_SECONDS)
+    if run.returncode:
+        raise EngineError(f"{engine.python} has no SGLang: {run.stderr.strip().splitlines()[-1]}")
+    return f"SGLang {run.stdout.strip()} in {engine.python}"
+
+
+async def _sandbox(config: RunConfig, backend: SandboxBackend) -> str:
+    """Start a box of the config's image, run a command in it, close it."""
+    started = time.perf_counter()
+    box = await backend.start(box_limits(config.sandbox))
+    try:
+        result = await box.exec("python3 --version && git --version", timeout=_SECONDS)
+    finally:
+        await box.close()
+    if not result.ok:
+        raise SandboxError(f"python3 and git do not run in a box: {result.text.strip()[-200:]}")
+    versions = ", ".join(result.text.split("\n")[:2])
+    return f"{backend.name}: {versions}; started, used and closed in {time.perf_counter() - started:.2f} s"
+
+
+async def _disk(config: RunConfig) -> str:
+    preflight.check_room(config.runs_dir)
+    return f"{config.runs_dir}: more than {preflight.FREE_BYTES_WANTED >> 20} MiB free"

@@ -1,0 +1,118 @@
+"""The doctor on tasks that are healthy and on tasks that are sick in a known way, in real boxes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_rl.config import load_config
+from agent_rl.controller.doctor import diagnose, run_doctor
+from agent_rl.controller.evaluate import run_evaluation
+from agent_rl.controller.quarantine import read_quarantine, write_quarantine
+from agent_rl.errors import ConfigError
+from agent_rl.evaluate import EpisodeResult
+from envs import Finding
+from envs.mini.generator import generate
+from envs.mini.records import to_record
+from envs.swe.patches import diff_files
+from envs.swe.records import SweRecord, write_jsonl
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def runs(*outcomes: bool | None) -> list[EpisodeResult]:
+    return [
+        EpisodeResult("t", index, outcome, "submitted", 1, 1.0, error="" if outcome is not None else "SandboxError: x")
+        for index, outcome in enumerate(outcomes)
+    ]
+
+
+LEAK = Finding("history", False, "commits: 2")
+FINE = Finding("history", True, "one commit")
+
+
+@pytest.mark.parametrize(
+    ("gold", "noop", "findings", "reasons", "undecided"),
+    [
+        (runs(True, True), runs(False, False), [FINE], (), ()),
+        (runs(False, False), runs(False), [], ("the gold patch does not resolve it",), ()),
+        (runs(True), runs(True, True), [], ("resolved by doing nothing",), ()),
+        (runs(True, False, True), runs(False), None, ("flaky: gold resolved in 2 of 3 runs",), ()),
+        (runs(True), runs(True, False), None, ("flaky: no-op resolved in 1 of 2 runs",), ()),
+        (runs(True), runs(False), [FINE, LEAK], ("history: commits: 2",), ()),
+        (runs(True, None), runs(False), [], (), ("gold could not be graded: SandboxError: x",)),
+        (runs(True), runs(False), "SandboxError: gone", (), ("audit: SandboxError: gone",)),
+        (None, runs(False), [], (), ("no gold patch to try",)),
+    ],
+)
+def test_a_diagnosis(gold: Any, noop: Any, findings: Any, reasons: Any, undecided: Any) -> None:
+    found = diagnose("t", {} if gold is None else {"t": gold}, {"t": noop}, findings)
+    assert (found.reasons, found.undecided) == (reasons, undecided)
+
+
+def sick_and_healthy(folder: Path) -> Path:
+    """Three tasks: a healthy one, one whose gold patch mends nothing, one that is mended already."""
+    healthy, other, solved = (to_record(task) for task in generate("heldout", 3, 0))
+    comment = {path: f"# a comment\n{text}" for path, text in other.files.items()}
+    wrong = other.model_copy(update={"gold_patch": diff_files(other.files, comment)})
+    fixed = fixed_files(solved)
+    again = {path: f"# a comment\n{text}" for path, text in fixed.items()}
+    done = solved.model_copy(update={"files": fixed, "gold_patch": diff_files(fixed, again), "verified": True})
+    write_jsonl(folder / "heldout.jsonl", [healthy, wrong, done])
+    return folder
+
+
+def fixed_files(record: SweRecord) -> dict[str, str]:
+    diffs = json.loads(record.parsed_commit_content)["file_diffs"]
+    return {**record.files, **{diff["header"]["file"]["path"]: diff["new_file_content"] for diff in diffs}}
+
+
+@pytest.mark.bubblewrap
+async def test_sick_tasks_are_found_once_and_left_out_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    tasks = sick_and_healthy(tmp_path / "tasks")
+    overrides = ["env.name=swe", f"env.options={{path: {tasks}}}", "sandbox.backend=bubblewrap"]
+    config = load_config(Path("configs/quickstart.yaml"), overrides)
+    out, options = tmp_path / "doctor", {"tasks": None, "split": "heldout", "repeats": 2, "audit": True}
+    assert not await run_doctor(config, out=out, **options)  # type: ignore[arg-type]
+    healthy, wrong, done = (json.loads(line)["task_id"] for line in (tasks / "heldout.jsonl").read_text().splitlines())
+    quarantined = read_quarantine(out / "quarantine.json")
+    assert quarantined[wrong] == ["the gold patch does not resolve it"]
+    assert quarantined[done][0] == "resolved by doing nothing"
+    assert healthy not in quarantined
+    told = json.loads((out / "doctor.json").read_text())
+    assert {check["name"] for check in told["checks"]} == {"model", "engine", "sandbox", "disk"}
+    (row,) = [row for row in told["tasks"] if row["task_id"] == healthy]
+    assert (row["gold"], row["noop"]) == ([True, True], [False, False])
+    assert row["findings"]
+    assert "1 of 3 tasks healthy, 2 sick" in capsys.readouterr().out
+
+    lines = {file: file.read_bytes() for file in out.rglob("*.jsonl")}
+    assert not await run_doctor(config, out=out, **options)  # type: ignore[arg-type]
+    assert {file: file.read_bytes() for file in out.rglob("*.jsonl")} == lines, "nothing was run again"
+
+    config = load_config(
+        Path("configs/quickstart.yaml"),
+        [*overrides, f"env.quarantine={out / 'quarantine.json'}", "rollout.concurrency=2"],
+    )
+    await run_evaluation(
+        config, policy="gold", model=None, tasks=None, samples=1, split="heldout", greedy=False, out=tmp_path / "eval"
+    )
+    report = json.loads((tmp_path / "eval" / "report.json").read_text())
+    assert [(row["task_id"], row["resolved"]) for row in report["outcomes"]] == [(healthy, 1)]
+
+
+def test_what_is_no_quarantine_file_is_told(tmp_path: Path) -> None:
+    write_quarantine(tmp_path / "ours.json", {"a": ["flaky"]})
+    assert read_quarantine(tmp_path / "ours.json") == {"a": ["flaky"]}
+    for text in ("", "[]", '{"tasks": [1]}', '{"tasks": {"a": 3}}'):
+        (tmp_path / "wrong.json").write_text(text)
+        with pytest.raises(ConfigError, match=r"env\.quarantine: .*wrong\.json: no quarantine file"):
+            read_quarantine(tmp_path / "wrong.json")
+    with pytest.raises(ConfigError, match="no quarantine file"):
+        read_quarantine(tmp_path / "absent.json")
