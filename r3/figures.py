@@ -60,7 +60,8 @@ def f_tau_curves(passes: Mapping[str, LogprobMismatch]) -> bytes:
     axes = figure.add_subplot()
     for (name, found), colour in zip(passes.items(), COLOURS, strict=False):
         shown = found.f_tau > 0
-        axes.plot(found.taus[shown] - 1, found.f_tau[shown], color=colour, label=name, marker=".", markersize=3)
+        label = name if shown.any() else f"{name}: no token beyond {found.taus.min():g}"
+        axes.plot(found.taus[shown] - 1, found.f_tau[shown], color=colour, label=label, marker=".", markersize=3)
     axes.axvline(1, color="black", linewidth=0.6, linestyle=":")
     axes.text(1.05, 0.95, "τ = 2", transform=axes.get_xaxis_transform(), va="top")
     axes.set(xscale="log", yscale="log", xlabel="τ - 1", ylabel="F(τ): share of tokens beyond a factor τ")

@@ -1,0 +1,135 @@
+"""``agent-rl r3 compare``: what it makes of two passes, what it refuses, and once for real."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent_rl.controller.compare import TrainerPass, chunks, comparable, compare, config_of, run_compare, turns_of
+from agent_rl.errors import ConfigError
+from agent_rl.model.shipped import install_model
+from agent_rl.types import StopReason, Trajectory, Turn
+from r3.routing import Routing, Span, SpanKind
+
+ROOT = Path(__file__).resolve().parents[2]
+EXPERTS, LAYERS, TOP_K = 6, 2, 2
+
+
+def trajectory(seed: int, turns: int = 2) -> Trajectory:
+    """Turns of 3 prompt or observation tokens and 2 sampled ones, with random log-probs and experts."""
+    generator, tokens = np.random.default_rng(seed), 5 * turns
+    mask = np.tile(np.array([0, 0, 0, 1, 1], bool), turns)
+    experts = generator.random((tokens, LAYERS, EXPERTS)).argsort(axis=-1)[..., :TOP_K].astype(np.uint8)
+    spans = (Span(0, tokens - 1, "1", "", SpanKind.SAMPLED), Span(tokens - 1, tokens, "", "", SpanKind.MISSING))
+    return Trajectory(
+        task_id=f"task-{seed}",
+        env="test",
+        tokens=np.arange(tokens, dtype=np.int32),
+        loss_mask=mask,
+        logprobs=np.where(mask, -generator.random(tokens), 0).astype(np.float32),
+        routing=Routing(experts, np.arange(tokens) < tokens - 1, spans, EXPERTS),
+        stop=StopReason.SUBMITTED,
+        reward=1.0,
+        resolved=True,
+        turns=tuple(Turn("", None, {}, None, "", 5 * turn + 3, 2, 3, 0, "1", 0.0, 0.0) for turn in range(turns)),
+        messages=(),
+        weight_versions=("1",),
+    )
+
+
+def of(trajectories: list[Trajectory], *, off: float = 0.0, exchanged_layer: int | None = None) -> TrainerPass:
+    """A pass whose log-probs are ``off`` the engine's; in ``exchanged_layer`` it took other experts."""
+    logprobs, routes = [], []
+    for item in trajectories:
+        assert item.routing is not None
+        experts = item.routing.experts.copy()
+        if exchanged_layer is not None:
+            experts[:, exchanged_layer] = (experts[:, exchanged_layer] + 1) % EXPERTS
+        logprobs.append((item.logprobs + off).astype(np.float32))
+        routes.append(replace(item.routing, experts=experts))
+    return TrainerPass(logprobs, routes)
+
+
+def test_each_pass_is_compared_with_what_it_should_be() -> None:
+    data = [trajectory(seed, turns=2 + seed % 2) for seed in range(5)]
+    found = compare(data, of(data, off=0.1), of(data, off=0.3, exchanged_layer=1), of(data, off=0.3, exchanged_layer=1))
+    replay, native, floor = (report.total for report in (found.replay, found.native, found.floor))
+    assert replay.logprobs is not None
+    assert native.logprobs is not None
+    assert floor.logprobs is not None
+    assert replay.logprobs.metrics["logprob_abs_diff"].value == pytest.approx(0.1, rel=1e-5)
+    assert native.logprobs.metrics["logprob_abs_diff"].value == pytest.approx(0.3, rel=1e-5)
+    assert floor.logprobs.metrics["logprob_abs_diff"].value == 0
+    assert found.native_over_replay["logprob_abs_diff"].value == pytest.approx(3, rel=1e-5)
+    assert found.native_over_replay["logprob_abs_diff"].low == pytest.approx(3, rel=1e-5), "paired: no spread at all"
+    assert replay.routes is not None
+    assert native.routes is not None
+    assert floor.routes is not None
+    assert replay.routes.router == floor.routes.router == 0
+    assert native.routes.by_layer.tolist() == [0, 1]
+    assert list(native.routes.layers) == [0, sum(len(item.tokens) - 1 for item in data), 0]
+    assert {turn: part.logprobs and part.logprobs.tokens for turn, part in found.native.by_turn.items()} == {
+        1: 10,
+        2: 10,
+        3: 4,
+    }
+    assert list(found.native.by_weight_version) == ["1"]
+
+
+def test_tokens_belong_to_the_turn_they_open() -> None:
+    assert turns_of(trajectory(0)).tolist() == [1] * 5 + [2] * 5
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(1, 80))
+def test_chunks_are_all_sequences_in_order_within_the_budget(lengths: list[int], budget: int) -> None:
+    found = chunks(lengths, budget)
+    assert [index for chunk in found for index in range(len(lengths))[chunk]] == list(range(len(lengths)))
+    for chunk in found:
+        assert sum(lengths[chunk]) <= budget or len(lengths[chunk]) == 1
+
+
+def test_what_cannot_be_compared_is_told_in_a_line(tmp_path: Path) -> None:
+    data = [trajectory(0), trajectory(1)]
+    silent = replace(data[0], loss_mask=np.zeros(10, bool))
+    assert comparable([silent, data[1]]) == [data[1]]
+    with pytest.raises(ConfigError, match="none of 1 trajectories has a sampled token"):
+        comparable([silent])
+    with pytest.raises(ConfigError, match="task-0 was kept without its routes"):
+        comparable([replace(data[0], routing=None)])
+    (tmp_path / "config.yaml").write_text("name: half\nmodel: there\n")
+    with pytest.raises(ConfigError, match="the run has not finished"):
+        config_of(tmp_path, ())
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    assert config_of(tmp_path, ("seed=3",)).model == tmp_path / "model"
+
+
+@pytest.mark.sglang
+@pytest.mark.megatron
+@pytest.mark.bubblewrap
+@pytest.mark.slow
+async def test_on_the_real_engine_and_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    install_model(tmp_path / "model")
+    options = f"env.options={{train_tasks: 16, heldout_tasks: 8, cache_dir: {ROOT}/.cache/tasks}}"
+    overrides = [f"model={tmp_path}/model", options, "rollout.group_size=2", "train.device=cpu"]
+    out = tmp_path / "out"
+    config = ROOT / "configs" / "quickstart.yaml"
+    await run_compare(config, overrides, tasks=2, split="train", out=out, trajectories=None)
+    found = json.loads((out / "compare.json").read_text())
+    native, replay = (found[name]["total"] for name in ("native", "replay"))
+    assert found["trajectories"] == 4
+    assert native["logprobs"]["tokens"] == found["sampled_tokens"] > 40
+    assert native["routes"]["tokens"] == found["tokens"] - 4, "every row but each trajectory's last"
+    assert replay["routes"]["router"] == 0
+    assert 0 < native["logprobs"]["metrics"]["logprob_abs_diff"]["value"] < 0.3, "bfloat16 against float32"
+    assert found["native_again"]["total"]["logprobs"]["metrics"]["logprob_abs_diff"]["value"] < 1e-4
+    assert (out / "trajectories" / "step-000000.jsonl").exists()
+    for name in ("probabilities", "f_tau", "routers"):
+        assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
