@@ -140,6 +140,31 @@ def envs_list() -> None:
         typer.echo(f"{name:<12} {summary}")
 
 
+@envs_app.command("new")
+def envs_new(
+    name: Annotated[str, typer.Argument(help="The module's name, lower case.")],
+    folder: Annotated[Path, typer.Option(help="Where to write it.")] = Path("."),
+) -> None:
+    """Write a working environment and its test, to start your own from."""
+    from envs.template import write_template
+
+    environment, test = write_template(name, folder)
+    typer.echo(f"{environment}\n{test}\nrun: python {test}")
+
+
+@envs_app.command("check")
+def envs_check(
+    name: Annotated[str, typer.Argument(help="A registered name or package.module:Class.")],
+    options: Annotated[list[str] | None, typer.Argument(metavar="[option=value]...", help="Its options.")] = None,
+    splits: Annotated[str, typer.Option(help="Its splits, separated by commas.")] = "train,heldout",
+) -> None:
+    """Check that an environment keeps every promise the training loop relies on. Exit code 1 if one is broken."""
+    from agent_rl.controller.envs_check import run_check
+
+    if not _run_async(run_check(name, options or (), splits.split(","))):
+        raise typer.Exit(1)
+
+
 @model_app.command("init")
 def model_init(
     out: Annotated[Path, typer.Argument(help="Folder to make.")] = Path(".cache/models/tiny-moe"),
@@ -175,6 +200,36 @@ def compare(
 
     work = run_compare(source, overrides or (), tasks=tasks, split=split, out=out, trajectories=trajectories)
     _run_async(work)
+
+
+@r3_app.command()
+def probe(
+    url: Annotated[str, typer.Argument(metavar="URL", help="The server's address, as in engine.urls.")],
+    model: Annotated[
+        Path | None, typer.Option(help="Folder with the model's config.json, where the server's own is not here.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the findings here as JSON.")] = None,
+) -> None:
+    """Ask a running engine for routes in every way that training will, and say whether they can be replayed.
+
+    A dozen short requests (one of up to 1,024 tokens, aborted as it starts): a training that uses the engine meanwhile
+    is slowed by that much, its cache is left alone, and nothing is retracted while others' requests run.
+    Exit code 0: all is right, 1: a check failed, 2: no answer.
+    """
+    from rich.console import Console
+
+    from agent_rl.engine.facts import read_facts
+    from agent_rl.engine.probe import ProbeReport, table
+    from agent_rl.engine.probe import probe as probe_server
+    from agent_rl.observe.files import write_json
+
+    report = _run_async(probe_server(url, read_facts(model) if model else None))
+    assert isinstance(report, ProbeReport)
+    Console().print(table(report))
+    typer.echo(report.line())
+    if json is not None:
+        write_json(json, report.as_json())
+    raise typer.Exit(1 if report.failed else 0)
 
 
 class Stopped(Exception):
