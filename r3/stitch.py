@@ -21,20 +21,22 @@ from numpy.typing import NDArray
 
 from r3.routing import Routing, RoutingError, Span, SpanKind, append_span, narrowest_dtype
 
+_RESERVE_BYTES = 1 << 28
+
 
 class RouteStitcher:
     """Appends each turn's rows to one buffer.
 
-    ``capacity`` rows are set aside at once. Memory that was never written is not backed by the operating system, so a
-    capacity of the longest sequence there can be costs address space, not memory, and nothing is ever copied twice.
-    Beyond it the buffer grows geometrically: appending stays linear in the rows overall.
+    ``capacity`` rows are set aside at once, within 256 MiB. The system backs only memory that was written to, so the
+    capacity may be the longest sequence there can be: a short one does not pay for it, and a long one is written once.
+    Past the capacity the buffer grows geometrically: appending stays linear in the rows overall.
     """
 
     def __init__(self, *, moe_layers: int, top_k: int, num_experts: int, capacity: int = 0) -> None:
         self._num_experts = num_experts
-        self._buffer: NDArray[np.unsignedinteger] = np.empty(
-            (capacity, moe_layers, top_k), dtype=narrowest_dtype(num_experts)
-        )
+        dtype = narrowest_dtype(num_experts)
+        capacity = min(capacity, _RESERVE_BYTES // max(1, moe_layers * top_k * dtype.itemsize))
+        self._buffer: NDArray[np.unsignedinteger] = np.empty((capacity, moe_layers, top_k), dtype=dtype)
         self._rows = 0
         self._turns = 0
         self._spans: list[Span] = []
@@ -150,15 +152,14 @@ class RouteStitcher:
 
         Absent are rows recorded as missing, the last sampled token's row and those of ``unseen`` tokens after it that
         the engine was never shown (an observation appended after the last turn). Raises RoutingError if that does not
-        add up. The rows are a view of the stitcher's own buffer: don't append afterwards.
+        add up. The rows are the stitcher's own where they fill most of its buffer: don't append afterwards.
         """
         if total_tokens - self._rows != 1 + unseen:
             raise RoutingError(
                 f"end of sequence: {total_tokens} tokens, {unseen} of them never shown to the engine, need "
                 f"{total_tokens - 1 - unseen} rows; {self._rows} were received in {self._turns} turns"
             )
-        self._reserve(total_tokens)
-        experts = self._buffer[:total_tokens]
+        experts = self._sized(total_tokens)
         experts[self._rows :] = 0
         spans = list(self._spans)
         append_span(spans, Span(self._rows, total_tokens, "", "", SpanKind.MISSING))
@@ -167,3 +168,9 @@ class RouteStitcher:
             if span.kind is SpanKind.MISSING:
                 present[span.start : span.stop] = False
         return Routing(experts, present, tuple(spans), self._num_experts)
+
+    def _sized(self, rows: int) -> NDArray[np.unsignedinteger]:
+        """The buffer's first ``rows``: a view, or a copy where a view would hold on to more than twice as much."""
+        self._reserve(rows)
+        view = self._buffer[:rows]
+        return view if 2 * rows >= len(self._buffer) else view.copy()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from agent_rl.errors import EngineAborted, EngineOverloaded, EngineRejected, RoutesMissingError
+from agent_rl.errors import EngineOverloaded, EngineRejected, RoutesMissingError
 from agent_rl.types import Completion, FinishReason
 from r3.codec import RouteLayout, decode_payload, extract_payload
 from r3.routing import Routing, RoutingError, Span, SpanKind, append_span
@@ -33,13 +33,18 @@ class Asked:
 def read_answer(body: bytes, asked: Asked, seconds: float) -> Completion:
     """Turn the body of a 200 answer into a Completion.
 
-    Raises EngineAborted for an aborted request, EngineRejected for an answer that is not SGLang's, RoutesMissingError
-    for routes that are absent, of the wrong row count, or not expert ids.
+    Of an aborted request it holds what was sampled before, which may be nothing, then without routes. Raises
+    EngineOverloaded for a request that was turned away, EngineRejected for an answer that is not SGLang's,
+    RoutesMissingError for routes that are absent, of the wrong row count, or not expert ids.
     """
     answer, payload = split_body(body, asked)
     meta = answer["meta_info"]
-    finish = _finish(meta, asked)
     tokens = tuple(answer["output_ids"])
+    finish = _finish(meta, asked)
+    # Aborted while queued, for the first time or again after a retraction, which clears the routes of what was sampled.
+    if finish is FinishReason.ABORT and (not tokens or (payload is None and asked.routes_from is not None)):
+        version = _last_version(meta)
+        return Completion((), (), finish, version, asked.url, wire_bytes=len(body), seconds=seconds)
     logprobs = _logprobs(meta, tokens, asked)
     return Completion(
         tokens=tokens,
@@ -64,30 +69,25 @@ def split_body(body: bytes, asked: Asked) -> tuple[Mapping[str, Any], bytes | me
         meta = answer["meta_info"]
         if payload is None and meta.get("routed_experts") is not None:
             payload = str(meta["routed_experts"]).encode()
+        if _is_aborted(meta):
+            answer.setdefault("output_ids", [])
         if not isinstance(answer["output_ids"], list):
             raise TypeError("output_ids is no list")
     except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-        if _is_aborted_in_queue(rest):
-            raise EngineAborted(f"{asked}: aborted while queued") from None
         raise EngineRejected(f"{asked}: not an answer of SGLang's /generate ({error!r})") from None
     return answer, payload
 
 
-def _is_aborted_in_queue(rest: bytes) -> bool:
-    # Such an answer's meta_info holds little more than the finish reason.
-    try:
-        return bool(orjson.loads(rest)["meta_info"]["finish_reason"]["type"] == "abort")
-    except (orjson.JSONDecodeError, KeyError, TypeError):
-        return False
+def _is_aborted(meta: Mapping[str, Any]) -> bool:
+    return bool((meta.get("finish_reason") or {}).get("type") == FinishReason.ABORT)
 
 
 def _finish(meta: Mapping[str, Any], asked: Asked) -> FinishReason:
     reason = meta.get("finish_reason") or {}
     kind = reason.get("type")
-    if kind == "abort":
-        said = f"{asked}: aborted by the engine: {reason.get('message') or 'no reason given'}"
-        raise EngineOverloaded(said) if reason.get("status_code") in (429, 503) else EngineAborted(said)
-    if kind not in (FinishReason.STOP, FinishReason.LENGTH):
+    if _is_aborted(meta) and reason.get("status_code") in (429, 503):
+        raise EngineOverloaded(f"{asked}: aborted by the engine: {reason.get('message') or 'no reason given'}")
+    if kind not in tuple(FinishReason):
         raise EngineRejected(f"{asked}: finish_reason {reason!r}, expected stop, length or abort")
     return FinishReason(kind)
 
@@ -116,13 +116,9 @@ def _routing(
         return None
     if asked.layout is None:
         raise RoutesMissingError(f"{asked}: routes asked, but the client was given no model facts to read them by")
-    stop = asked.prompt_tokens + completion_tokens - 1
-    rows = stop - asked.routes_from
     if payload is None:
-        raise RoutesMissingError(
-            f"{asked}: expected {rows} rows of routes, received no routed_experts; the engine runs without "
-            "--enable-return-routed-experts, or something between us and it drops the key"
-        )
+        return None
+    rows = asked.prompt_tokens + completion_tokens - 1 - asked.routes_from
     try:
         experts = decode_payload(payload, asked.layout, rows, f"{asked}, rows from {asked.routes_from}")
     except RoutingError as error:

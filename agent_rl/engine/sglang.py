@@ -5,7 +5,7 @@ What can fail and what is done about it::
     no answer, 5xx           EngineUnreachable   retried on the budget, on another engine where there is one
     429, 503                 EngineOverloaded    retried on the budget
     other 4xx                EngineRejected      never retried: the request is wrong
-    aborted by the server    EngineAborted       never retried here: whoever aborted it knows why
+    aborted by the server    -                   the part that came, with finish ABORT: the caller may go on from there
     routes don't line up     RoutesMissingError  never retried: training on such routes would be wrong
     our caller is cancelled  -                   the request is aborted on the server, within a bound
 """

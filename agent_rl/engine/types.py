@@ -18,6 +18,7 @@ class Engine(Protocol):
         ``routes_from`` is the first row of routes wanted, or None for none; the answer's ``routing`` then has exactly
         ``len(tokens) + len(completion) - 1 - routes_from`` rows. ``session`` names the episode (keeps it on its
         engine).
+        A request that the engine gave up is answered with what came until then and ``finish`` ABORT.
         Raises one of :mod:`agent_rl.errors`' engine errors once the retry budget is spent.
         """
         ...

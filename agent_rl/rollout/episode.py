@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -19,10 +19,13 @@ from agent_rl.errors import EngineAborted, EngineError, RoutesMissingError
 from agent_rl.rollout.opening import Renderer, open_conversation
 from agent_rl.rollout.settings import RolloutSettings
 from agent_rl.rollout.transcript import Transcript
-from agent_rl.types import Completion, FinishReason, StopReason, Trajectory, Turn
+from agent_rl.types import FinishReason, StopReason, Trajectory, Turn
 from envs import Environment, Episode, Grade, GradingError, Task
 from sandbox import ImageMissingError, SandboxError, SandboxUnavailableError
 from tools import ParseFailure, ToolCall, ToolCallFormat, ToolSet
+
+_MAX_ABORTS = 3
+"""How often a turn is asked on after the engine aborted it."""
 
 
 async def run_episode(
@@ -112,40 +115,57 @@ class _Run:
         """Sample, call, observe; the ending if there is one."""
         if self.transcript.room < 1:
             return StopReason.CONTEXT_FULL
-        completion = await self._sample()
+        sampled = await self._sample()
         parsed = self.fmt.parse(self.turns[-1]["text"])
         observation, stop = await self._answer(tools, parsed)
-        return stop or self._observe(observation, completion)
+        return stop or self._observe(observation, sampled)
 
-    async def _sample(self) -> Completion:
-        started = time.perf_counter()
-        prompt_tokens = len(self.transcript.tokens)
-        sampling = self.settings.sampling(self.transcript.room, self.renderer.stop_token_ids)
-        completion = await self.engine.generate(
-            self.transcript.tokens, sampling, routes_from=self.transcript.routes_from, session=self.session
+    async def _sample(self) -> Sequence[int]:
+        """The turn's tokens. Where the engine aborts the request, the turn goes on from what came, a few times over."""
+        started, prompt_tokens = time.perf_counter(), len(self.transcript.tokens)
+        left, sampled = min(self.settings.max_new_tokens, self.transcript.room), list[int]()
+        for _ in range(1 + _MAX_ABORTS):
+            completion = await self.engine.generate(
+                self.transcript.tokens,
+                self.settings.sampling(left, self.renderer.stop_token_ids),
+                routes_from=self.transcript.routes_from,
+                session=self.session,
+            )
+            self.transcript.sampled(completion)
+            aborted = completion.finish is FinishReason.ABORT
+            if completion.tokens or not aborted:
+                if not sampled:
+                    self._begin_turn(prompt_tokens, completion.cached_tokens)
+                sampled += completion.tokens
+                left -= len(completion.tokens)
+                self._note_sampled(sampled, completion.weight_version, time.perf_counter() - started)
+            if not aborted or left == 0:
+                return sampled
+        raise EngineAborted(
+            f"engine {completion.engine} aborted a turn of {self.session} {1 + _MAX_ABORTS} times, "
+            f"{len(sampled)} tokens into it"
         )
-        if completion.finish is FinishReason.ABORT:
-            raise EngineAborted(f"engine {completion.engine} aborted turn {len(self.turns) + 1} of {self.session}")
-        self.transcript.sampled(completion)
-        text = self.renderer.decode(completion.tokens)
-        self.messages.append({"role": "assistant", "content": text})
+
+    def _begin_turn(self, prompt_tokens: int, cached_tokens: int) -> None:
+        self.messages.append({})
         self.turns.append(
             {
-                "text": text,
                 "tool": None,
                 "arguments": {},
                 "parse_failure": None,
                 "observation": "",
                 "prompt_tokens": prompt_tokens,
-                "completion_tokens": len(completion.tokens),
                 "observation_tokens": 0,
-                "cached_tokens": completion.cached_tokens,
-                "weight_version": completion.weight_version,
-                "generate_seconds": time.perf_counter() - started,
+                "cached_tokens": cached_tokens,
                 "tool_seconds": 0.0,
             }
         )
-        return completion
+
+    def _note_sampled(self, sampled: Sequence[int], weight_version: str, seconds: float) -> None:
+        """Write the turn down as far as it has come."""
+        text = self.renderer.decode(sampled)
+        self.messages[-1] = {"role": "assistant", "content": text}
+        self._note(text=text, completion_tokens=len(sampled), weight_version=weight_version, generate_seconds=seconds)
 
     async def _answer(self, tools: ToolSet, parsed: ToolCall | ParseFailure) -> tuple[str, StopReason | None]:
         """What the agent is shown next, and the ending if its call, or the lack of one, was the last."""
@@ -164,10 +184,10 @@ class _Run:
         self._note(observation=result.text)
         return result.text, StopReason.SUBMITTED if result.submitted else None
 
-    def _observe(self, text: str, completion: Completion) -> StopReason | None:
+    def _observe(self, text: str, sampled: Sequence[int]) -> StopReason | None:
         """Append the observation, or end the episode where it leaves no room to answer it."""
-        stop_included = completion.tokens[-1:] and completion.tokens[-1] in self.renderer.stop_token_ids
-        tokens = self.renderer.observation(text, stop_included=bool(stop_included))
+        stop_included = bool(sampled) and sampled[-1] in self.renderer.stop_token_ids
+        tokens = self.renderer.observation(text, stop_included=stop_included)
         self.messages.append({"role": "tool", "content": text})
         self._note(observation_tokens=len(tokens))
         if len(tokens) >= self.transcript.room:

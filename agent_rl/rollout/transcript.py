@@ -8,15 +8,21 @@ A worked example, two turns (``p`` opening, ``a`` sampled, ``o`` observation tok
     sampled          p p p a a a o o a a       now it is kept
 
 What was observed after the last sampled token is dropped at the end: the policy never read it, it has no routes, and
-nothing can be learned from it. So a transcript with any turn ends with a sampled token, and exactly its last row of
-routes is absent.
+nothing can be learned from it. So a transcript with any sampled token ends with one, and exactly its last row of routes
+is absent (unless rows may be missing).
+
+Some turns differ:
+
+- a request that the engine aborted is part of a turn: what came is kept with its rows, and the turn goes on by asking
+  from there, perhaps with other weights; what came without a token is asked for again;
+- a completion without tokens is a turn that sampled nothing;
+- a history that is rewritten goes on in a :meth:`Transcript.fork`, so that each sampled token is trained exactly once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,7 +55,7 @@ class Transcript:
         self._source = source
         self._allow_missing = allow_missing
         self._stitcher: RouteStitcher | None = None
-        self._missing: list[_Missing] = []
+        self._missing: list[dict[str, Any]] = []  # until the first routes tell their shape
 
     @property
     def tokens(self) -> Sequence[int]:
@@ -71,7 +77,7 @@ class Transcript:
             return 0
         if self._stitcher:
             return self._stitcher.next_row
-        return self._missing[-1].sequence - 1 if self._missing else 0
+        return int(self._missing[-1]["sequence"]) - 1 if self._missing else 0
 
     @property
     def weight_versions(self) -> tuple[str, ...]:
@@ -101,17 +107,21 @@ class Transcript:
             self._versions[completion.weight_version] = None
 
     def _stitch(self, completion: Completion) -> None:
-        delta = completion.routing
-        sequence = len(self._tokens) + len(completion.tokens)
-        partial = completion.finish is FinishReason.ABORT
+        delta, start = completion.routing, self.routes_from
+        turn: dict[str, Any] = {
+            "sequence": len(self._tokens) + len(completion.tokens),
+            "partial": completion.finish is FinishReason.ABORT,
+        }
         try:
             if delta is not None:
-                start = self.routes_from
-                self._stitcher_of(delta).append(delta, sequence=sequence, start=start, partial=partial)
+                self._stitcher_of(delta).append(delta, start=start, **turn)
             elif self._allow_missing:
-                self._miss(_Missing(sequence, completion.weight_version, completion.engine, partial))
+                self._miss(turn | {"version": completion.weight_version, "engine": completion.engine})
             else:
-                raise RoutingError("sent no routes, and they were asked for")
+                number = self._stitcher.turns if self._stitcher else 0
+                raise RoutingError(
+                    f"turn {number}: expected rows [{start}, {turn['sequence'] - 1}) of routes, received none"
+                )
         except RoutingError as error:
             raise RoutesMissingError(f"engine {completion.engine}: {error}") from error
 
@@ -125,12 +135,12 @@ class Transcript:
                 capacity=self._max_tokens,
             )
             for missed in self._missing:
-                missed.note(self._stitcher)
+                self._stitcher.append_missing(**missed)
         return self._stitcher
 
-    def _miss(self, missed: _Missing) -> None:
+    def _miss(self, missed: dict[str, Any]) -> None:
         if self._stitcher:
-            missed.note(self._stitcher)
+            self._stitcher.append_missing(**missed)
         else:
             self._missing.append(missed)
 
@@ -138,11 +148,30 @@ class Transcript:
         """Append an observation, kept only if something is sampled after it."""
         self._tokens.extend(tokens)
 
+    def fork(self, tokens: Sequence[int]) -> Transcript:
+        """A branch whose history was rewritten to ``tokens``: a compacted conversation's, a sub-agent's.
+
+        It holds the routes of the common prefix, as far as they are known here, and asks for all others: from the first
+        row that differs on, and the prompt's last row anyway, which is what the branch's first token is sampled with.
+        Only what is sampled in the branch itself is trained with it: what it shares is trained where it was sampled.
+        """
+        branch = Transcript(
+            tokens,
+            max_tokens=self._max_tokens,
+            routes=self._routes,
+            source=self._source,
+            allow_missing=self._allow_missing,
+        )
+        if self._stitcher and tokens:
+            rows = min(_common_prefix(self._tokens, tokens), self._stitcher.next_row, len(tokens) - 1)
+            branch._stitcher = self._stitcher.fork(rows)
+        return branch
+
     def arrays(self) -> tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.float32], Routing | None]:
         """``(tokens, loss_mask, logprobs, routing)`` up to the last sampled token, one entry a token.
 
-        ``routing`` is None where none were kept, and where none ever came. Raises ValueError for a log-prob that is not
-        finite.
+        ``routing`` is None where none were kept, none ever came, or nothing was sampled. Raises ValueError for a
+        log-prob that is not finite.
         """
         tokens = np.array(self._tokens[: self._kept], np.int32)
         loss_mask = np.zeros(len(tokens), np.bool_)
@@ -155,21 +184,14 @@ class Transcript:
         return tokens, loss_mask, logprobs, self._routing()
 
     def _routing(self) -> Routing | None:
-        if self._stitcher is None:
+        if self._stitcher is None or not self._sampled:
             return None
         if self._shown > self._kept:  # the last turn sampled nothing: rows came of what is dropped here
             self._stitcher.truncate(self._kept - 1)
         return self._stitcher.finish(self._kept)
 
 
-@dataclass(frozen=True, slots=True)
-class _Missing:
-    """Routes that did not come, of a turn after which the sequence is so many tokens long."""
-
-    sequence: int
-    version: str
-    engine: str
-    partial: bool
-
-    def note(self, stitcher: RouteStitcher) -> None:
-        stitcher.append_missing(sequence=self.sequence, version=self.version, engine=self.engine, partial=self.partial)
+def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens the two begin with in common."""
+    pairs = zip(first, second, strict=False)
+    return next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))

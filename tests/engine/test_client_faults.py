@@ -15,14 +15,8 @@ import pytest
 from agent_rl.config import EngineConfig
 from agent_rl.engine.facts import ModelFacts
 from agent_rl.engine.sglang import SGLangEngine
-from agent_rl.errors import (
-    EngineAborted,
-    EngineOverloaded,
-    EngineRejected,
-    EngineUnreachable,
-    RoutesMissingError,
-)
-from agent_rl.types import SamplingParams
+from agent_rl.errors import EngineOverloaded, EngineRejected, EngineUnreachable, RoutesMissingError
+from agent_rl.types import Completion, FinishReason, SamplingParams
 from r3.routing import Span, SpanKind
 
 FACTS = ModelFacts(num_layers=3, moe_layer_ids=(1, 2), num_experts=8, top_k=2, vocab_size=100, max_positions=64)
@@ -164,7 +158,6 @@ BAD_META: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"output_token_logprobs": [[-1.0, 7, None], [-1.0, 9, None]]}, EngineRejected, "other tokens"),
     ({"finish_reason": {"type": "surprise"}}, EngineRejected, "surprise"),
     ({"finish_reason": None}, EngineRejected, "finish_reason"),
-    ({"finish_reason": {"type": "abort", "message": "by hand"}}, EngineAborted, "by hand"),
 ]
 
 
@@ -186,15 +179,63 @@ async def test_an_answer_that_does_not_line_up_names_its_request(
     assert len(seen) == 1, "a wrong answer is not asked for again"
 
 
-async def test_a_request_aborted_while_queued_is_told_apart() -> None:
+ABORTED = {"type": "abort", "message": "by hand"}
+
+
+async def aborted(body: Callable[[dict[str, Any]], bytes]) -> Completion:
     async def handler(path: str, request: dict[str, Any]) -> tuple[int, bytes]:
-        return 200, orjson.dumps({"text": "", "meta_info": {"finish_reason": {"type": "abort"}}})
+        return 200, body(request)
 
     async with serving(handler) as url:
         engine = client(url)
-        with pytest.raises(EngineAborted, match="aborted while queued"):
-            await engine.generate([1, 2, 3], SAMPLE, routes_from=0, session="s")
+        try:
+            return await engine.generate([1, 2, 3], SAMPLE, routes_from=1, session="s")
+        finally:
+            await engine.close()
+
+
+async def test_an_aborted_request_gives_what_came_with_its_rows() -> None:
+    got = await aborted(lambda request: answer(request, finish_reason=ABORTED))
+    assert (got.finish, got.tokens, got.logprobs) == (FinishReason.ABORT, (7, 8), (-0.5, -0.25))
+    assert got.routing is not None
+    assert got.routing.tokens == 3
+
+
+async def test_the_rows_of_an_aborted_request_are_counted_as_ever() -> None:
+    short = base64.b64encode(bytes(72)).decode()
+    with pytest.raises(RoutesMissingError, match=r"expected 3 rows .*received 6 rows"):
+        await aborted(lambda request: answer(request, finish_reason=ABORTED, routed_experts=short * 2))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        orjson.dumps({"text": "", "meta_info": {"finish_reason": ABORTED, "weight_version": "3"}}),
+        orjson.dumps({"output_ids": [], "meta_info": {"finish_reason": ABORTED, "weight_version": "3"}}),
+    ],
+)
+async def test_a_request_aborted_while_queued_gives_nothing(body: bytes) -> None:
+    got = await aborted(lambda request: body)
+    assert (got.finish, got.tokens, got.routing, got.weight_version) == (FinishReason.ABORT, (), None, "3")
+
+
+async def test_what_a_retraction_left_without_routes_is_not_kept() -> None:
+    got = await aborted(lambda request: answer(request, finish_reason=ABORTED, routed_experts=None))
+    assert (got.finish, got.tokens, got.logprobs, got.routing) == (FinishReason.ABORT, (), (), None)
+
+
+async def test_a_request_turned_away_in_an_answer_is_retried() -> None:
+    seen: list[str] = []
+
+    async def handler(path: str, request: dict[str, Any]) -> tuple[int, bytes]:
+        seen.append(request["rid"])
+        return 200, answer(request, **({"finish_reason": ABORTED | {"status_code": 503}} if len(seen) < 3 else {}))
+
+    async with serving(handler) as url:
+        engine = client(url)
+        assert (await engine.generate([1, 2, 3], SAMPLE, routes_from=0, session="s")).tokens == (7, 8)
         await engine.close()
+    assert len(seen) == 3
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"meta_info":{},"output_ids":7}', b"<html>"])

@@ -13,7 +13,7 @@ import pytest
 from agent_rl.config import EngineConfig
 from agent_rl.engine.facts import ModelFacts, read_facts
 from agent_rl.engine.sglang import SGLangEngine
-from agent_rl.errors import EngineAborted, EngineRejected, RoutesMissingError
+from agent_rl.errors import EngineRejected, RoutesMissingError
 from agent_rl.types import Completion, FinishReason, SamplingParams
 from r3.routing import Routing, SpanKind, slice_rows, validate
 from r3.stitch import RouteStitcher
@@ -193,16 +193,28 @@ async def test_cancelling_the_caller_frees_the_server(engine: SGLangEngine) -> N
         await idle(engine)
 
 
-async def test_an_abort_by_the_server_is_told_apart(engine: SGLangEngine) -> None:
-    async def sample() -> None:
-        with pytest.raises(EngineAborted, match="aborted by the engine"):
-            await engine.generate(PROMPT, LONG, routes_from=0, session="s")
-
-    async with asyncio.TaskGroup() as group:
-        task = group.create_task(sample())
-        await running(engine)
-        await engine.abort_all()
-        await asyncio.wait_for(task, 30)
+async def test_an_aborted_turn_goes_on_from_what_came(engine: SGLangEngine) -> None:
+    tokens, stitcher, parts = list(PROMPT), RouteStitcher(moe_layers=4, top_k=2, num_experts=8), 0
+    async with asyncio.timeout(60):
+        while parts < 2:  # aborts that come before the first token leave nothing
+            async with asyncio.TaskGroup() as group:
+                task = group.create_task(engine.generate(tokens, LONG, routes_from=stitcher.next_row, session="s"))
+                await running(engine)
+                await engine.abort_all()
+            got = task.result()
+            assert got.finish is FinishReason.ABORT
+            assert (got.routing is None) == (not got.tokens)
+            if got.tokens:
+                tokens += got.tokens
+                stitcher.append(got.routing, sequence=len(tokens), partial=True)
+                parts += 1
+    last = await engine.generate(tokens, SAMPLE, routes_from=stitcher.next_row, session="s")
+    tokens += last.tokens
+    stitcher.append(last.routing, sequence=len(tokens))
+    assert stitcher.turns == 1
+    stitched = stitcher.finish(len(tokens))
+    validate(stitched)
+    same_sets(slice_rows(stitched, 0, len(tokens) - 1), await prefill(engine, tokens))
 
 
 async def test_a_paused_engine_goes_on_later(engine: SGLangEngine) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +17,7 @@ from agent_rl.errors import EngineUnreachable, RoutesMissingError
 from agent_rl.rollout.episode import run_episode
 from agent_rl.rollout.settings import RolloutSettings
 from agent_rl.rollout.solvers import ByteRenderer
-from agent_rl.types import FinishReason, StopReason, Trajectory
+from agent_rl.types import Completion, FinishReason, StopReason, Trajectory
 from envs import GradingError, Task, TaskRecordError
 from sandbox import ImageMissingError, SandboxLostError
 from tools.formats import tool_format
@@ -201,9 +203,120 @@ async def test_a_broken_engine_is_no_reward(env: Any, task: Task, kit: SimpleNam
     check_aligned(trajectory, kit.row_of)
 
 
-async def test_an_aborted_completion_is_an_engine_failure(env: Any, task: Task, kit: SimpleNamespace) -> None:
-    trajectory = await drive(env, task, kit.ToldEngine([kit.FIX], finish=FinishReason.ABORT))
-    assert (trajectory.stop, trajectory.turns) == (StopReason.ENGINE_FAILURE, ())
+class Interrupted:
+    """Says what it is told; its n-th request is given up after ``cuts[n]`` tokens where that is not None."""
+
+    def __init__(self, kit: SimpleNamespace, turns: Sequence[Any], cuts: Sequence[int | None]) -> None:
+        self.told, self.turns, self.cuts = kit.ToldEngine([]), list(turns), list(cuts)
+        self.left: list[int] | None = None
+        self.taken = 0
+
+    async def generate(self, tokens: Any, sampling: Any, **options: Any) -> Completion:
+        if self.left is None:
+            told = self.turns[self.taken % len(self.turns)]
+            self.left = ByteRenderer().encode(told) if isinstance(told, str) else list(told)
+            self.taken += 1
+        number = len(self.told.prompts)
+        cut = self.cuts[number] if number < len(self.cuts) else None
+        part = self.left[:cut]
+        self.told.turns, self.told.versions = [part], [str(n) for n in range(number + 1)]
+        got = await self.told.generate(tokens, sampling, **options)
+        self.left = None if cut is None or len(part) >= sampling.max_new_tokens else self.left[len(part) :]
+        if cut is None or got.finish is FinishReason.LENGTH:
+            return got
+        return replace(got, finish=FinishReason.ABORT, routing=got.routing if part else None)
+
+
+async def test_an_aborted_turn_goes_on_from_what_came(env: Any, task: Task, kit: SimpleNamespace) -> None:
+    engine = Interrupted(kit, [kit.FIX, kit.SUBMIT], [5, 0, 7])
+    trajectory = await drive(env, task, engine)
+    assert (trajectory.stop, trajectory.reward) == (StopReason.SUBMITTED, 1.0)
+    assert [turn.text for turn in trajectory.turns] == [kit.FIX, kit.SUBMIT]
+    assert [message["role"] for message in trajectory.messages] == ["system", "user", "assistant", "tool", "assistant"]
+    assert trajectory.messages[2]["content"] == kit.FIX
+    opening, parts = engine.told.prompts[0], engine.told.prompts[1:4]
+    said = ByteRenderer().encode(kit.FIX)
+    assert [prompt[len(opening) :] for prompt in parts] == [said[:5], said[:5], said[:12]]
+    assert engine.told.routes_from[:4] == [0, len(opening) + 4, len(opening) + 4, len(opening) + 11]
+    limits = [sampling.max_new_tokens for sampling in engine.told.sampling[:4]]
+    assert limits == [4096, 4091, 4091, 4084], "the parts of a turn have one limit together"
+    assert trajectory.weight_versions == ("0", "2", "3", "4")
+    assert trajectory.routing is not None
+    assert [span.weight_version for span in trajectory.routing.spans] == ["0", "2", "3", "4", ""]
+    assert trajectory.turns[0].weight_version == "3"
+    check_aligned(trajectory, kit.row_of)
+
+
+@pytest.mark.parametrize("cut", [0, 2])
+async def test_a_turn_that_is_aborted_over_and_over_is_an_engine_failure(
+    env: Any, task: Task, kit: SimpleNamespace, cut: int
+) -> None:
+    engine = Interrupted(kit, [kit.FIX], [None, *[cut] * 4])
+    trajectory = await drive(env, task, engine)
+    assert (trajectory.stop, trajectory.reward) == (StopReason.ENGINE_FAILURE, None)
+    assert trajectory.error.startswith("EngineAborted: engine told aborted a turn")
+    assert trajectory.error.endswith(f"4 times, {4 * cut} tokens into it")
+    assert len(engine.told.prompts) == 5
+    check_aligned(trajectory, kit.row_of)
+
+
+async def test_a_turn_aborted_at_its_limit_is_over(env: Any, task: Task, kit: SimpleNamespace) -> None:
+    engine = Interrupted(kit, ["abcdef", kit.SUBMIT], [3, 3])
+    trajectory = await drive(env, task, engine, max_new_tokens=6, max_turns=1)
+    assert trajectory.turns[0].text == "abcdef"
+    assert len(engine.told.prompts) == 2
+    check_aligned(trajectory, kit.row_of)
+
+
+async def test_the_time_limit_within_an_aborted_turn_keeps_what_came(
+    env: Any, task: Task, kit: SimpleNamespace
+) -> None:
+    engine = Interrupted(kit, [kit.FIX], [None, 4])
+
+    async def stall_on_the_third() -> None:
+        if len(engine.told.prompts) == 3:
+            await asyncio.Event().wait()
+
+    engine.told.before = stall_on_the_third
+    trajectory = await drive(env, task, engine, time_limit=0.1)
+    assert (trajectory.stop, trajectory.turns[-1].completion_tokens) == (StopReason.TIME_LIMIT, 4)
+    check_aligned(trajectory, kit.row_of)
+
+
+async def test_a_completion_without_tokens_is_a_turn_that_said_nothing(
+    env: Any, task: Task, kit: SimpleNamespace
+) -> None:
+    trajectory = await drive(env, task, kit.ToldEngine([kit.FIX, [], kit.FIX, []]), max_turns=4)
+    assert [turn.completion_tokens > 0 for turn in trajectory.turns] == [True, False, True, False]
+    assert trajectory.turns[1].parse_failure
+    check_aligned(trajectory, kit.row_of)
+
+
+def test_an_interrupted_episode_is_the_uninterrupted_one(kit: SimpleNamespace) -> None:
+    turn = st.one_of(st.just(kit.FIX), st.just(kit.SUBMIT), st.lists(st.integers(0, 256), min_size=1, max_size=20))
+
+    @settings(max_examples=80, deadline=None)
+    @given(
+        turns=st.lists(turn, min_size=1, max_size=4),
+        cuts=st.lists(st.one_of(st.none(), st.integers(0, 30)), max_size=8).filter(
+            lambda c: len(c) - c.count(None) < 4
+        ),
+        max_new_tokens=st.integers(1, 120),
+        max_tokens=st.integers(10, 400),
+    )
+    def holds(turns: list[Any], cuts: list[int | None], max_new_tokens: int, max_tokens: int) -> None:
+        limits = {"max_turns": 4, "max_new_tokens": max_new_tokens, "max_tokens": max_tokens}
+        env = kit.MemoryEnvironment()
+        whole = asyncio.run(drive(env, env.tasks("train")[0], kit.ToldEngine(turns), **limits))
+        parts = asyncio.run(drive(env, env.tasks("train")[0], Interrupted(kit, turns, cuts), **limits))
+        check_aligned(parts, kit.row_of)
+        assert parts.tokens.tolist() == whole.tokens.tolist()
+        assert parts.loss_mask.tolist() == whole.loss_mask.tolist()
+        assert parts.messages == whole.messages
+        assert (parts.stop, parts.reward) == (whole.stop, whole.reward)
+        assert [turn.text for turn in parts.turns] == [turn.text for turn in whole.turns]
+
+    holds()
 
 
 @pytest.mark.parametrize("hung", ["on_start", "on_grade"])

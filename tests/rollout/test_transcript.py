@@ -1,0 +1,294 @@
+"""Transcripts with rows that name the whole prefix they were computed from, so that no row can pass for another."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agent_rl.errors import RoutesMissingError
+from agent_rl.rollout.transcript import Transcript
+from agent_rl.types import Completion, FinishReason
+from r3.routing import Routing, Span, SpanKind, validate
+
+LAYERS, EXPERTS = 4, 256
+
+
+def causal_rows(tokens: Sequence[int], start: int, stop: int) -> np.ndarray:
+    """Row i spells a checksum of tokens 0 to i: it is the same wherever that prefix is, and nowhere else."""
+    sums, value = [], 0
+    for token in tokens[:stop]:
+        value = zlib.crc32(token.to_bytes(4, "little"), value)
+        sums.append(value)
+    digits = np.array(sums[start:], np.int64).reshape(-1, 1) >> np.array([0, 8, 16, 24])
+    first = (digits & 255).astype(np.uint8)
+    return np.stack([first, first + np.uint8(1)], axis=2)
+
+
+def completion(
+    prompt: Sequence[int],
+    sampled: Sequence[int],
+    routes_from: int | None,
+    *,
+    version: str = "1",
+    finish: FinishReason = FinishReason.STOP,
+) -> Completion:
+    """What an engine answers that does nothing wrong; token t has log-prob -t."""
+    stop = len(prompt) + len(sampled) - 1
+    routing = None
+    if routes_from is not None:
+        experts = causal_rows([*prompt, *sampled], routes_from, stop)
+        rows = stop - routes_from
+        cut = min(max(len(prompt) - 1 - routes_from, 0), rows)
+        spans = [Span(0, cut, version, "e", SpanKind.PREFILLED), Span(cut, rows, version, "e", SpanKind.SAMPLED)]
+        kept = tuple(span for span in spans if span.start < span.stop)
+        routing = Routing(experts, np.ones(rows, np.bool_), kept, EXPERTS)
+    return Completion(tuple(sampled), tuple(-float(token) for token in sampled), finish, version, "e", routing)
+
+
+class Conversation:
+    """A transcript, and tokens that never repeat, so that it can be told where each one was sampled."""
+
+    def __init__(self, source: Literal["sampled", "latest"] = "sampled", **options: Any) -> None:
+        self.next_token = 0
+        self.sampled: list[int] = []
+        self.transcript = Transcript(self.fresh(3), max_tokens=1000, routes=True, source=source, **options)
+
+    def fresh(self, count: int) -> list[int]:
+        self.next_token += count
+        return list(range(self.next_token - count, self.next_token))
+
+    def turn(
+        self,
+        count: int,
+        *,
+        observed: int = 0,
+        version: str = "1",
+        finish: FinishReason = FinishReason.STOP,
+        of: Transcript | None = None,
+        routes: bool = True,
+    ) -> None:
+        transcript = of or self.transcript
+        if observed:
+            transcript.observed(self.fresh(observed))
+        tokens = self.fresh(count)
+        self.sampled += tokens
+        start = transcript.routes_from
+        said = completion(transcript.tokens, tokens, start if routes else None, version=version, finish=finish)
+        transcript.sampled(said)
+
+
+def check(transcript: Transcript) -> tuple[np.ndarray, np.ndarray, Routing]:
+    tokens, loss_mask, logprobs, routing = transcript.arrays()
+    assert routing is not None
+    validate(routing)
+    assert routing.tokens == len(tokens) == len(loss_mask) == len(logprobs)
+    assert bool(loss_mask[-1])
+    assert not routing.present[-1]
+    held = np.flatnonzero(routing.present)
+    np.testing.assert_array_equal(routing.experts[held], causal_rows(tokens.tolist(), 0, len(tokens))[held])
+    np.testing.assert_array_equal(logprobs, np.where(loss_mask, -tokens.astype(np.float32), 0))
+    return tokens, loss_mask, routing
+
+
+finishes = st.sampled_from([FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT])
+requests = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), finishes), min_size=1, max_size=12)
+"""Of each request: tokens observed before it, tokens sampled (or come before the abort), how it ended."""
+
+
+@given(requests=requests, source=st.sampled_from(["sampled", "latest"]))
+def test_any_conversation_lines_up(
+    requests: list[tuple[int, int, FinishReason]], source: Literal["sampled", "latest"]
+) -> None:
+    talk, after_abort, versions = Conversation(source), False, dict[str, None]()
+    for number, (observed, sampled, finish) in enumerate(requests):
+        talk.turn(sampled, observed=0 if after_abort else observed, finish=finish, version=str(number))
+        after_abort = finish is FinishReason.ABORT
+        if sampled:
+            versions[str(number)] = None
+    assert talk.transcript.weight_versions == tuple(versions)
+    if not talk.sampled:
+        assert talk.transcript.arrays()[3] is None
+        return
+    tokens, loss_mask, routing = check(talk.transcript)
+    assert tokens[loss_mask].tolist() == talk.sampled
+    assert routing.present[:-1].all()
+    if source == "sampled":  # each token's row of sampling is of the version that sampled it
+        for span in routing.spans[:-1]:
+            sampled_by = [int(tokens[row + 1]) in talk.sampled for row in range(span.start, span.stop)]
+            assert all(sampled_by) == (span.kind is SpanKind.SAMPLED)
+
+
+def test_an_aborted_turn_goes_on_with_other_weights() -> None:
+    talk = Conversation()
+    talk.turn(2, finish=FinishReason.ABORT, version="7")
+    assert talk.transcript.routes_from == 4
+    talk.turn(0, finish=FinishReason.ABORT, version="7")  # given up before it sampled: nothing came, nothing is held
+    assert talk.transcript.routes_from == 4
+    talk.turn(3, version="8")
+    _, loss_mask, routing = check(talk.transcript)
+    assert loss_mask.tolist() == [False] * 3 + [True] * 5
+    assert routing.spans == (
+        Span(0, 2, "7", "e", SpanKind.PREFILLED),
+        Span(2, 4, "7", "e", SpanKind.SAMPLED),
+        Span(4, 7, "8", "e", SpanKind.SAMPLED),
+        Span(7, 8, "", "", SpanKind.MISSING),
+    )
+    assert talk.transcript.weight_versions == ("7", "8")
+
+
+def test_a_turn_that_sampled_nothing_last_leaves_its_observation_out() -> None:
+    talk = Conversation()
+    talk.turn(4)
+    talk.turn(0, observed=5)
+    tokens, _, routing = check(talk.transcript)
+    assert tokens.tolist() == list(range(7))
+    assert routing.present.tolist() == [True] * 6 + [False]
+
+
+def test_an_observation_that_was_never_shown_has_no_rows() -> None:
+    talk = Conversation()
+    talk.turn(4)
+    talk.transcript.observed(talk.fresh(6))
+    assert check(talk.transcript)[0].tolist() == list(range(7))
+
+
+@pytest.mark.parametrize("shift", [-2, -1, 1, 2])
+@pytest.mark.parametrize("finish", [FinishReason.STOP, FinishReason.ABORT])
+def test_a_row_count_that_is_off_is_named(shift: int, finish: FinishReason) -> None:
+    """The engine starts elsewhere than asked, so that too many or too few rows come."""
+    talk = Conversation()
+    talk.turn(4)
+    talk.transcript.observed(talk.fresh(5))
+    prompt, sampled = list(talk.transcript.tokens), talk.fresh(2)
+    said = completion(prompt, sampled, 6 + shift, finish=finish)
+    with pytest.raises(RoutesMissingError, match=rf"engine e: turn 1: expected 7 rows \[6, 13\), received {7 - shift}"):
+        talk.transcript.sampled(said)
+
+
+def test_routes_that_were_not_sent_are_named() -> None:
+    talk = Conversation()
+    with pytest.raises(RoutesMissingError, match=r"engine e: turn 0: expected rows \[0, 4\) of routes, received none"):
+        talk.turn(2, routes=False)
+    talk.turn(2)
+    with pytest.raises(RoutesMissingError, match=r"turn 1: expected rows \[4, 8\) of routes, received none"):
+        talk.turn(1, observed=3, routes=False)
+
+
+def test_log_probs_that_do_not_line_up_are_refused() -> None:
+    talk = Conversation()
+    said = replace(completion(talk.transcript.tokens, [9], 0), logprobs=())
+    with pytest.raises(ValueError, match="sampled 1 tokens and gave 0 log-probs"):
+        talk.transcript.sampled(said)
+
+
+@given(held=st.lists(st.booleans(), min_size=1, max_size=8), source=st.sampled_from(["sampled", "latest"]))
+def test_turns_whose_routes_never_came_are_absent_and_nothing_else(
+    held: list[bool], source: Literal["sampled", "latest"]
+) -> None:
+    talk, turns = Conversation(source, allow_missing=True), list[tuple[int, int, bool]]()
+    for routes in held:
+        before = 0 if not turns else turns[-1][1]
+        talk.turn(3, observed=2, routes=routes)
+        turns.append((before, len(talk.transcript.tokens) - 1, routes))
+    if not any(held):
+        assert talk.transcript.arrays()[3] is None
+        return
+    _, _, routing = check(talk.transcript)
+    last = max(number for number, routes in enumerate(held) if routes)
+    for number, (start, stop, routes) in enumerate(turns):
+        expected = routes if source == "sampled" else number <= last
+        assert (routing.present[start:stop] == expected).all()
+
+
+def test_the_latest_routes_replace_those_sampled_with() -> None:
+    talk = Conversation("latest")
+    talk.turn(4, version="1")
+    assert talk.transcript.routes_from == 0
+    talk.turn(2, observed=1, version="2")
+    routing = check(talk.transcript)[2]
+    assert {span.weight_version for span in routing.spans if span.kind is not SpanKind.MISSING} == {"2"}
+
+
+def test_a_branch_shares_the_rows_of_its_prefix_and_trains_only_its_own() -> None:
+    talk = Conversation()
+    talk.turn(4, version="1")
+    talk.turn(4, observed=3, version="1")
+    branch = talk.transcript.fork([*talk.transcript.tokens[:7], *talk.fresh(5)])
+    assert branch.routes_from == 7, "the prefix's last token was an input of the second turn"
+    talk.turn(2, of=branch, version="2")
+    talk.turn(3, observed=2, version="1")
+    parent, child = check(talk.transcript), check(branch)
+    assert child[1].tolist() == [False] * 12 + [True] * 2
+    assert int(parent[1].sum()) == 11
+    assert child[2].spans == (
+        Span(0, 2, "1", "e", SpanKind.PREFILLED),
+        Span(2, 6, "1", "e", SpanKind.SAMPLED),
+        Span(6, 7, "1", "e", SpanKind.PREFILLED),
+        Span(7, 11, "2", "e", SpanKind.PREFILLED),
+        Span(11, 13, "2", "e", SpanKind.SAMPLED),
+        Span(13, 14, "", "", SpanKind.MISSING),
+    )
+
+
+@pytest.mark.parametrize(
+    ("keep", "fresh", "rows"),
+    [
+        (7, 2, 6),  # the last sampled token was never an input
+        (6, 2, 6),
+        (9, 2, 6),  # nor was the observation after it
+        (5, 0, 4),  # the prompt's last row is what the next token is sampled with
+        (0, 3, 0),
+    ],
+)
+def test_only_rows_that_were_computed_over_the_same_tokens_are_shared(keep: int, fresh: int, rows: int) -> None:
+    talk = Conversation()
+    talk.turn(4)
+    talk.transcript.observed(talk.fresh(3))
+    branch = talk.transcript.fork([*talk.transcript.tokens[:keep], *talk.fresh(fresh)])
+    assert branch.routes_from == rows
+    talk.turn(2, of=branch)
+    check(branch)
+
+
+steps = st.tuples(
+    st.integers(0, 7),  # of which branch
+    st.one_of(st.none(), st.tuples(st.integers(0, 40), st.integers(0, 4))),  # fork: tokens kept, tokens new
+    st.integers(0, 4),  # observed
+    st.integers(1, 5),  # sampled
+    st.booleans(),  # aborted once on the way
+)
+
+
+@settings(max_examples=60)
+@given(steps=st.lists(steps, min_size=1, max_size=12), source=st.sampled_from(["sampled", "latest"]))
+def test_over_all_branches_each_sampled_token_is_trained_once(
+    steps: list[tuple[int, tuple[int, int] | None, int, int, bool]], source: Literal["sampled", "latest"]
+) -> None:
+    talk = Conversation(source)
+    branches = [talk.transcript]
+    for which, fork, observed, sampled, aborted in steps:
+        branch = branches[which % len(branches)]
+        if fork:
+            kept = list(branch.tokens)[: fork[0]]
+            history = [*kept, *talk.fresh(fork[1])] or talk.fresh(1)
+            branch = branch.fork(history)
+            branches.append(branch)
+        if aborted:
+            talk.turn(sampled, observed=observed, of=branch, finish=FinishReason.ABORT)
+            observed = 0
+        talk.turn(sampled, observed=observed, of=branch, version="2")
+    trained: list[int] = []
+    for branch in branches:
+        if branch.arrays()[3] is None:
+            continue  # nothing was sampled in it
+        tokens, loss_mask, routing = check(branch)
+        assert routing.present[:-1].all()
+        trained += tokens[loss_mask].tolist()
+    assert sorted(trained) == sorted(talk.sampled)
