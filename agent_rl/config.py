@@ -47,6 +47,8 @@ class SandboxConfig(Section):
     pids: int = Field(128, gt=0, description="Process limit of one box.")
     cpus: float = Field(1.0, gt=0, description="CPU limit of one box.")
     max_starts: int = Field(8, gt=0, description="Boxes being started at once.")
+    max_execs: int = Field(64, gt=0, description="Commands running in boxes at once.")
+    warm: int = Field(0, ge=0, description="Idle boxes kept ready, like those asked for lately; each is used once.")
 
 
 class EnvConfig(Section):
@@ -117,7 +119,7 @@ class TrainConfig(Section):
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Precision of the trainer's passes.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto")
     recompute: Literal["none", "selective", "full"] = Field("none", description="Activation recomputation.")
-    recompute_modules: tuple[Literal["core_attn", "layernorm", "mlp", "moe"], ...] = Field(
+    recompute_modules: tuple[Literal["core_attn", "mlp", "moe"], ...] = Field(
         ("core_attn",), description="What selective recomputation runs again; mlp is that of dense layers."
     )
     parallel: ParallelConfig = ParallelConfig()

@@ -9,6 +9,7 @@ from sandbox.errors import (
     SandboxStartError,
     SandboxUnavailableError,
 )
+from sandbox.pool import SandboxPool
 from sandbox.select import open_backend
 from sandbox.types import ExecResult, Sandbox, SandboxBackend, SandboxSpec
 
@@ -21,6 +22,7 @@ __all__ = [
     "SandboxError",
     "SandboxFileError",
     "SandboxLostError",
+    "SandboxPool",
     "SandboxSpec",
     "SandboxStartError",
     "SandboxUnavailableError",

@@ -15,10 +15,11 @@ from functools import partial
 from pathlib import Path
 
 from sandbox.bwrapbox import BubblewrapBox, check_room, on_disk
-from sandbox.bwrapfolder import RunFolder, reap_dead
+from sandbox.bwrapfolder import RunFolder, folder_leases, remove_lease
 from sandbox.bwraplaunch import OWN_PROCESSES, Launcher, find_bwrap
 from sandbox.cgroup import CgroupParents, find_parents
 from sandbox.errors import SandboxError, SandboxLostError, SandboxStartError
+from sandbox.lease import Heartbeat
 from sandbox.owner import Owner
 from sandbox.root import HOST_IMAGE, RootFs, folder_root, host_root
 from sandbox.shield import shielded
@@ -28,11 +29,9 @@ from sandbox.types import SandboxSpec
 class BubblewrapBackend:
     """Boxes made with bubblewrap. Raises ``SandboxUnavailableError`` where it is absent or not allowed."""
 
-    def __init__(
-        self, *, run_id: str, max_starts: int = 8, base: Path | None = None, control_groups: bool = True
-    ) -> None:
+    def __init__(self, *, run_id: str, base: Path | None = None, control_groups: bool = True) -> None:
         program, flags = find_bwrap()
-        self._base = base or Path(tempfile.gettempdir(), f"agent-rl-boxes-{os.getuid()}")
+        self._base = base or default_base()
         self._parents: CgroupParents | None = find_parents() if control_groups else None
         self._folder = on_disk(
             partial(RunFolder.make, self._base, Owner.current(run_id), self._parents),
@@ -40,7 +39,7 @@ class BubblewrapBackend:
             SandboxStartError,
         )
         self._launcher = Launcher.make(program, flags, self._folder.path / "filter")
-        self._starts = asyncio.Semaphore(max_starts)
+        self._heartbeat = Heartbeat(self._folder.beat)
         self._boxes: dict[str, BubblewrapBox] = {}
         self._roots: dict[str, RootFs] = {}
         self._rooting = asyncio.Lock()
@@ -61,23 +60,21 @@ class BubblewrapBackend:
         if self._closed:
             raise SandboxStartError("the backend is closed")
         root = await self._root(spec.image)
-        async with self._starts:
-            self._count += 1
-            id = f"{self._folder.path.name}-{self._count}"
-            folder = self._folder.path / "boxes" / id
-            box = BubblewrapBox(id, spec, root, folder, self._launcher, self._forget)
-            self._boxes[box.id] = box
-            try:
-                await shielded(asyncio.to_thread(self._prepare, box))
-            except BaseException:
-                await box.close()
-                raise
+        self._count += 1
+        id = f"{self._folder.path.name}-{self._count}"
+        folder = self._folder.path / "boxes" / id
+        box = BubblewrapBox(id, spec, root, folder, self._launcher, self._forget)
+        self._boxes[box.id] = box
+        try:
+            await shielded(asyncio.to_thread(self._prepare, box))
+        except BaseException:
+            await box.close()
+            raise
         return box
 
     async def reap(self) -> int:
         """Remove the boxes of this user's dead runs; return how many."""
-        work = partial(reap_dead, self._base)
-        return await asyncio.to_thread(on_disk, work, f"{self._base}", SandboxError)
+        return await asyncio.to_thread(on_disk, partial(reap_folders, self._base), f"{self._base}", SandboxError)
 
     async def close(self) -> None:
         """Close every box and remove the run's folder."""
@@ -88,6 +85,7 @@ class BubblewrapBackend:
         async with self._rooting, asyncio.TaskGroup() as group:
             for box in list(self._boxes.values()):
                 group.create_task(box.close())
+        await asyncio.to_thread(self._heartbeat.stop)
         await asyncio.to_thread(on_disk, self._folder.remove, f"{self._base}", SandboxLostError)
 
     async def _root(self, image: str) -> RootFs:
@@ -120,3 +118,13 @@ class BubblewrapBackend:
 
     def _forget(self, box: BubblewrapBox) -> None:
         self._boxes.pop(box.id, None)
+
+
+def default_base() -> Path:
+    """Where this user's boxes are."""
+    return Path(tempfile.gettempdir(), f"agent-rl-boxes-{os.getuid()}")
+
+
+def reap_folders(base: Path) -> int:
+    """Remove the boxes below ``base`` whose lease is dead; return how many."""
+    return sum(remove_lease(lease) for lease in folder_leases(base) if lease.dead)

@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
 from sandbox.beneath import NeedsBox, read_beneath, write_beneath
+from sandbox.box import BaseBox
 from sandbox.bwrapfolder import remove_tree
 from sandbox.bwraplaunch import Launcher
 from sandbox.cgroup import Cgroup
@@ -25,7 +26,6 @@ from sandbox.errors import (
 from sandbox.files import read_through, write_through
 from sandbox.process import Finished
 from sandbox.root import RootFs
-from sandbox.shield import shielded
 from sandbox.types import ExecResult, SandboxSpec
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ T = TypeVar("T")
 _LEAST_FREE = 16 << 20
 
 
-class BubblewrapBox:
+class BubblewrapBox(BaseBox):
     """One box: a host folder and, while a command runs, a bwrap. Made by :class:`BubblewrapBackend`."""
 
     def __init__(
@@ -45,22 +45,13 @@ class BubblewrapBox:
         launcher: Launcher,
         forget: Callable[[BubblewrapBox], None],
     ) -> None:
-        self._id, self._spec, self._root, self._folder = id, spec, root, folder
+        super().__init__(id, spec)
+        self._root, self._folder = root, folder
         self._launcher, self._forget = launcher, forget
         self._areas = _areas(spec.workdir, root.home)
         self._mounts = self._all_mounts()
         self._running: set[asyncio.Task[tuple[Finished, bool]]] = set()
-        self._closed = False
-        self._closing: asyncio.Future[None] | None = None
         self.cgroup: Cgroup | None = None
-
-    @property
-    def id(self) -> str:
-        return self._id
-
-    @property
-    def spec(self) -> SandboxSpec:
-        return self._spec
 
     async def exec(
         self,
@@ -72,8 +63,7 @@ class BubblewrapBox:
         stdin: bytes | None = None,
     ) -> ExecResult:
         """Run ``command``; see :class:`sandbox.types.Sandbox`. What it leaves running ends with it."""
-        argv = ["bash", "-c", command] if isinstance(command, str) else list(command)
-        folder = str(PurePosixPath(self._spec.workdir) / (cwd or ""))
+        argv, folder = self._invocation(command, cwd)
         kills_before = self.cgroup.oom_kills() if self.cgroup else 0
         finished, started = await self._run(argv, timeout, folder, env or {}, stdin)
         oom = self.cgroup is not None and self.cgroup.oom_kills() > kills_before
@@ -108,12 +98,6 @@ class BubblewrapBox:
         if left:
             await write_through(self, left)
 
-    async def close(self) -> None:
-        """Kill what runs and remove the box."""
-        if self._closing is None:
-            self._closing = asyncio.ensure_future(self._close())
-        await shielded(self._closing)
-
     def make_folders(self) -> None:
         """Make the host folders of the writable areas; the working folder starts as the image's, if it has one."""
         self._folder.mkdir(parents=True)
@@ -146,8 +130,7 @@ class BubblewrapBox:
         self, argv: Sequence[str], timeout: float, cwd: str, env: Mapping[str, str], stdin: bytes | None
     ) -> tuple[Finished, bool]:
         """Run one bwrap, in a task of its own so that closing the box can end it."""
-        if self._closed:
-            raise SandboxLostError(f"box {self._id} is closed")
+        self._check_open()
         whole = {"PATH": self._root.path, "HOME": self._root.home, "LANG": "C.UTF-8", **self._spec.env, **env}
         task = asyncio.ensure_future(
             self._launcher.run(
@@ -176,8 +159,7 @@ class BubblewrapBox:
         return ExecResult(exit_code=126, stdout=b"", stderr=why.encode(), seconds=finished.seconds)
 
     def _check_alive(self) -> None:
-        if self._closed:
-            raise SandboxLostError(f"box {self._id} is closed")
+        self._check_open()
         if not self._folder.is_dir():
             raise SandboxLostError(f"box {self._id}: its folder {self._folder} is gone")
         check_room(self._folder)
@@ -208,8 +190,7 @@ class BubblewrapBox:
                 left[path] = data
         return left
 
-    async def _close(self) -> None:
-        self._closed = True
+    async def _end(self) -> None:
         for task in self._running:
             task.cancel()
         if self._running:

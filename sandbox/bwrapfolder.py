@@ -5,7 +5,7 @@
     <base>/                     one for each user of the machine, readable by that user alone
     ├── .host-<hash>/           what the "host" root file system needs generated, shared by runs (:mod:`sandbox.root`)
     └── <run>-<random>/
-        ├── owner.json          the process that made it (:mod:`sandbox.owner`)
+        ├── owner.json          the process that made it (:mod:`sandbox.owner`); touched at every heartbeat
         ├── groups.json         where its boxes' control groups are, if it has any
         └── boxes/<box>/        work, home and tmp of a box
 """
@@ -18,11 +18,13 @@ import shutil
 import stat
 import subprocess
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from sandbox.cgroup import Cgroup, CgroupParents
 from sandbox.errors import SandboxStartError
+from sandbox.lease import Lease
 from sandbox.owner import Owner
 
 _OWNER = "owner.json"
@@ -52,28 +54,38 @@ class RunFolder:
         (hidden / _OWNER).write_text(owner.to_json())
         return cls(hidden.rename(base / hidden.name.lstrip(".")))
 
+    def beat(self) -> None:
+        """Renew the lease."""
+        os.utime(self.path / _OWNER)
+
     def remove(self) -> None:
         # The owner's record last: until then a reaper can finish what was begun.
         remove_tree(self.path / "boxes")
         remove_tree(self.path)
 
 
-def reap_dead(base: Path) -> int:
-    """Remove the folders, processes and control groups of dead owners' runs; return how many boxes there were."""
-    reaped = 0
+def folder_leases(base: Path) -> list[Lease]:
+    """The leases of the runs below ``base``."""
+    leases = []
     for folder in base.glob("*/"):
         try:
             owner = Owner.from_json((folder / _OWNER).read_text())
+            silent_for = time.time() - (folder / _OWNER).stat().st_mtime
         except (FileNotFoundError, ValueError):
             # Being removed by its owner, or not one of ours.
             continue
-        if owner.alive:
-            continue
-        reaped += sum(1 for _ in (folder / "boxes").glob("*"))
-        for group in _leftover_groups(folder):
-            group.remove()
-        remove_tree(folder)
-    return reaped
+        boxes = tuple(box.name for box in (folder / "boxes").glob("*"))
+        leases.append(Lease("bubblewrap", owner, boxes, silent_for, str(folder)))
+    return leases
+
+
+def remove_lease(lease: Lease) -> int:
+    """Remove a dead run's folder, processes and control groups; return how many boxes there were."""
+    folder = Path(lease.place)
+    for group in _leftover_groups(folder):
+        group.remove()
+    remove_tree(folder)
+    return len(lease.boxes)
 
 
 def _leftover_groups(folder: Path) -> list[Cgroup]:

@@ -20,8 +20,10 @@ import docker.errors
 from docker.types import LogConfig, Ulimit
 
 from sandbox.dockerbox import DockerBox
-from sandbox.dockerengine import THREADS, connect, converted, remove_container
+from sandbox.dockerengine import THREADS, EngineClient, connect, converted
+from sandbox.dockerlease import OWNER_LABEL, RUN_LABEL, EngineLease, engine_leases, remove_lease
 from sandbox.errors import ImageMissingError, SandboxDiskFullError, SandboxError, SandboxStartError
+from sandbox.lease import Heartbeat
 from sandbox.owner import Owner
 from sandbox.shield import shielded
 from sandbox.types import SandboxSpec
@@ -30,8 +32,6 @@ T = TypeVar("T")
 
 DEFAULT_IMAGE = "agent-rl-base"
 """What ``SandboxSpec.image == "host"`` means here: the image that ``python -m sandbox.image`` builds."""
-RUN_LABEL = "agent-rl.run"
-OWNER_LABEL = "agent-rl.owner"
 FILE_SIZE_LIMIT = 1 << 30
 """Bytes one file written in a box may have; there is no quota on the whole box."""
 _KEEPER = "65534:65534"
@@ -42,14 +42,15 @@ _LEAST_FREE = 16 << 20
 class DockerBackend:
     """Boxes in a container engine. Raises ``SandboxUnavailableError`` where none answers."""
 
-    def __init__(self, *, run_id: str, max_starts: int = 8) -> None:
+    def __init__(self, *, run_id: str) -> None:
         self._api = connect()
         self._disk = Path(self._api.info()["DockerRootDir"])
         self._owner = Owner.current(run_id)
-        self._starts = asyncio.Semaphore(max_starts)
+        self._lease = EngineLease(self._api, self._owner)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="docker")
         self._boxes: dict[str, DockerBox] = {}
         self._closed = False
+        self._heartbeat = Heartbeat(self._lease.renew)
 
     @property
     def name(self) -> str:
@@ -64,19 +65,17 @@ class DockerBackend:
         """Start a box. Raises ``ImageMissingError`` or ``SandboxStartError``."""
         if self._closed:
             raise SandboxStartError("the backend is closed")
-        async with self._starts:
-            starting = asyncio.ensure_future(self.call(partial(self._start, spec), SandboxStartError))
-            try:
-                box = await asyncio.shield(starting)
-            except asyncio.CancelledError:
-                # The engine goes on with what it was asked for, so wait for the container in order to remove it.
-                await shielded(self._discard(starting))
-                raise
-        return box
+        starting = asyncio.ensure_future(self.call(partial(self._start, spec), SandboxStartError))
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            # The engine goes on with what it was asked for, so wait for the container in order to remove it.
+            await shielded(self._discard(starting))
+            raise
 
     async def reap(self) -> int:
         """Remove the containers of dead runs, of this machine or another that shares the engine; return how many."""
-        return await self.call(self._reap, SandboxError)
+        return await self.call(partial(reap_containers, self._api, self.name), SandboxError)
 
     async def close(self) -> None:
         """Close every box."""
@@ -106,6 +105,7 @@ class DockerBackend:
         async with asyncio.TaskGroup() as group:
             for box in list(self._boxes.values()):
                 group.create_task(box.close())
+        await asyncio.to_thread(self._end_lease)
         self._threads.shutdown(wait=False)
         self._api.close()
 
@@ -157,15 +157,11 @@ class DockerBackend:
             binds=[f"{source}:{target}:ro" for source, target in spec.ro_binds.items()],
         )
 
-    def _reap(self) -> int:
-        reaped = 0
-        for container in self._api.containers(all=True, filters={"label": OWNER_LABEL}):
-            try:
-                owner = Owner.from_json(container["Labels"][OWNER_LABEL])
-            except ValueError:
-                continue
-            # An owner of another boot may be one of another machine with the same engine: its boxes still run then.
-            dead = not owner.alive if owner.same_boot else container["State"] != "running"
-            if dead and remove_container(self._api, container["Id"]):
-                reaped += 1
-        return reaped
+    def _end_lease(self) -> None:
+        self._heartbeat.stop()
+        self._lease.end()
+
+
+def reap_containers(api: EngineClient, backend: str) -> int:
+    """Remove the containers whose lease is dead; return how many."""
+    return sum(remove_lease(api, lease) for lease in engine_leases(api, backend) if lease.dead)

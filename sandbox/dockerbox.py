@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import PurePosixPath
 from typing import Protocol, TypeVar
 
+from sandbox.box import BaseBox
 from sandbox.cgroup import folders_of, oom_kills
 from sandbox.dockerengine import EngineClient, remove_container
 from sandbox.dockerexec import KILL_ALL, WRAPPER, ExecLink, ExecOutcome, run_exec
@@ -33,25 +34,16 @@ class BoxOwner(Protocol):
     def forget(self, box: DockerBox) -> None: ...
 
 
-class DockerBox:
+class DockerBox(BaseBox):
     """One container. Made by :class:`DockerBackend`."""
 
     def __init__(self, container: str, spec: SandboxSpec, api: EngineClient, backend: BoxOwner) -> None:
-        self._container, self._spec, self._api, self._owner = container, spec, api, backend
+        super().__init__(container[:12], spec)
+        self._container, self._api, self._owner = container, api, backend
         # A command's end ends all that runs in the box, so there is one at a time.
         self._turn = asyncio.Lock()
         self._oom_seen = 0
         self._link: ExecLink | None = None
-        self._closed = False
-        self._closing: asyncio.Future[None] | None = None
-
-    @property
-    def id(self) -> str:
-        return self._container[:12]
-
-    @property
-    def spec(self) -> SandboxSpec:
-        return self._spec
 
     async def exec(
         self,
@@ -63,8 +55,7 @@ class DockerBox:
         stdin: bytes | None = None,
     ) -> ExecResult:
         """Run ``command``; see :class:`sandbox.types.Sandbox`. What it leaves running ends with it."""
-        argv = ["bash", "-c", command] if isinstance(command, str) else list(command)
-        folder = str(PurePosixPath(self._spec.workdir) / (cwd or ""))
+        argv, folder = self._invocation(command, cwd)
         size = "-1" if stdin is None else str(len(stdin))
         whole = ["/bin/sh", "-c", WRAPPER, "sh", f"{timeout:.3f}", folder, size, *argv]
         async with self._turn:
@@ -99,12 +90,6 @@ class DockerBox:
         self._check_open()
         data = archive({str(PurePosixPath(self._spec.workdir) / path): data for path, data in files.items()})
         await self._owner.call(partial(self._api.unpack, self._container, data), SandboxFileError)
-
-    async def close(self) -> None:
-        """Remove the container and all that runs in it."""
-        if self._closing is None:
-            self._closing = asyncio.ensure_future(self._close())
-        await shielded(self._closing)
 
     def remove(self) -> None:
         """Remove the container. Blocking."""
@@ -165,13 +150,8 @@ class DockerBox:
             return oom_kills(folder)
         return int(state["OOMKilled"])
 
-    async def _close(self) -> None:
-        self._closed = True
+    async def _end(self) -> None:
         if self._link is not None:
             self._link.cut()
         await self._owner.call(self.remove, SandboxLostError)
         self._owner.forget(self)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise SandboxLostError(f"box {self.id} is closed")

@@ -44,12 +44,13 @@ class Owner:
         return self.boot_id == _boot_id()
 
     @property
-    def alive(self) -> bool:
-        """Whether the owner still runs. One in another process-id namespace can't be seen, and counts as alive."""
-        if not self.same_boot:
-            return False
-        if self.pid_namespace != _pid_namespace():
-            return True
+    def visible(self) -> bool:
+        """Whether the owner's process could be seen from here: of this boot, in this process-id namespace."""
+        return self.same_boot and self.pid_namespace == _pid_namespace()
+
+    @property
+    def running(self) -> bool:
+        """Whether a visible owner's process still runs."""
         return _start_ticks(self.pid) == self.started
 
 

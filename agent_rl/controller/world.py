@@ -22,7 +22,7 @@ from agent_rl.types import Trajectory
 from envs import Environment, Task
 from envs.context import EnvContext
 from envs.registry import load_environment
-from sandbox import SandboxBackend, SandboxSpec, open_backend
+from sandbox import SandboxBackend, SandboxPool, SandboxSpec, open_backend
 from tools.formats import ToolCallFormat, tool_format
 
 
@@ -62,7 +62,7 @@ class World:
 async def open_workshop(config: RunConfig, display: Display) -> AsyncIterator[Workshop]:
     """Open the sandbox backend and the environment, removing first what dead runs left behind."""
     quarantined = frozenset(read_quarantine(config.env.quarantine) if config.env.quarantine else ())
-    backend = open_backend(config.sandbox.backend, run_id=uuid.uuid4().hex[:12], max_starts=config.sandbox.max_starts)
+    backend = _pool(config.sandbox)
     try:
         if reaped := await backend.reap():
             display.note(f"removed {reaped} sandbox(es) that a killed run had left behind")
@@ -79,6 +79,11 @@ def box_limits(config: SandboxConfig) -> SandboxSpec:
     """The template of every box: the config's image, memory, processes and CPUs."""
     limits = SandboxSpec(memory_mb=config.memory_mb, pids=config.pids, cpus=config.cpus)
     return limits if config.image is None else replace(limits, image=config.image)
+
+
+def _pool(config: SandboxConfig) -> SandboxPool:
+    backend = open_backend(config.backend, run_id=uuid.uuid4().hex[:12])
+    return SandboxPool(backend, max_starts=config.max_starts, max_execs=config.max_execs, warm=config.warm)
 
 
 def _context(config: RunConfig, backend: SandboxBackend) -> EnvContext:

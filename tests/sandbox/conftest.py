@@ -14,19 +14,23 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from sandbox import ImageMissingError, Sandbox, SandboxBackend, SandboxSpec, open_backend
+from sandbox import ImageMissingError, Sandbox, SandboxBackend, SandboxPool, SandboxSpec, open_backend
 from sandbox.dockerengine import connect
 
 WAIT_SECONDS = 20.0
 BACKENDS = [
     pytest.param("bubblewrap", marks=pytest.mark.bubblewrap),
+    pytest.param("bubblewrap in a pool", marks=pytest.mark.bubblewrap),
     pytest.param("docker", marks=pytest.mark.docker),
 ]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=BACKENDS)
 async def backend(request: pytest.FixtureRequest) -> AsyncIterator[SandboxBackend]:
-    backend = open_backend(request.param, run_id=f"test-{uuid.uuid4().hex[:8]}")
+    name, _, pooled = request.param.partition(" in a ")
+    backend = open_backend(name, run_id=f"test-{uuid.uuid4().hex[:8]}")
+    if pooled:
+        backend = SandboxPool(backend, max_starts=4, max_execs=16, warm=2)
     try:
         await (await backend.start(SandboxSpec())).close()
     except ImageMissingError as error:

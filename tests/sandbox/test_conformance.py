@@ -25,6 +25,7 @@ from sandbox import (
     SandboxLostError,
     SandboxSpec,
     SandboxStartError,
+    open_backend,
 )
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
@@ -374,7 +375,7 @@ async def test_close_is_shielded_from_cancellation(backend: SandboxBackend, host
 
 
 async def test_a_cancelled_start_leaves_nothing(backend: SandboxBackend) -> None:
-    other = type(backend)(run_id="cancelled")  # type: ignore[call-arg]
+    other = open_backend(backend.name, run_id="cancelled")
     starts = [asyncio.ensure_future(other.start(SandboxSpec())) for _ in range(4)]
     await asyncio.sleep(0.01)  # some are under way then, whichever they are
     for start in starts:
@@ -441,7 +442,7 @@ async def test_boxes_of_a_killed_run_are_reaped(backend: SandboxBackend, marker:
 
 
 async def test_closing_the_backend_closes_its_boxes(backend: SandboxBackend, marker: str, host: Any) -> None:
-    other = type(backend)(run_id="closing")  # type: ignore[call-arg]
+    other = open_backend(backend.name, run_id="closing")
     boxes = [await other.start(SandboxSpec()) for _ in range(3)]
     running = asyncio.ensure_future(boxes[0].exec(f"sleep {marker}", timeout=60))
     await host.until(lambda: host.processes(marker), "the command runs")

@@ -8,6 +8,7 @@ import os
 import struct
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,9 +16,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandbox import SandboxFileError, SandboxUnavailableError, open_backend
+from sandbox import SandboxFileError, SandboxLostError, SandboxUnavailableError, open_backend
 from sandbox.beneath import NeedsBox, read_beneath, write_beneath
 from sandbox.dockerexec import Demux
+from sandbox.lease import EXPIRY_SECONDS, Heartbeat, Lease
 from sandbox.owner import Owner
 from sandbox.process import Capture
 from sandbox.seccomp import box_filter
@@ -25,22 +27,56 @@ from sandbox.seccomp import box_filter
 # Owners
 
 
-def test_owner_is_alive_until_its_process_ends() -> None:
+def test_owner_runs_until_its_process_ends() -> None:
     me = Owner.current("run")
-    assert me.alive
+    assert me.visible
+    assert me.running
     assert Owner.from_json(me.to_json()) == me
     with subprocess.Popen(["true"]) as other:
-        # A zombie until it is waited for, which counts as dead.
+        # A zombie until it is waited for, which counts as ended.
         os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
-        assert not replace(me, pid=other.pid).alive
+        assert not replace(me, pid=other.pid).running
+    assert not replace(me, started=me.started + 1).running, "its id was given to another process"
+    assert not replace(me, boot_id="another").visible
+    assert not replace(me, pid_namespace="pid:[1]").visible
 
 
-def test_recycled_process_id_or_another_boot_is_dead() -> None:
+def lease(owner: Owner, silent_for: float | None) -> Lease:
+    return Lease("docker", owner, ("box",), silent_for, "engine")
+
+
+def test_a_seen_process_counts_and_no_heartbeat() -> None:
     me = Owner.current("run")
-    assert not replace(me, started=me.started + 1).alive
-    assert not replace(me, boot_id="another").alive
-    assert not replace(me, boot_id="another").same_boot
-    assert replace(me, pid_namespace="pid:[1]", pid=1 << 30).alive, "what can't be seen is left alone"
+    assert not lease(me, 10 * EXPIRY_SECONDS).dead
+    assert lease(replace(me, started=me.started + 1), 0.0).dead
+
+
+@pytest.mark.parametrize("change", [{"boot_id": "another"}, {"pid_namespace": "pid:[1]"}])
+def test_a_heartbeat_counts_where_no_process_is_seen(change: dict[str, str]) -> None:
+    unseen = replace(Owner.current("run"), pid=1 << 30, **change)
+    assert not lease(unseen, EXPIRY_SECONDS - 1).dead
+    assert lease(unseen, EXPIRY_SECONDS + 1).dead
+    assert lease(unseen, float("inf")).dead
+    assert not lease(unseen, None).dead, "of which nothing is known is left alone"
+
+
+def test_a_heartbeat_goes_on_after_a_failed_beat_and_ends_when_stopped(caplog: pytest.LogCaptureFixture) -> None:
+    beats, third = [], threading.Event()
+
+    def beat() -> None:
+        beats.append(1)
+        if len(beats) == 2:
+            raise SandboxLostError("the engine is away")
+        if len(beats) == 3:
+            third.set()
+
+    heartbeat = Heartbeat(beat, seconds=0.001)
+    assert third.wait(20)
+    heartbeat.stop()
+    after = len(beats)
+    assert "the engine is away" in caplog.text
+    heartbeat.stop()
+    assert len(beats) == after
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"pid": 1}', "[]", "null"])

@@ -1,0 +1,48 @@
+"""What the boxes of every backend share: a name, the form of a command, and an end that comes once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import PurePosixPath
+
+from sandbox.errors import SandboxLostError
+from sandbox.shield import shielded
+from sandbox.types import SandboxSpec
+
+
+class BaseBox:
+    """The part of :class:`sandbox.types.Sandbox` that does not depend on what a box is made of."""
+
+    def __init__(self, id: str, spec: SandboxSpec) -> None:
+        self._id, self._spec = id, spec
+        self._closed = False
+        self._closing: asyncio.Future[None] | None = None
+
+    @property
+    def id(self) -> str:
+        return self._id
+
+    @property
+    def spec(self) -> SandboxSpec:
+        return self._spec
+
+    async def close(self) -> None:
+        """Kill what runs and remove the box."""
+        if self._closing is None:
+            self._closed = True
+            self._closing = asyncio.ensure_future(self._end())
+        await shielded(self._closing)
+
+    async def _end(self) -> None:
+        """Kill what runs and remove the box; called once."""
+        raise NotImplementedError
+
+    def _invocation(self, command: str | Sequence[str], cwd: str | None) -> tuple[list[str], str]:
+        """The argument list of ``command`` and the folder that it runs in."""
+        argv = ["bash", "-c", command] if isinstance(command, str) else list(command)
+        return argv, str(PurePosixPath(self._spec.workdir) / (cwd or ""))
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise SandboxLostError(f"box {self._id} is closed")

@@ -1,0 +1,143 @@
+"""Leases in a real engine and in real folders: heartbeats of owners that can't be seen, the command that reaps."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sandbox import SandboxSpec, dockerlease, lease
+from sandbox.bubblewrap import BubblewrapBackend, reap_folders
+from sandbox.bwrapfolder import RunFolder, folder_leases
+from sandbox.docker import DockerBackend, reap_containers
+from sandbox.dockerengine import EngineClient, connect
+from sandbox.lease import EXPIRY_SECONDS
+from sandbox.owner import Owner
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def unseen() -> Owner:
+    """An owner in another process-id namespace."""
+    return replace(Owner.current(f"unseen-{uuid.uuid4().hex[:8]}"), pid=1 << 30, pid_namespace="pid:[1]")
+
+
+@pytest.fixture
+def api() -> Iterator[EngineClient]:
+    api = connect()
+    yield api
+    api.close()
+
+
+def test_a_folder_goes_when_its_heartbeat_has_stopped(tmp_path: Path) -> None:
+    owner = unseen()
+    folder = RunFolder.make(tmp_path, owner, None)
+    (folder.path / "boxes" / "one").mkdir()
+    silent = time.time() - EXPIRY_SECONDS - 5
+    os.utime(folder.path / "owner.json", (silent, silent))
+    folder.beat()
+    assert reap_folders(tmp_path) == 0, "it has just been heard of"
+    os.utime(folder.path / "owner.json", (silent, silent))
+    (found,) = folder_leases(tmp_path)
+    assert (found.owner, found.boxes, found.dead) == (owner, ("one",), True)
+    assert reap_folders(tmp_path) == 1
+    assert not folder.path.exists()
+
+
+@pytest.mark.bubblewrap
+async def test_a_backend_beats_while_it_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease.Heartbeat.__init__, "__defaults__", (0.01,))
+    backend = BubblewrapBackend(run_id="beats", base=tmp_path / "base")
+    (file,) = (tmp_path / "base").glob("*/owner.json")
+    os.utime(file, (0, 0))
+    deadline = time.monotonic() + 20
+    while file.stat().st_mtime == 0:
+        assert time.monotonic() < deadline, "no heartbeat"
+        time.sleep(0.005)  # noqa: ASYNC251  (a busy event loop, through which heartbeats go on)
+    await backend.close()
+    assert not file.exists()
+
+
+@pytest.mark.docker
+async def test_containers_go_when_their_heartbeat_has_stopped(
+    api: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = unseen()
+    monkeypatch.setattr(Owner, "current", lambda run_id: owner)
+    backend = DockerBackend(run_id="ignored")
+    box = await backend.start(SandboxSpec())
+    backend._heartbeat.stop()
+
+    def mine() -> list[lease.Lease]:
+        return [found for found in dockerlease.engine_leases(api, "docker") if found.owner == owner]
+
+    (found,) = mine()
+    assert [name[:12] for name in found.boxes] == [box.id]
+    assert found.silent_for is not None
+    assert -2 < found.silent_for < 60
+    assert not found.dead
+    before = {volume["Name"] for volume in dockerlease._volumes(api)}
+    backend._lease.renew()
+    assert len(mine()) == 1, "a new beat replaces the last one"
+    assert {volume["Name"] for volume in dockerlease._volumes(api)} != before
+    monkeypatch.setattr(lease, "EXPIRY_SECONDS", -10)  # all that can't be seen has been silent for too long
+    assert reap_containers(api, "docker") >= 1
+    assert mine() == []
+    await backend.close()
+
+
+_RUN = """
+import asyncio, sys
+from sandbox import SandboxSpec, open_backend
+
+async def main():
+    backend = open_backend(sys.argv[1], run_id=sys.argv[2])
+    await backend.start(SandboxSpec())
+    print("started", flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(
+    "backend", [pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("bubblewrap", "docker")]
+)
+def test_the_command_removes_dead_runs_and_no_others(backend: str) -> None:
+    run_id = f"command-{uuid.uuid4().hex[:8]}"
+
+    def reap(*arguments: str) -> str:
+        command = [sys.executable, "-m", "sandbox.reap", "--backend", backend, *arguments]
+        lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+        return "".join(line for line in lines if run_id in line)
+
+    run = subprocess.Popen([sys.executable, "-c", _RUN, backend, run_id], stdout=subprocess.PIPE)
+    try:
+        assert run.stdout is not None
+        assert run.stdout.readline() == b"started\n"
+        assert reap() == f"{backend}: run {run_id}, 1 box(es), alive"
+        run.kill()
+        run.wait()
+        assert reap("--list") == f"{backend}: run {run_id}, 1 box(es), dead: its process has ended"
+        assert reap().endswith("; removed 1")
+        assert reap() == ""
+    finally:
+        run.kill()
+        run.wait()
+
+
+def test_a_kind_that_was_asked_for_and_is_not_there_is_one_line(tmp_path: Path) -> None:
+    environment = {**os.environ, "DOCKER_HOST": f"unix://{tmp_path}/none.sock"}
+    command = [sys.executable, "-m", "sandbox.reap"]
+    asked = subprocess.run([*command, "--backend", "docker"], env=environment, capture_output=True, text=True)
+    assert asked.returncode == 2
+    assert "no container engine answers" in asked.stderr
+    assert asked.stderr.count("\n") == 1
+    assert subprocess.run([*command, "--list"], env=environment, capture_output=True).returncode == 0

@@ -1,0 +1,172 @@
+"""The pool: its bounds, its idle boxes, its end; over real bubblewrap boxes behind a gate that orders events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sandbox import Sandbox, SandboxPool, SandboxSpec, SandboxStartError
+from sandbox.bubblewrap import BubblewrapBackend
+
+pytestmark = [pytest.mark.bubblewrap, pytest.mark.timeout(60)]
+SPEC = SandboxSpec(env={"A": "1", "B": "2"})
+OTHER = replace(SPEC, memory_mb=300)
+
+
+class Gate:
+    """A backend whose starts wait while the gate is shut, and which counts them."""
+
+    def __init__(self, backend: BubblewrapBackend) -> None:
+        self._backend = backend
+        self.open = asyncio.Event()
+        self.open.set()
+        self.waiting, self.most_waiting, self.started, self.failures = 0, 0, 0, 0
+
+    @property
+    def name(self) -> str:
+        return self._backend.name
+
+    async def start(self, spec: SandboxSpec) -> Sandbox:
+        self.waiting += 1
+        self.most_waiting = max(self.most_waiting, self.waiting)
+        try:
+            await self.open.wait()
+        finally:
+            self.waiting -= 1
+        if self.failures:
+            self.failures -= 1
+            raise SandboxStartError("refused by the gate")
+        self.started += 1
+        return await self._backend.start(spec)
+
+    async def reap(self) -> int:
+        return await self._backend.reap()
+
+    async def close(self) -> None:
+        await self._backend.close()
+
+    def folder(self, box: Sandbox) -> Path:
+        """The working folder of ``box``, on the host."""
+        return self._backend._folder.path / "boxes" / box.id / "work"
+
+    @property
+    def boxes(self) -> int:
+        """Boxes that exist."""
+        return len(self._backend._boxes)
+
+
+@pytest.fixture
+async def gate(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gate]:
+    base = tmp_path_factory.getbasetemp() / "pool"  # shared, as making the boxes' root file system takes a while
+    gate = Gate(BubblewrapBackend(run_id="pool", base=base))
+    yield gate
+    await gate.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+async def test_starts_are_bounded(gate: Gate) -> None:
+    pool = SandboxPool(gate, max_starts=3)
+    gate.open.clear()
+    starts = [asyncio.create_task(pool.start(SPEC)) for _ in range(8)]
+    await until(lambda: gate.waiting == 3)
+    gate.open.set()
+    boxes = await asyncio.gather(*starts)
+    assert (gate.most_waiting, len({box.id for box in boxes}), pool.idle) == (3, 8, 0)
+    await pool.close()
+    assert gate.boxes == 0
+    with pytest.raises(SandboxStartError, match="closed"):
+        await pool.start(SPEC)
+
+
+async def test_commands_are_bounded_and_waiting_is_not_their_time(gate: Gate) -> None:
+    pool = SandboxPool(gate, max_execs=1)
+    first, second = await pool.start(SPEC), await pool.start(SPEC)
+    held = asyncio.create_task(first.exec("while ! [ -e go ]; do sleep 0.01; done", timeout=30))
+    go = gate.folder(first) / "go"
+    waits = asyncio.create_task(second.exec("echo ran", timeout=0.9))
+    await asyncio.sleep(1.0)  # longer than the second one's whole time
+    assert not waits.done()
+    await asyncio.to_thread(go.touch)
+    assert (await held).ok
+    assert (await waits).stdout == b"ran\n"
+    await pool.close()
+
+
+async def test_boxes_stand_ready_and_are_used_once(gate: Gate) -> None:
+    pool = SandboxPool(gate, warm=2)
+    first = await pool.start(SPEC)
+    await until(lambda: pool.idle == 1)
+    gate.open.clear()
+    ready = await pool.start(replace(SPEC, env={"B": "2", "A": "1"}))  # no start is needed: the gate is shut
+    assert pool.idle == 0
+    await ready.write_files({"mark": b"mine"})
+    await ready.close()
+    gate.open.set()
+    await until(lambda: pool.idle == 1)
+    again = await pool.start(SPEC)
+    assert len({first.id, ready.id, again.id}) == 3
+    assert (await again.exec("ls", timeout=20)).stdout == b"", "what an episode leaves is never seen by another"
+    await pool.close()
+    assert gate.boxes == 0
+
+
+async def test_a_burst_finds_as_many_the_next_time_within_the_bound(gate: Gate) -> None:
+    pool = SandboxPool(gate, warm=3)
+    await asyncio.gather(*(pool.start(SPEC) for _ in range(5)))
+    await until(lambda: pool.idle == 3)
+    gate.open.clear()
+    async with asyncio.timeout(20):
+        await asyncio.gather(*(pool.start(SPEC) for _ in range(3)))
+    assert pool.idle == 0
+    gate.open.set()
+    await pool.close()
+
+
+async def test_the_longest_idle_makes_room_for_another_kind(gate: Gate) -> None:
+    pool = SandboxPool(gate, warm=1)
+    first = await pool.start(SPEC)
+    await until(lambda: pool.idle == 1)
+    other = await pool.start(OTHER)
+    await until(lambda: pool.idle == 1 and gate.boxes == 3)  # two in use, and the idle one is of the other kind
+    gate.open.clear()
+    ready = await pool.start(OTHER)
+    assert ready.spec == OTHER
+    assert gate.most_waiting == 1, "ahead of need, boxes are started one after another"
+    gate.open.set()
+    await asyncio.gather(*(box.close() for box in (first, other, ready)))
+    await pool.close()
+
+
+async def test_a_failed_order_is_told_and_harms_nobody(gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
+    pool = SandboxPool(gate, warm=1)
+    await pool.start(SPEC)
+    await until(lambda: pool.idle == 1)
+    gate.failures = 1
+    await pool.start(SPEC)
+    await until(lambda: gate.failures == 0 and not pool._tasks)
+    assert "refused by the gate" in caplog.text
+    await pool.start(SPEC)
+    await until(lambda: pool.idle == 1)
+    await pool.close()
+
+
+async def test_closing_ends_what_is_being_started(gate: Gate) -> None:
+    pool = SandboxPool(gate, warm=4)
+    await pool.start(SPEC)
+    gate.open.clear()
+    await until(lambda: gate.waiting == 1 or pool.idle == 1)
+    closing = asyncio.create_task(pool.close())
+    await asyncio.sleep(0)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert (gate.boxes, gate.waiting, pool._tasks) == (0, 0, set())
