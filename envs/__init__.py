@@ -11,6 +11,7 @@ from envs.types import (
     Grade,
     GradingError,
     Message,
+    Solvable,
     Task,
     TaskRecordError,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "Grade",
     "GradingError",
     "Message",
+    "Solvable",
     "Task",
     "TaskRecordError",
     "ToolStyle",

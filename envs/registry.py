@@ -10,6 +10,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from envs.context import EnvContext
+from envs.tool_class import ToolClassEnvironment, is_tool_class
 from envs.types import Environment, EnvsError
 
 GROUP = "agent_rl.envs"
@@ -28,7 +29,7 @@ def list_environments() -> dict[str, str]:
 
 
 def load_environment(name: str, context: EnvContext, options: Mapping[str, Any] | None = None) -> Environment:
-    """The environment ``name`` made as ``Class(context, **options)``.
+    """The environment ``name`` made as ``Class(context, **options)``, or of a class of tools (:mod:`envs.tool_class`).
 
     Raises ``EnvironmentLoadError`` for an unknown name (with the nearest known one), a path that does not import, an
     option that the class does not take, or a class that is no environment.
@@ -40,6 +41,8 @@ def load_environment(name: str, context: EnvContext, options: Mapping[str, Any] 
         hint = f"did you mean {near[0]!r}?" if near else "write a registered name or package.module:Class"
         raise EnvironmentLoadError(f"unknown environment {name!r}: {hint} (registered: {', '.join(known)})")
     make = _resolve(name, target)
+    if isinstance(make, type) and is_tool_class(make) and not hasattr(make, "start"):
+        return ToolClassEnvironment(context, make, name, options or {})
     _check_options(name, make, options or {})
     environment = make(context, **(options or {}))
     missing = [method for method in _METHODS if not hasattr(environment, method)]

@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from tools import ToolSet
+from tools import ToolCall, ToolSet
 
 Message = Mapping[str, str]
 """A chat message, ``{"role": ..., "content": ...}``."""
@@ -99,6 +99,15 @@ class Environment(Protocol):
 
 
 @runtime_checkable
+@runtime_checkable
+class Solvable(Protocol):
+    """An environment whose tasks are solved by tool calls, not by a patch. Optional; the gold solver asks."""
+
+    def solution(self, task: Task) -> Sequence[ToolCall]:
+        """The calls that solve ``task``, without the last one that says so; none where that is not known."""
+        ...
+
+
 class Audited(Protocol):
     """An environment that can tell whether a task could be won without solving it. Optional; the doctor asks."""
 

@@ -1,4 +1,4 @@
-"""The environment in docs/environments.md works as it is printed."""
+"""The environments in docs/environments.md work as they are printed."""
 
 from __future__ import annotations
 
@@ -8,18 +8,30 @@ from types import ModuleType
 
 import pytest
 
-from envs import EnvContext, load_environment
+from envs import EnvContext, Environment, load_environment
+from envs.conformance import check_environment
 from tools import ToolCall
 
 PAGE = Path(__file__).parents[2] / "docs/environments.md"
 
 
+def printed(number: int, context: EnvContext, monkeypatch: pytest.MonkeyPatch) -> Environment:
+    """The class ``Sums`` of the page's ``number``-th Python block, loaded as a user would."""
+    module = ModuleType(f"printed_environment_{number}")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    block = PAGE.read_text().split("```python\n")[number + 1].split("```")[0]
+    exec(compile(block, str(PAGE), "exec"), module.__dict__)
+    return load_environment(f"{module.__name__}:Sums", context, {"count": 3})
+
+
+async def test_the_printed_class_of_tools_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = printed(0, EnvContext(backend=None), monkeypatch)  # type: ignore[arg-type]
+    assert [finding for finding in await check_environment(environment) if not finding.ok] == []
+
+
 @pytest.mark.bubblewrap
 async def test_the_printed_environment_runs(context: EnvContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = ModuleType("printed_environment")
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    exec(compile(PAGE.read_text().split("```python\n")[1].split("```")[0], str(PAGE), "exec"), module.__dict__)
-    environment = load_environment("printed_environment:Sums", context, {"count": 3})
+    environment = printed(1, context, monkeypatch)
     task = environment.tasks("heldout")[2]
     async with environment.start(task) as episode:
         assert "1000002 + 14" in episode.messages[1]["content"]

@@ -1,0 +1,156 @@
+"""What the loop relies on, checked on any environment: the suite behind ``agent-rl envs check`` and our own tests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+
+from envs.types import Environment, Episode, Finding, Grade, Solvable, Task
+from tools import ToolCall, ToolResult
+
+TASKS = 2
+"""Tasks of a split that are started."""
+
+
+async def check_environment(env: Environment, splits: Sequence[str] = ("train", "heldout")) -> list[Finding]:
+    """One finding a promise, in a fixed order. A check that raises is a finding that is not ok, with the reason."""
+    findings = [await _check(f"tasks of {split}", lambda split=split: _tasks(env, split)) for split in splits]  # type: ignore[misc]
+    if not all(finding.ok for finding in findings):
+        return findings
+    chosen = list(env.tasks(splits[0]))[:TASKS]
+    checks: dict[str, Callable[[Task], Awaitable[str]]] = {
+        "start and close": lambda task: _starts(env, task),
+        "tool schemas": lambda task: _schemas(env, task),
+        "a wrong call is answered": lambda task: _wrong_call(env, task),
+        "nothing done is graded": lambda task: _graded_untouched(env, task),
+        "the solution wins": lambda task: _solution(env, task),
+        "episodes don't share state": lambda task: _two_at_once(env, task),
+        "a cancelled start ends": lambda task: _cancelled(env, task),
+    }
+    for name, check in checks.items():
+        findings.append(await _check(name, lambda check=check: _each(check, chosen)))  # type: ignore[misc]
+    return findings
+
+
+async def _check(name: str, look: Callable[[], Awaitable[str]]) -> Finding:
+    try:
+        return Finding(name, True, await look())
+    except Exception as error:
+        told = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
+        return Finding(name, False, " ".join(told.split())[:300])
+
+
+async def _each(check: Callable[[Task], Awaitable[str]], tasks: Sequence[Task]) -> str:
+    return [await check(task) for task in tasks][-1]
+
+
+async def _tasks(env: Environment, split: str) -> str:
+    await env.prepare(split)
+    tasks, again = env.tasks(split), env.tasks(split)
+    assert tasks, "there are none: return at least one task"
+    twice = [task for task, count in Counter(task.id for task in tasks).items() if count > 1]
+    assert not twice, f"task id {twice[0]!r} is there twice: ids must be unique" if twice else ""
+    assert list(tasks) == list(again), "a second call gave others: the same tasks must come in the same order"
+    for task in tasks:
+        assert task.env == env.name, f"task {task.id!r} says it is of {task.env!r}, the environment is {env.name!r}"
+        json.dumps(dict(task.record))
+    return f"{len(tasks)} tasks"
+
+
+async def _starts(env: Environment, task: Task) -> str:
+    async with env.start(task) as episode:
+        roles = [message["role"] for message in episode.messages]
+        assert "user" in roles, f"the opening messages are {roles}: one of them must be the user's"
+        assert all(isinstance(message["content"], str) for message in episode.messages), "contents must be strings"
+    return f"opening messages: {', '.join(roles)}"
+
+
+async def _schemas(env: Environment, task: Task) -> str:
+    async with env.start(task) as episode:
+        schemas = json.loads(json.dumps(list(episode.tools.schemas())))
+    names = [schema["function"]["name"] for schema in schemas]
+    assert names, "there is no tool"
+    assert len(set(names)) == len(names), f"two tools have one name: {names}"
+    bare = [schema["function"]["name"] for schema in schemas if not schema["function"].get("description")]
+    assert not bare, f"tool {bare[0]!r} has no description: write a docstring" if bare else ""
+    return ", ".join(names)
+
+
+async def _wrong_call(env: Environment, task: Task) -> str:
+    async with env.start(task) as episode:
+        answer = await episode.tools.call(ToolCall("no_such_tool", {}))
+        _is_answer(answer)
+        assert answer.failed, "a call of a tool that there is not must be a failed result"
+        name = episode.tools.schemas()[0]["function"]["name"]
+        _is_answer(await episode.tools.call(ToolCall(name, {"no_such_argument": 1})))
+    return answer.text[:80]
+
+
+def _is_answer(answer: object) -> None:
+    assert isinstance(answer, ToolResult), f"a tool answered a {type(answer).__name__}, not a ToolResult"
+
+
+async def _graded_untouched(env: Environment, task: Task) -> str:
+    async with env.start(task) as episode:
+        grade = await _grade(episode)
+    assert not grade.resolved, f"task {task.id!r} is resolved by doing nothing"
+    return f"reward {grade.reward:g}"
+
+
+async def _grade(episode: Episode) -> Grade:
+    grade = await episode.grade()
+    assert isinstance(grade, Grade), f"grade() returned a {type(grade).__name__}, not a Grade"
+    assert math.isfinite(grade.reward), f"the reward is {grade.reward}: it must be finite"
+    return grade
+
+
+async def _solution(env: Environment, task: Task) -> str:
+    calls = _calls(env, task)
+    if not calls:
+        return "the environment tells none"
+    async with env.start(task) as episode:
+        await _solve(episode, calls)
+        grade = await _grade(episode)
+    assert grade.resolved, f"task {task.id!r}: its own solution is not resolved (reward {grade.reward:g})"
+    return f"{len(calls)} call(s), reward {grade.reward:g}"
+
+
+def _calls(env: Environment, task: Task) -> Sequence[ToolCall]:
+    return env.solution(task) if isinstance(env, Solvable) else []
+
+
+async def _solve(episode: Episode, calls: Sequence[ToolCall]) -> None:
+    for call in calls:
+        answer = await episode.tools.call(call)
+        assert not answer.failed, f"the solution's call of {call.name} failed: {answer.text[:200]}"
+
+
+async def _two_at_once(env: Environment, task: Task) -> str:
+    """What is done in one episode must not be seen in another of the same task."""
+    calls = _calls(env, task)
+    async with env.start(task) as first, env.start(task) as second:
+        await _solve(first, calls)
+        grades = await asyncio.gather(_grade(first), _grade(second))
+    assert not grades[1].resolved, "what was done in one episode was graded in another"
+    return "two at once"
+
+
+async def _cancelled(env: Environment, task: Task) -> str:
+    """A start that is cancelled at once must end, and the next one must work."""
+
+    async def start() -> None:
+        async with env.start(task):
+            await asyncio.Event().wait()
+
+    running = asyncio.create_task(start())
+    await asyncio.sleep(0)
+    running.cancel()
+    done, _ = await asyncio.wait({running}, timeout=60)
+    assert done, "it did not end within 60 s"
+    assert running.cancelled(), "it swallowed the cancellation"
+    async with env.start(task):
+        pass
+    return "and the next one starts"

@@ -1,0 +1,268 @@
+"""Classes of tools as environments: the worked examples, the template, and what is wrong with the others."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from agent_rl.rollout.settings import RolloutSettings
+from agent_rl.rollout.solvers import solver_runner
+from envs import EnvContext, Grade, Task, load_environment
+from envs.conformance import check_environment
+from envs.registry import EnvironmentLoadError
+from envs.template import TemplateError, write_template
+from envs.tool_class import ToolClassEnvironment, ToolClassError, ToolEpisode
+from tools import FunctionToolSet, ToolCall
+
+EXAMPLES = Path(__file__).parents[2] / "docs/examples"
+NOWHERE = EnvContext(backend=None)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+
+@pytest.mark.bubblewrap
+@pytest.mark.usefixtures("example")
+@pytest.mark.parametrize("name", ["sql_tools:SqlTools", "retrieval_tools:RetrievalTools"])
+async def test_the_worked_examples_conform_and_can_be_solved(context: EnvContext, name: str) -> None:
+    env = load_environment(name, context, {"count": 8})
+    assert [finding for finding in await check_environment(env) if not finding.ok] == []
+    for policy, reward in (("gold", 1.0), ("noop", 0.1)):
+        run = solver_runner(env, policy, RolloutSettings())
+        assert [(await run(task)).reward for task in env.tasks("heldout")] == [reward] * 8
+
+
+@pytest.mark.usefixtures("example")
+async def test_the_sql_database_can_only_be_read() -> None:
+    env = load_environment("sql_tools:SqlTools", NOWHERE, {"count": 1})
+    async with env.start(env.tasks("train")[0]) as episode:
+        for sql in ("DROP TABLE sales", "DELETE FROM sales", "ATTACH '/tmp/x.db' AS x", "PRAGMA writable_schema=1"):
+            answer = await episode.tools.call(ToolCall("run_query", {"sql": sql}))
+            assert answer.failed, sql
+        endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT COUNT(*) FROM n"
+        assert (await episode.tools.call(ToolCall("run_query", {"sql": endless}))).failed
+
+
+@pytest.mark.bubblewrap
+async def test_every_shipped_environment_conforms(context: EnvContext, tmp_path: Path) -> None:
+    env = load_environment("mini", context, {"train_tasks": 3, "heldout_tasks": 3, "cache_dir": str(tmp_path)})
+    assert [finding for finding in await check_environment(env) if not finding.ok] == []
+
+
+@pytest.mark.bubblewrap
+def test_the_template_passes_its_own_test(tmp_path: Path) -> None:
+    environment, test = write_template("word_game", tmp_path)
+    assert environment.name == "word_game.py"
+    run = subprocess.run([sys.executable, test.name], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert "1 passed" in run.stdout, run.stdout + run.stderr
+    with pytest.raises(TemplateError, match="is there already"):
+        write_template("word_game", tmp_path)
+    with pytest.raises(TemplateError, match="lower-case"):
+        write_template("Word-Game", tmp_path)
+
+
+class Counter:
+    """Count to three."""
+
+    class Options(BaseModel):
+        count: int = 2
+
+    @classmethod
+    def tasks(cls, split: str, options: Options) -> list[dict[str, Any]]:
+        return [{"id": f"{split}-{at}"} for at in range(options.count)]
+
+    async def setup(self, task: Task) -> str:
+        self.number = 0
+        return "Count to three."
+
+    async def up(self) -> str:
+        """Count one up."""
+        self.number += 1
+        return str(self.number)
+
+    async def grade(self) -> float:
+        return float(self.number >= 3)
+
+    @classmethod
+    def solution(cls, task: Task) -> list[ToolCall]:
+        return [ToolCall("up", {})] * 3
+
+
+def of(made: type[Any], **options: Any) -> ToolClassEnvironment:
+    return ToolClassEnvironment(NOWHERE, made, "mine", options)
+
+
+async def test_a_sound_class_keeps_every_promise() -> None:
+    assert all(finding.ok for finding in await check_environment(of(Counter)))
+
+
+class NoTasks(Counter):
+    @classmethod
+    def tasks(cls, split: str, options: Counter.Options) -> list[dict[str, Any]]:
+        return []
+
+
+class SameIds(Counter):
+    @classmethod
+    def tasks(cls, split: str, options: Counter.Options) -> list[dict[str, Any]]:
+        return [{"id": "one"}, {"id": "one"}]
+
+
+class OtherTasksEachTime(Counter):
+    calls = 0
+
+    @classmethod
+    def tasks(cls, split: str, options: Counter.Options) -> list[dict[str, Any]]:
+        cls.calls += 1
+        return [{"id": str(cls.calls)}]
+
+
+class Shared(Counter):
+    total = 0
+
+    async def setup(self, task: Task) -> str:
+        return "Count to three."
+
+    async def up(self) -> str:
+        """Count one up, for everybody."""
+        Shared.total += 1
+        return "up"
+
+    async def grade(self) -> float:
+        return float(Shared.total >= 3)
+
+
+class WonAtOnce(Counter):
+    async def grade(self) -> float:
+        return 1.0
+
+
+class WrongSolution(Counter):
+    @classmethod
+    def solution(cls, task: Task) -> list[ToolCall]:
+        return [ToolCall("up", {})]
+
+
+class NoNumber(Counter):
+    async def grade(self) -> float:
+        return float("nan")
+
+
+class NoGrade(Counter):
+    async def grade(self) -> float:
+        return "good"  # type: ignore[return-value]
+
+
+class Undescribed(Counter):
+    async def down(self) -> str:
+        return ""
+
+
+@pytest.mark.parametrize(
+    ("made", "check", "told"),
+    [
+        (NoTasks, "tasks of train", "there are none"),
+        (SameIds, "tasks of train", "'one' is there twice"),
+        (OtherTasksEachTime, "tasks of train", "the same tasks must come in the same order"),
+        (WonAtOnce, "nothing done is graded", "resolved by doing nothing"),
+        (NoNumber, "nothing done is graded", "must be finite"),
+        (NoGrade, "nothing done is graded", "grade returned a str"),
+        (WrongSolution, "the solution wins", "its own solution is not resolved"),
+        (Shared, "episodes don't share state", "was graded in another"),
+    ],
+)
+async def test_a_broken_promise_is_named(made: type[Any], check: str, told: str) -> None:
+    wrong = {finding.check: finding.detail for finding in await check_environment(of(made)) if not finding.ok}
+    assert told in wrong[check]
+
+
+class LosesCancellation(Counter):
+    async def setup(self, task: Task) -> str:
+        import asyncio
+
+        try:
+            await asyncio.sleep(0.05)
+        except asyncio.CancelledError:
+            return "I go on"
+        return "Count."
+
+
+async def test_a_swallowed_cancellation_is_named() -> None:
+    @asynccontextmanager
+    async def start(task: Task) -> AsyncIterator[ToolEpisode]:
+        subject = LosesCancellation()
+        import asyncio
+
+        try:
+            await asyncio.sleep(0.05)
+        except asyncio.CancelledError:
+            raise ValueError("went on") from None
+        yield ToolEpisode(({"role": "user", "content": await subject.setup(task)},), FunctionToolSet([]), subject)
+
+    env = of(LosesCancellation)
+    env.start = start  # type: ignore[method-assign, assignment]
+    (finding,) = [f for f in await check_environment(env) if f.check == "a cancelled start ends"]
+    assert finding.detail == "it swallowed the cancellation"
+
+
+def test_options_are_validated() -> None:
+    assert len(of(Counter, count=5).tasks("train")) == 5
+    with pytest.raises(ToolClassError, match="unknown option 'cuont': did you mean 'count'"):
+        of(Counter, cuont=5)
+    with pytest.raises(ToolClassError, match="option 'count': Input should be a valid integer"):
+        of(Counter, count="many")
+
+
+class WantsMore(Counter):
+    def __init__(self, database: str) -> None: ...
+
+
+class NoTool:
+    @classmethod
+    def tasks(cls, split: str, options: object) -> list[dict[str, Any]]:
+        return [{}]
+
+    async def setup(self, task: Task) -> str:
+        return ""
+
+    async def grade(self) -> Grade:
+        return Grade(0.0, False)
+
+
+class Untyped(Counter):
+    async def add(self, number) -> str:  # type: ignore[no-untyped-def]
+        """Add a number."""
+        return ""
+
+
+@pytest.mark.parametrize(
+    ("made", "told"),
+    [
+        (WantsMore, "__init__ takes database; it may take options and sandbox"),
+        (NoTool, "has no tool"),
+        (Untyped, "number"),
+        (Undescribed, "tool down: needs a docstring"),
+    ],
+)
+def test_what_can_not_be_an_environment_is_told_when_it_is_loaded(made: type[Any], told: str) -> None:
+    with pytest.raises(ToolClassError, match=told):
+        of(made)
+
+
+def test_a_class_is_found_by_dotted_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("own_tools")
+    module.Counter = Counter  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "own_tools", module)
+    assert load_environment("own_tools:Counter", NOWHERE, {"count": 3}).name == "own_tools:Counter"
+    with pytest.raises(EnvironmentLoadError, match="did you mean 'Counter'"):
+        load_environment("own_tools:Countr", NOWHERE)
