@@ -11,7 +11,8 @@ from agent_rl.errors import TrainerError
 from agent_rl.train.settings import ModelSettings, OptimizerSettings
 
 if TYPE_CHECKING:
-    from agent_rl.train.rank import RankInfo, TrainerRank
+    from agent_rl.train.rank import TrainerRank
+    from agent_rl.train.shards import RankInfo
 
 
 @dataclass(frozen=True, slots=True)

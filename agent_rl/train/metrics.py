@@ -12,17 +12,22 @@ from agent_rl.train.reports import RankReport, RouteCounts
 from r3.report import mismatch_metrics
 
 
-def step_metrics(reports: Sequence[RankReport]) -> dict[str, float]:
-    """``train/*``, ``mismatch/*``, ``mismatch_native/*``, ``r3/*`` and ``time/*`` of the data ranks' reports."""
+def step_metrics(
+    reports: Sequence[RankReport], routes: RouteCounts | None, native_routes: RouteCounts | None
+) -> dict[str, float]:
+    """``train/*``, ``mismatch/*``, ``mismatch_native/*``, ``r3/*`` and ``time/*`` of the data ranks' reports.
+
+    The route counts are those over all ranks (None where the samples had no routes, or no native pass was run).
+    """
     rollout = np.concatenate([report.rollout_logprobs for report in reports])
     values = _train(reports)
     values |= _mismatch("mismatch", rollout, [report.trainer_logprobs for report in reports])
     natives = [report.native_logprobs for report in reports if report.native_logprobs is not None]
     if len(natives) == len(reports):
         values |= _mismatch("mismatch_native", rollout, natives)
-    if (routes := _total([report.routes for report in reports])) is not None:
+    if routes is not None:
         values |= {**_differ("r3", routes), **_coverage(routes)}
-    if (native_routes := _total([report.native_routes for report in reports])) is not None:
+    if native_routes is not None:
         values |= _differ("mismatch_native", native_routes)
     values["time/old_logprob"] = max(report.old_logprob_seconds for report in reports)
     values["time/native_logprob"] = max(report.native_seconds for report in reports)
@@ -51,15 +56,6 @@ def _train(reports: Sequence[RankReport]) -> dict[str, float]:
         "train/updates": float(len(updates)),
         "train/sampled_tokens": float(sum(ranks[0].tokens for ranks in updates)),
     }
-
-
-def _total(counts: Sequence[RouteCounts | None]) -> RouteCounts | None:
-    """The sum over ranks; a rank that had no micro-batch has none to add."""
-    total: RouteCounts | None = None
-    for part in counts:
-        if part is not None:
-            total = part if total is None else total + part
-    return total
 
 
 def _differ(prefix: str, counts: RouteCounts) -> dict[str, float]:

@@ -1,17 +1,17 @@
-"""Samples to packed micro-batches: several sequences behind one another, routes alongside. numpy only.
+"""Samples to packed micro-batches: several sequences behind one another. numpy only.
 
 A worked example: samples of 3 and 2 tokens in one micro-batch (``T`` = 5)::
 
     tokens_T    a b c | d e        cu_seqlens 0 3 5
-    present_T   1 1 0 | 1 0        row i: experts used when token i was the input; each sample's last is absent
 
-Axes: ``T`` packed tokens, ``L`` MoE layers, ``K`` experts a token, ``n`` sequences. The log-prob of token i comes from
-the logits at position i - 1, so the first token of every sequence has none and is never trained on.
+Axes: ``T`` packed tokens, ``n`` sequences. The log-prob of token i comes from the logits at position i - 1, so the
+first token of every sequence has none and is never trained on. Routes travel beside, already cut for each rank
+(:mod:`agent_rl.train.shards`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from agent_rl.errors import TrainerError
 from agent_rl.types import Sample
-from r3.routing import Routing
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,7 +28,6 @@ class MicroBatch:
     ``sample_ids``: each sequence's index in the global batch.
     ``tokens_T`` int64, ``cu_seqlens`` int32 ``[n + 1]``, ``mask_T`` bool (sampled, and not a sequence's first token),
     ``logprobs_T`` float32 (the rollout's), ``advantages_T`` and ``weights_T`` float32.
-    ``experts_TLK`` and ``present_T``: the rollout's routes, or None where none were given.
     """
 
     sample_ids: tuple[int, ...]
@@ -39,8 +37,6 @@ class MicroBatch:
     logprobs_T: NDArray[np.float32]
     advantages_T: NDArray[np.float32]
     weights_T: NDArray[np.float32]
-    experts_TLK: NDArray[np.unsignedinteger] | None
-    present_T: NDArray[np.bool_] | None
 
     @property
     def tokens(self) -> int:
@@ -98,14 +94,12 @@ def _fill(lengths: Sequence[int], budget: int, bins: int) -> list[list[int]] | N
     return members
 
 
-def pack(samples: Sequence[Sample], ids: Sequence[int]) -> MicroBatch:
-    """Pack ``samples[i] for i in ids``. Raises TrainerError where a sample's arrays don't line up, or some samples
-    have routes and others none."""
+def pack(samples: Mapping[int, Sample] | Sequence[Sample], ids: Sequence[int]) -> MicroBatch:
+    """Pack ``samples[i] for i in ids``. Raises TrainerError where a sample's arrays don't line up."""
     members = [samples[i] for i in ids]
     for index, sample in zip(ids, members, strict=True):
         _check_sample(index, sample)
     lengths = [len(sample.tokens) for sample in members]
-    experts_TLK, present_T = _pack_routes([sample.routing for sample in members])
     return MicroBatch(
         sample_ids=tuple(ids),
         tokens_T=np.concatenate([sample.tokens for sample in members]).astype(np.int64),
@@ -114,8 +108,6 @@ def pack(samples: Sequence[Sample], ids: Sequence[int]) -> MicroBatch:
         logprobs_T=np.concatenate([sample.logprobs for sample in members]).astype(np.float32),
         advantages_T=np.repeat([sample.advantage for sample in members], lengths).astype(np.float32),
         weights_T=np.repeat([sample.weight for sample in members], lengths).astype(np.float32),
-        experts_TLK=experts_TLK,
-        present_T=present_T,
     )
 
 
@@ -136,8 +128,6 @@ def pack_weighted(sequences: Sequence[tuple[NDArray[np.int32], NDArray[np.float3
         logprobs_T=zeros_T,
         advantages_T=zeros_T,
         weights_T=weights_T,
-        experts_TLK=None,
-        present_T=None,
     )
 
 
@@ -170,18 +160,3 @@ def _check_sample(index: int, sample: Sample) -> None:
     for name, array in (("loss_mask", sample.loss_mask), ("logprobs", sample.logprobs)):
         if len(array) != tokens:
             raise TrainerError(f"sample {index} has {tokens} tokens and {len(array)} entries of {name}")
-    if sample.routing is not None and sample.routing.tokens != tokens:
-        raise TrainerError(f"sample {index} has {tokens} tokens and {sample.routing.tokens} rows of routes")
-
-
-def _pack_routes(
-    routings: Sequence[Routing | None],
-) -> tuple[NDArray[np.unsignedinteger] | None, NDArray[np.bool_] | None]:
-    given = [routing for routing in routings if routing is not None]
-    if not given:
-        return None, None
-    if len(given) != len(routings):
-        raise TrainerError(f"{len(routings) - len(given)} of {len(routings)} packed samples have no routes")
-    if len(shapes := {(r.moe_layers, r.top_k, r.experts.dtype) for r in given}) > 1:
-        raise TrainerError(f"samples with routes of different shapes in one micro-batch: {sorted(map(str, shapes))}")
-    return np.concatenate([r.experts for r in given]), np.concatenate([r.present for r in given])

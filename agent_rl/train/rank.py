@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,25 +18,16 @@ from agent_rl.train.megatron.batch import LossFn, PackedBatch
 from agent_rl.train.megatron.parallel import destroy_parallel, init_parallel
 from agent_rl.train.packing import pack_weighted
 from agent_rl.train.publish import WeightPublisher
-from agent_rl.train.reports import MiniStepShare, RankReport, Update
+from agent_rl.train.reports import Differing, MiniStepShare, RankReport, Update
 from agent_rl.train.settings import ModelSettings, OptimizerSettings, StepSettings
-from agent_rl.train.step import grpo_step, packed, sample_logprobs, sample_routes
+from agent_rl.train.shards import RankInfo
+from agent_rl.train.step import grpo_step, packed, sample_logprobs
 from agent_rl.types import Sample
 from r3.routing import narrowest_dtype
+from r3.shard import RouteShard
 
 if TYPE_CHECKING:
     from agent_rl.train.megatron.model import PolicyModel
-
-
-@dataclass(frozen=True, slots=True)
-class RankInfo:
-    """Where a rank stands: it gets the batches of its ``data_rank``; ``parameters`` are this rank's own."""
-
-    rank: int
-    data_rank: int
-    data_size: int
-    parameters: int
-    vocab_size: int
 
 
 class TrainerRank:
@@ -88,7 +78,20 @@ class TrainerRank:
         """This rank's place and size."""
         parameters = sum(p.numel() for chunk in self._model.chunks for p in chunk.parameters())
         ranks = self._ranks
-        return RankInfo(ranks.rank, ranks.data_rank, ranks.data_size, parameters, self._model.vocab_size)
+        return RankInfo(
+            rank=ranks.rank,
+            data_rank=ranks.data_rank,
+            data_size=ranks.data_size,
+            lead=self._lead,
+            shard=self._model.shard,
+            parameters=parameters,
+            vocab_size=self._model.vocab_size,
+            moe_layers=self._model.moe_layers,
+        )
+
+    @property
+    def _lead(self) -> bool:
+        return self._ranks.tensor_rank == self._ranks.context_rank == self._ranks.pipeline_rank == 0
 
     def set_optimizer(self, settings: OptimizerSettings) -> None:
         """Start over with a new optimizer and schedule; the weights stay."""
@@ -98,28 +101,33 @@ class TrainerRank:
         self._updates = 0
 
     def grpo(
-        self, samples: Sequence[Sample], shares: Sequence[Sequence[MiniStepShare]], settings: StepSettings
-    ) -> RankReport:
-        """This rank's share of a GRPO global step; ``shares[data_rank]``. Collective."""
-        report = grpo_step(self._model, self._optimizer, samples, shares[self._ranks.data_rank], settings)
+        self,
+        samples: Mapping[int, Sample],
+        shares: Sequence[MiniStepShare],
+        settings: StepSettings,
+        *routes: RouteShard,
+    ) -> tuple[RankReport | None, Differing | None]:
+        """This rank's share of a GRPO global step: its data rank's samples, and its own share of every micro-batch's
+        routes, in order, or none. The lead of a data rank reports. Collective."""
+        report, differs = grpo_step(self._model, self._optimizer, samples, shares, routes, settings)
         self._updates += len(report.updates)
-        return report
+        return report if self._lead else None, differs
 
     def logprobs(
-        self, samples: Sequence[Sample], plan: Sequence[Sequence[Sequence[int]]], replay: bool
-    ) -> dict[int, NDArray[np.float32]]:
-        """Log-probs of this rank's share of the samples, by index. Collective."""
-        share = plan[self._ranks.data_rank]
-        return sample_logprobs(self._model, samples, share, replay=replay)
-
-    def routes(
-        self, samples: Sequence[Sample], plan: Sequence[Sequence[Sequence[int]]], replay: bool, temperature: float
-    ) -> dict[int, tuple[NDArray[np.float32], NDArray[np.unsignedinteger]]]:
-        """Log-probs and the experts used, of this rank's share of the samples, by index. Collective."""
-        share = plan[self._ranks.data_rank]
-        found = sample_routes(self._model, samples, share, replay=replay, temperature=temperature)
-        dtype = narrowest_dtype(self._model.num_experts)
-        return {index: (logprobs, experts.astype(dtype)) for index, (logprobs, experts) in found.items()}
+        self,
+        samples: Mapping[int, Sample],
+        micro_batches: Sequence[Sequence[int]],
+        temperature: float,
+        record: bool,
+        *routes: RouteShard,
+    ) -> tuple[dict[int, NDArray[np.float32]], list[NDArray[np.unsignedinteger]]]:
+        """Log-probs of this data rank's samples, by index, from its lead; with ``record`` the experts that this rank's
+        routers used, ``[R, C, K]`` a micro-batch. ``routes`` as in :meth:`grpo`. Collective."""
+        found, used = sample_logprobs(
+            self._model, samples, micro_batches, routes, temperature=temperature, record=record
+        )  # fmt: skip
+        dtype = narrowest_dtype(self._model.num_experts) if used else None
+        return found if self._lead else {}, [experts.astype(dtype) for experts in used]
 
     def supervise(
         self,

@@ -2,8 +2,8 @@
 
 ::
 
-    step(samples) ── put once ──> Ray's object store ──> every rank packs its data-parallel share
-                  <── a report a rank: sums and the sampled tokens' log-probs, merged into metrics ──
+    step(samples) ── a data rank's samples, and each rank's own routes ──> Ray's object store ──> the ranks
+                  <── sums, the sampled tokens' log-probs, where routes differ: merged into metrics ──
 
 Every call reaches all ranks at once, since they meet in collectives. A rank that fails or dies leaves the others
 waiting there, so the first failure ends the trainer: later calls raise the same reason. An engine that refuses weights
@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,13 +29,19 @@ from agent_rl.errors import AgentRlError, TrainerError, WeightSyncError
 from agent_rl.train import checkpoint
 from agent_rl.train.metrics import step_metrics
 from agent_rl.train.packing import Plan, plan
-from agent_rl.train.reports import MiniStepShare
+from agent_rl.train.reports import Differing, MiniStepShare, RouteCounts
 from agent_rl.train.settings import ModelSettings, OptimizerSettings, optimizer_settings, step_settings
+from agent_rl.train.shards import (
+    MicroBatches,
+    RankInfo,
+    by_sample,
+    count_differing,
+    cut,
+    have_routes,
+    put_together,
+    without_routes,
+)
 from agent_rl.types import Sample
-
-if TYPE_CHECKING:
-    from agent_rl.train.rank import RankInfo
-    from agent_rl.train.reports import RankReport
 
 START_SECONDS = 600.0
 CALL_SECONDS = 6 * 3600.0
@@ -92,34 +98,96 @@ class RayTrainer:
         """One GRPO global step; without a sampled token (no group had any variance) nothing is updated."""
         if not any(sample.loss_mask[1:].any() for sample in samples):
             return {"train/updates": 0.0, "time/old_logprob": 0.0, "time/update": 0.0}
+        self._check_running()
+        routes = have_routes(samples, self._infos[0].moe_layers)
+        settings = step_settings(self._config, measure_native=measure_native)
+        if settings.replay == "r3" and not routes and self._infos[0].moe_layers:
+            raise TrainerError(
+                "train.replay is r3 and the samples have no routes: set it to r2 or off, or capture routes"
+            )
         shares = split_step(
             samples,
             mini_steps=self._config.train.mini_steps,
             budget=self._config.train.microbatch_tokens,
             ranks=self.data_size,
         )
-        settings = step_settings(self._config, measure_native=measure_native)
-        reports: list[RankReport] = await self._per_data_rank("grpo", self.put(list(samples)), shares, settings)
-        return step_metrics(reports)
+        micro_batches = [[ids for share in rank for ids in share.micro_batches] for rank in shares]
+        dealt = await asyncio.to_thread(self._deal, samples, micro_batches, routes=routes)
+        arguments = [
+            (stored, shares[info.data_rank], settings, *shards)
+            for info, (stored, shards) in zip(self._infos, dealt, strict=True)
+        ]
+        answers = await self._each("grpo", arguments)
+        del dealt, arguments  # the routes leave the object store
+        reports = [report for report, _ in answers if report is not None]
+        return step_metrics(reports, *self._count(samples, micro_batches, [differs for _, differs in answers]))
 
     async def logprobs(self, samples: Sequence[Sample], *, replay: bool) -> Sequence[Sequence[float]]:
         """Log-probs of every token given those before it (0 for the first), one list a sample, at temperature 1."""
-        return [values.tolist() for values in await self._per_sample("logprobs", samples, replay)]
+        answers, _ = await self._forward(samples, 1.0, replay=replay, record=False)
+        found = {index: values for logprobs, _ in answers for index, values in logprobs.items()}
+        return [found[index].tolist() for index in range(len(samples))]
 
     async def routes(
         self, samples: Sequence[Sample], *, replay: bool, temperature: float = 1.0
     ) -> list[tuple[NDArray[np.float32], NDArray[np.unsignedinteger]]]:
         """As :meth:`logprobs`, at ``temperature``, with the experts used at every token: ``(logprobs [S], experts
         [S, moe_layers, top_k])`` a sample. With ``replay`` those are the samples' own where a row is present."""
-        return await self._per_sample("routes", samples, replay, temperature)
+        answers, micro_batches = await self._forward(samples, temperature, replay=replay, record=True)
+        logprobs = {index: values for found, _ in answers for index, values in found.items()}
+        experts: dict[int, NDArray[np.unsignedinteger]] = {}
+        for data_rank, batches in enumerate(micro_batches):
+            infos = [info for info in self._infos if info.data_rank == data_rank]
+            for at, ids in enumerate(batches):
+                whole = put_together(samples, ids, infos, [answers[info.rank][1][at] for info in infos])
+                experts |= by_sample(samples, ids, whole)
+        return [(logprobs[index], experts[index]) for index in range(len(samples))]
 
-    async def _per_sample(self, method: str, samples: Sequence[Sample], *arguments: Any) -> list[Any]:
+    async def _forward(
+        self, samples: Sequence[Sample], temperature: float, *, replay: bool, record: bool
+    ) -> tuple[list[Any], Plan]:
+        """A pass without gradients over all samples: every rank's answer, and what each data rank was given."""
+        self._check_running()
+        if replay and not have_routes(samples, self._infos[0].moe_layers):
+            raise TrainerError("the samples have no routes to replay")
         budget = max(self._config.train.microbatch_tokens, *(len(sample.tokens) for sample in samples))
         shares = self._plan([len(sample.tokens) for sample in samples], budget=budget)
-        found: dict[int, Any] = {}
-        for part in await self._per_data_rank(method, self.put(list(samples)), shares, *arguments):
-            found.update(part)
-        return [found[index] for index in range(len(samples))]
+        dealt = await asyncio.to_thread(self._deal, samples, shares, routes=replay)
+        arguments = [
+            (stored, shares[info.data_rank], temperature, record, *shards)
+            for info, (stored, shards) in zip(self._infos, dealt, strict=True)
+        ]
+        return await self._each("logprobs", arguments), shares
+
+    def _deal(
+        self, samples: Sequence[Sample], micro_batches: Sequence[MicroBatches], *, routes: bool
+    ) -> list[tuple[Any, list[Any]]]:
+        """For every rank: its data rank's samples, and its own share of the routes, a micro-batch each, in Ray's object
+        store. A micro-batch at a time is cut, so nothing else of the routes is ever copied."""
+        stored = [self.put(without_routes(samples, batches)) for batches in micro_batches]
+        return [
+            (
+                stored[info.data_rank],
+                [self.put(cut(samples, ids, info.shard)) for ids in micro_batches[info.data_rank]] if routes else [],
+            )
+            for info in self._infos
+        ]
+
+    def _count(
+        self, samples: Sequence[Sample], micro_batches: Sequence[MicroBatches], differs: Sequence[Differing | None]
+    ) -> tuple[RouteCounts | None, RouteCounts | None]:
+        """Routes that differ from the rollout's over all ranks, with the configured replay and without any."""
+        totals: dict[str, RouteCounts] = {}
+        for data_rank, batches in enumerate(micro_batches):
+            infos = [info for info in self._infos if info.data_rank == data_rank]
+            parts = [part for info in infos if (part := differs[info.rank]) is not None]
+            for kind in ("replayed", "native"):
+                bits = [(part, found) for part in parts if (found := getattr(part, kind)) is not None]
+                if bits:
+                    unpacked = [part.unpacked(found) for part, found in bits]
+                    counts = count_differing(samples, batches, infos, unpacked)
+                    totals[kind] = totals[kind] + counts if kind in totals else counts
+        return totals.get("replayed"), totals.get("native")
 
     async def supervise(self, sequences: Any, ids: Sequence[int], lengths: Sequence[int], weight: float) -> Any:
         """One supervised update over ``ids`` of ``sequences`` (from :meth:`put`); ``(loss, Update)``."""
@@ -244,8 +312,15 @@ class RayTrainer:
         return [by_rank[rank] for rank in sorted(by_rank)]
 
     async def _all(self, method: str, *arguments: Any, timeout: float = CALL_SECONDS) -> list[Any]:
+        return await self._each(method, [arguments] * len(self._actors), timeout=timeout)
+
+    async def _each(
+        self, method: str, arguments: Sequence[tuple[Any, ...]], *, timeout: float = CALL_SECONDS
+    ) -> list[Any]:
+        """Call all ranks, each with its own arguments; the answers by rank."""
         self._check_running()
-        return await self._gather([actor.call.remote(method, *arguments) for actor in self._actors], timeout)
+        refs = [actor.call.remote(method, *own) for actor, own in zip(self._actors, arguments, strict=True)]
+        return await self._gather(refs, timeout)
 
     def _check_running(self) -> None:
         if self._ended is not None or not self._infos:

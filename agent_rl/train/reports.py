@@ -1,16 +1,18 @@
 """What a trainer rank hands back after a step: sums and per-token values that add up over ranks. numpy only.
 
-Axes: ``T`` packed tokens, ``L`` MoE layers, ``K`` experts a token.
+Axes: ``T`` packed tokens, ``L`` MoE layers; ``R`` rows and ``C`` columns of a rank, ``K`` experts a token.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agent_rl.errors import TrainerError
+from r3.shard import RouteShard
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,10 @@ class RouteCounts:
     stored_bytes: int
     stored_tokens: int
 
+    @classmethod
+    def none(cls) -> RouteCounts:
+        return cls(*(0 for _ in cls.__slots__))
+
     def __add__(self, other: RouteCounts) -> RouteCounts:
         return RouteCounts(*(getattr(self, name) + getattr(other, name) for name in RouteCounts.__slots__))
 
@@ -75,25 +81,50 @@ class RankReport:
     rollout_logprobs: NDArray[np.float32]
     trainer_logprobs: NDArray[np.float32]
     native_logprobs: NDArray[np.float32] | None
-    routes: RouteCounts | None
-    native_routes: RouteCounts | None
     updates: tuple[UpdateSums, ...]
     old_logprob_seconds: float
     native_seconds: float
     update_seconds: float
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Differing:
+    """Where one rank's routers used other experts than the rollout, bool ``[R, C]`` a micro-batch: in the pass with the
+    configured replay, and in the one without (None where it was not run). Eight columns travel in a byte."""
+
+    columns: int
+    replayed: tuple[NDArray[np.uint8], ...]
+    native: tuple[NDArray[np.uint8], ...] | None
+
+    @classmethod
+    def of(
+        cls, columns: int, replayed: Sequence[NDArray[np.bool_]], native: Sequence[NDArray[np.bool_]] | None
+    ) -> Differing:
+        return cls(columns, _to_bits(replayed), None if native is None else _to_bits(native))
+
+    def unpacked(self, bits: Sequence[NDArray[np.uint8]]) -> list[NDArray[np.bool_]]:
+        """``replayed`` or ``native`` as bool ``[R, C]``."""
+        return [np.unpackbits(part, axis=1, count=self.columns).astype(bool) for part in bits]
+
+
+def _to_bits(parts: Sequence[NDArray[np.bool_]]) -> tuple[NDArray[np.uint8], ...]:
+    return tuple(np.packbits(part, axis=1) for part in parts)
+
+
+def differing(shard: RouteShard, used_RCK: NDArray[np.integer]) -> NDArray[np.bool_]:
+    """``[R, C]``: where the experts used are another set than the rollout's, in the rows it recorded."""
+    if shard.experts.shape != used_RCK.shape:
+        raise TrainerError(f"the pass recorded routes {used_RCK.shape} for the rollout's {shard.experts.shape}")
+    unequal = (np.sort(shard.experts, axis=-1) != np.sort(used_RCK, axis=-1)).any(axis=-1)
+    result: NDArray[np.bool_] = unequal & shard.present[:, None]
+    return result
+
+
 def count_routes(
-    rollout_TLK: NDArray[np.integer],
-    present_T: NDArray[np.bool_],
-    used_TLK: NDArray[np.integer],
-    cu_seqlens: NDArray[np.int32],
+    differs_TL: NDArray[np.bool_], present_T: NDArray[np.bool_], cu_seqlens: NDArray[np.int32], *, stored_bytes: int
 ) -> RouteCounts:
-    """Compare the experts a pass used with the rollout's, as sets, over one packed micro-batch."""
-    if rollout_TLK.shape != used_TLK.shape:
-        raise TrainerError(f"the pass recorded routes {used_TLK.shape} for the rollout's {rollout_TLK.shape}")
-    differ_TL = (np.sort(rollout_TLK, axis=-1) != np.sort(used_TLK, axis=-1)).any(axis=-1) & present_T[:, None]
-    layers_T = differ_TL.sum(axis=1)
+    """Sum up one packed micro-batch; ``differs_TL`` is False in rows that are not ``present_T``."""
+    layers_T = differs_TL.sum(axis=1)
     bounds = list(zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True))
     means = [layers_T[a:b].sum() / present_T[a:b].sum() for a, b in bounds if present_T[a:b].any()]
     last_T = np.zeros(len(present_T), bool)
@@ -101,12 +132,12 @@ def count_routes(
     return RouteCounts(
         needed=int((~last_T).sum()),
         present=int((present_T & ~last_T).sum()),
-        routers=int(present_T.sum()) * rollout_TLK.shape[1],
-        routers_differ=int(differ_TL.sum()),
+        routers=int(present_T.sum()) * differs_TL.shape[1],
+        routers_differ=int(differs_TL.sum()),
         tokens=int(present_T.sum()),
         tokens_differ=int((layers_T > 0).sum()),
         sequences=len(means),
         sequence_layers=float(sum(means)),
-        stored_bytes=int(rollout_TLK.nbytes),
+        stored_bytes=stored_bytes,
         stored_tokens=len(present_T),
     )

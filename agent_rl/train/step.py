@@ -5,6 +5,7 @@
     samples ─ pack ─> old log-probs (r3: the rollout's routes | r2, off: own routes, recorded)
                   ├─> native log-probs, own routes (only to measure; r3 only, the others' old pass is native)
                   └─> mini steps: forward + backward (r3: rollout's | r2: recorded | off: own) ─> optimizer
+    Routes are this rank's share all the way, given and recorded ones alike; they are never gathered.
     all ranks' reports ─> agent_rl.train.metrics (driver)
 """
 
@@ -21,22 +22,30 @@ from torch import Tensor
 
 from agent_rl.errors import TrainerError
 from agent_rl.train.losses import policy_loss
-from agent_rl.train.megatron.batch import LossFn, PackedBatch, PackedRoutes, PassOutput
+from agent_rl.train.megatron.batch import LossFn, PackedBatch, PassOutput, Routes
 from agent_rl.train.packing import MicroBatch, pack
-from agent_rl.train.reports import MiniStepShare, RankReport, RouteCounts, Update, UpdateSums, count_routes
+from agent_rl.train.reports import Differing, MiniStepShare, RankReport, Update, UpdateSums, differing
 from agent_rl.train.settings import StepSettings
 from agent_rl.types import Sample
+from r3.routing import narrowest_dtype
+from r3.shard import Packing, RouteShard, ShardSpec, own_routes
 
-Routes = list[PackedRoutes] | None
+Shards = Sequence[RouteShard] | None
 
 
 class Model(Protocol):
     """What a step needs of :class:`agent_rl.train.megatron.model.PolicyModel`."""
 
+    @property
+    def shard(self) -> ShardSpec: ...
+
+    @property
+    def num_experts(self) -> int: ...
+
     def forward_logprobs(
         self,
         batches: Sequence[PackedBatch],
-        routes: Sequence[PackedRoutes | None] | None,
+        routes: Sequence[Routes | None] | None,
         *,
         temperature: float = 1.0,
         entropy: bool = False,
@@ -46,7 +55,7 @@ class Model(Protocol):
     def train_microbatches(
         self,
         batches: Sequence[PackedBatch],
-        routes: Sequence[PackedRoutes | None] | None,
+        routes: Sequence[Routes | None] | None,
         loss_fn: LossFn,
         *,
         temperature: float = 1.0,
@@ -63,67 +72,65 @@ class Optimizer(Protocol):
 def grpo_step(
     model: Model,
     optimizer: Optimizer,
-    samples: Sequence[Sample],
+    samples: Mapping[int, Sample],
     shares: Sequence[MiniStepShare],
+    rollout: Sequence[RouteShard],
     settings: StepSettings,
-) -> RankReport:
-    """Run this data rank's share of a global step; every rank calls it with as many mini steps."""
+) -> tuple[RankReport, Differing | None]:
+    """Run this rank's share of a global step; every rank calls it with as many mini steps.
+
+    ``rollout``: this rank's share of every micro-batch's routes, in order, or none at all.
+    """
     batches = [pack(samples, ids) for share in shares for ids in share.micro_batches]
-    given = _rollout_routes(batches) if settings.replay == "r3" else None
+    given: Shards = list(rollout) if settings.replay == "r3" else None
+    record = bool(rollout) or settings.replay == "r2"
     started = time.perf_counter()
-    old = _forward(model, batches, given, settings)
+    old = _forward(model, batches, given, settings, record=record)
+    recorded = [_recorded(output) for output in old] if record else []
     after_old = time.perf_counter()
     native = _native(model, batches, old, settings) if settings.measure_native else None
     before_update = time.perf_counter()
-    replayed = _recorded_routes(old) if settings.replay == "r2" else given
-    updates = _updates(model, optimizer, shares, batches, replayed, old, settings)
-    return RankReport(
+    differs = _differing(model, rollout, recorded, native)
+    pinned = _as_shards(model, batches, recorded) if settings.replay == "r2" else given
+    logprobs = [output.logprobs for output in old]
+    natives = None if native is None else [output.logprobs for output in native]
+    del old, native, recorded  # a step's routes are its largest part: none are kept that no pass replays
+    updates = _updates(model, optimizer, shares, batches, pinned, logprobs, settings)
+    report = RankReport(
         rollout_logprobs=_sampled(batches, [batch.logprobs_T for batch in batches]),
-        trainer_logprobs=_sampled(batches, [output.logprobs for output in old]),
-        native_logprobs=None if native is None else _sampled(batches, [o.logprobs for o in native]),
-        routes=_counts(batches, old),
-        native_routes=None if native is None else _counts(batches, native),
+        trainer_logprobs=_sampled(batches, logprobs),
+        native_logprobs=None if natives is None else _sampled(batches, natives),
         updates=tuple(updates),
         old_logprob_seconds=after_old - started,
         native_seconds=before_update - after_old,
         update_seconds=time.perf_counter() - before_update,
     )
+    return report, differs
 
 
 def sample_logprobs(
-    model: Model, samples: Sequence[Sample], micro_batches: Sequence[Sequence[int]], *, replay: bool
-) -> dict[int, NDArray[np.float32]]:
-    """Log-probs of every token given those before it at temperature 1, by the sample's index; this rank's share."""
-    batches = [pack(samples, ids) for ids in micro_batches]
-    outputs = model.forward_logprobs([packed(batch) for batch in batches], _rollout_routes(batches) if replay else None)
-    return _by_sample(batches, [output.logprobs.float().cpu().numpy() for output in outputs])
-
-
-def sample_routes(
     model: Model,
-    samples: Sequence[Sample],
+    samples: Mapping[int, Sample],
     micro_batches: Sequence[Sequence[int]],
+    routes: Sequence[RouteShard],
     *,
-    replay: bool,
-    temperature: float = 1.0,
-) -> dict[int, tuple[NDArray[np.float32], NDArray[np.integer]]]:
-    """As :func:`sample_logprobs`, at ``temperature``, with the experts used at every token, ``[tokens, moe_layers,
-    top_k]``."""
+    temperature: float,
+    record: bool,
+) -> tuple[dict[int, NDArray[np.float32]], list[NDArray[np.int16]]]:
+    """Log-probs of every token given those before it, by the sample's index; this data rank's.
+
+    ``routes``: this rank's shares to replay, one a micro-batch, or none. With ``record`` also the experts that this
+    rank's routers used, ``[R, C, K]`` a micro-batch.
+    """
     batches = [pack(samples, ids) for ids in micro_batches]
-    given = _rollout_routes(batches) if replay else None
     inputs = [packed(batch) for batch in batches]
-    outputs = model.forward_logprobs(inputs, given, temperature=temperature, record=True)
-    logprobs = _by_sample(batches, [output.logprobs.float().cpu().numpy() for output in outputs])
-    routes = _by_sample(batches, [_recorded(output).cpu().numpy() for output in outputs])
-    return {index: (logprobs[index], routes[index]) for index in logprobs}
-
-
-def _by_sample(batches: Sequence[MicroBatch], values: Sequence[NDArray]) -> dict[int, NDArray]:
-    return {
-        index: value[batch.cu_seqlens[at] : batch.cu_seqlens[at + 1]]
-        for batch, value in zip(batches, values, strict=True)
+    outputs = model.forward_logprobs(inputs, routes or None, temperature=temperature, record=record)
+    found = {
+        index: output.logprobs[batch.cu_seqlens[at] : batch.cu_seqlens[at + 1]].float().cpu().numpy()
+        for batch, output in zip(batches, outputs, strict=True)
         for at, index in enumerate(batch.sample_ids)
     }
+    return found, [_recorded(output) for output in outputs] if record else []
 
 
 def packed(batch: MicroBatch, **extras: Tensor) -> PackedBatch:
@@ -134,49 +141,55 @@ def packed(batch: MicroBatch, **extras: Tensor) -> PackedBatch:
         tokens=torch.from_numpy(batch.tokens_T),
         position_ids=torch.from_numpy(positions_T),
         cu_seqlens=torch.from_numpy(batch.cu_seqlens),
+        sample_ids=batch.sample_ids,
         extras=extras,
     )
 
 
-def _forward(model: Model, batches: Sequence[MicroBatch], routes: Routes, settings: StepSettings) -> list[PassOutput]:
-    return model.forward_logprobs(
-        [packed(batch) for batch in batches], routes, temperature=settings.temperature, record=True
-    )
+def _forward(
+    model: Model, batches: Sequence[MicroBatch], routes: Shards, settings: StepSettings, *, record: bool
+) -> list[PassOutput]:
+    inputs = [packed(batch) for batch in batches]
+    return model.forward_logprobs(inputs, routes, temperature=settings.temperature, record=record)
 
 
 def _native(
     model: Model, batches: Sequence[MicroBatch], old: list[PassOutput], settings: StepSettings
 ) -> list[PassOutput]:
     """The pass without the rollout's routes; under r2 and off the old log-probs came from just that."""
-    return _forward(model, batches, None, settings) if settings.replay == "r3" else old
+    return _forward(model, batches, None, settings, record=True) if settings.replay == "r3" else old
 
 
-def _rollout_routes(batches: Sequence[MicroBatch]) -> list[PackedRoutes]:
-    return [_routes_of(batch) for batch in batches]
+def _recorded(output: PassOutput) -> NDArray[np.int16]:
+    if output.routes is None:
+        raise TrainerError("a recording pass gave no routes")
+    return output.routes.numpy()
 
 
-def _routes_of(batch: MicroBatch) -> PackedRoutes:
-    if batch.experts_TLK is None or batch.present_T is None:
-        raise TrainerError("train.replay is r3 and the samples have no routes: set it to r2 or off, or capture routes")
-    # torch has no arithmetic on uint16 and no use for it here; int16 and int32 hold every expert id.
-    dtype = np.uint8 if batch.experts_TLK.dtype == np.uint8 else np.int32
-    return PackedRoutes(
-        experts=torch.from_numpy(batch.experts_TLK.astype(dtype, copy=False)),
-        present=torch.from_numpy(batch.present_T),
-    )
-
-
-def _recorded_routes(outputs: Sequence[PassOutput]) -> list[PackedRoutes]:
+def _as_shards(model: Model, batches: Sequence[MicroBatch], recorded: Sequence[NDArray[np.int16]]) -> list[RouteShard]:
+    """The experts of a pass as routes to replay."""
+    dtype, spec = narrowest_dtype(model.num_experts), model.shard
+    packings = [Packing(tuple(np.diff(batch.cu_seqlens).tolist()), spec.multiple) for batch in batches]
     return [
-        PackedRoutes(experts=_recorded(output), present=torch.ones(len(output.logprobs), dtype=torch.bool))
-        for output in outputs
+        own_routes(used.astype(dtype), batch.sample_ids, batch.tokens_T, packing, spec)
+        for used, batch, packing in zip(recorded, batches, packings, strict=True)
     ]
 
 
-def _recorded(output: PassOutput) -> Tensor:
-    if output.routes is None:
-        raise TrainerError("a recording pass gave no routes")
-    return output.routes
+def _differing(
+    model: Model,
+    rollout: Sequence[RouteShard],
+    recorded: Sequence[NDArray[np.int16]],
+    native: Sequence[PassOutput] | None,
+) -> Differing | None:
+    """Recorded routes against the rollout's; None where the rollout has none."""
+    if not rollout:
+        return None
+    replayed = [differing(shard, used) for shard, used in zip(rollout, recorded, strict=True)]
+    unpinned = None
+    if native is not None:
+        unpinned = [differing(shard, _recorded(used)) for shard, used in zip(rollout, native, strict=True)]
+    return Differing.of(len(model.shard.columns), replayed, unpinned)
 
 
 def _updates(
@@ -184,15 +197,17 @@ def _updates(
     optimizer: Optimizer,
     shares: Sequence[MiniStepShare],
     batches: Sequence[MicroBatch],
-    routes: Routes,
-    old: Sequence[PassOutput],
+    routes: Shards,
+    old_logprobs: Sequence[Tensor],
     settings: StepSettings,
 ) -> list[UpdateSums]:
     updates, first = [], 0
     for share in shares:
         part = slice(first, first + len(share.micro_batches))
         first = part.stop
-        inputs = [_training_input(batch, output) for batch, output in zip(batches[part], old[part], strict=True)]
+        inputs = [
+            _training_input(batch, logprobs) for batch, logprobs in zip(batches[part], old_logprobs[part], strict=True)
+        ]
         parts = model.train_microbatches(
             inputs, routes[part] if routes is not None else None, grpo_loss(settings, share.sampled_tokens),
             temperature=settings.temperature,
@@ -208,13 +223,13 @@ def _check_finite(sums: Mapping[str, float]) -> None:
         raise TrainerError(f"the loss is {sums['loss']}: no update was made")
 
 
-def _training_input(batch: MicroBatch, old: PassOutput) -> PackedBatch:
+def _training_input(batch: MicroBatch, old_logprobs: Tensor) -> PackedBatch:
     return packed(
         batch,
         mask=torch.from_numpy(batch.mask_T),
         advantages=torch.from_numpy(batch.advantages_T),
         weights=torch.from_numpy(batch.weights_T),
-        old_logprobs=old.logprobs.detach(),
+        old_logprobs=old_logprobs.detach(),
     )
 
 
@@ -248,15 +263,3 @@ def _sampled(batches: Sequence[MicroBatch], values: Sequence[Tensor | NDArray[np
         for batch, value in zip(batches, values, strict=True)
     ]
     return np.concatenate(parts) if parts else np.zeros(0, np.float32)
-
-
-def _counts(batches: Sequence[MicroBatch], outputs: Sequence[PassOutput]) -> RouteCounts | None:
-    """Recorded routes against the rollout's; None where the rollout has none."""
-    total: RouteCounts | None = None
-    for batch, output in zip(batches, outputs, strict=True):
-        if batch.experts_TLK is None or batch.present_T is None:
-            continue
-        recorded = _recorded(output).cpu().numpy()
-        counts = count_routes(batch.experts_TLK, batch.present_T, recorded, batch.cu_seqlens)
-        total = counts if total is None else total + counts
-    return total

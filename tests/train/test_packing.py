@@ -13,26 +13,19 @@ from agent_rl.errors import TrainerError
 from agent_rl.train.packing import pack, pack_weighted, plan, unpack
 from agent_rl.train.ray_trainer import split_step
 from agent_rl.types import Sample
-from r3.routing import Routing, Span, SpanKind
 
-LAYERS, TOP_K, EXPERTS = 3, 2, 60_000
 lengths_of = st.lists(st.integers(2, 40), min_size=1, max_size=30)
 
 
-def distinct(length: int, index: int, *, routes: bool = True) -> Sample:
-    """Token i of sample s is s * 100 + i, so is its log-prob, and its experts are six ids of its own."""
+def distinct(length: int, index: int) -> Sample:
+    """Token i of sample s is s * 100 + i, and so is its log-prob."""
     rows = index * 100 + np.arange(length)
-    experts = (rows[:, None, None] * LAYERS * TOP_K + np.arange(LAYERS * TOP_K).reshape(LAYERS, TOP_K)).astype(
-        np.uint16
-    )
-    present = np.arange(length) < length - 1
-    routing = Routing(experts, present, (Span(0, length, "1", "e", SpanKind.SAMPLED),), EXPERTS)
     return Sample(
         tokens=rows.astype(np.int32),
         loss_mask=rows % 3 == 0,
         logprobs=rows.astype(np.float32),
         advantage=float(index) - 0.5,
-        routing=routing if routes else None,
+        routing=None,
         weight=1.0 + index,
     )
 
@@ -74,11 +67,8 @@ def test_round_trip(lengths: list[int], ranks: int) -> None:
         return unpack(batches, [getattr(batch, name) for batch in batches], len(samples))
 
     for index, sample in enumerate(samples):
-        assert sample.routing is not None
         np.testing.assert_array_equal(returned("tokens_T")[index], sample.tokens)
         np.testing.assert_array_equal(returned("logprobs_T")[index], sample.logprobs)
-        np.testing.assert_array_equal(returned("experts_TLK")[index], sample.routing.experts)
-        np.testing.assert_array_equal(returned("present_T")[index], sample.routing.present)
         np.testing.assert_array_equal(returned("mask_T")[index][1:], sample.loss_mask[1:])
         assert not returned("mask_T")[index][0]
         assert set(returned("advantages_T")[index]) == {np.float32(sample.advantage)}
@@ -98,21 +88,12 @@ def test_unpack_demands_every_sample_exactly_once() -> None:
 
 def test_what_does_not_line_up_raises() -> None:
     good = distinct(5, 0)
-    short = good.routing
-    assert short is not None
-    clipped = replace(short, experts=short.experts[:4], present=short.present[:4])
     for bad, message in (
         (replace(good, logprobs=good.logprobs[1:]), "5 tokens and 4 entries of logprobs"),
         (replace(good, loss_mask=good.loss_mask[1:]), "5 tokens and 4 entries of loss_mask"),
-        (replace(good, routing=clipped), "5 tokens and 4 rows of routes"),
     ):
         with pytest.raises(TrainerError, match=message):
             pack([bad], (0,))
-    with pytest.raises(TrainerError, match="1 of 2 packed samples have no routes"):
-        pack([good, distinct(5, 1, routes=False)], (0, 1))
-    narrower = replace(short, experts=short.experts[:, :2])
-    with pytest.raises(TrainerError, match="routes of different shapes"):
-        pack([good, replace(distinct(5, 1), routing=narrower)], (0, 1))
 
 
 @given(lengths_of, st.integers(1, 4), st.integers(1, 3))

@@ -5,6 +5,7 @@ A worked example, two sequences of 3 and 2 tokens (T = 5)::
     tokens        a b c x y
     position_ids  0 1 2 0 1
     cu_seqlens    0 3 5
+    sample_ids    0 1            each sequence's index in the global batch
     logprobs      0 b c 0 y      of the token itself given those before it; the first of a sequence has none
     routes        a b c x y      row i: experts used when token i was the input
 """
@@ -18,18 +19,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from r3.shard import RouteShard
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedBatch:
     """Sequences laid end to end.
 
-    ``tokens`` and ``position_ids`` int64 ``[T]``, ``cu_seqlens`` int32 ``[n + 1]`` from 0 to T. ``extras`` are the loss
-    function's own tensors by name; the model only moves them to its device.
+    ``tokens`` and ``position_ids`` int64 ``[T]``, ``cu_seqlens`` int32 ``[n + 1]`` from 0 to T. ``sample_ids`` ``[n]``
+    name the sequences where routes are checked against them. ``extras`` are the loss function's own tensors by name;
+    the model only moves them to its device.
     """
 
     tokens: Tensor
     position_ids: Tensor
     cu_seqlens: Tensor
+    sample_ids: tuple[int, ...]
     extras: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -40,16 +45,19 @@ class PackedBatch:
             )
         if self.cu_seqlens[0] != 0 or self.cu_seqlens[-1] != len(self.tokens) or bool((lengths <= 0).any()):
             raise ValueError(f"cu_seqlens {self.cu_seqlens.tolist()} do not rise from 0 to {len(self.tokens)}")
+        if len(self.sample_ids) != len(lengths):
+            raise ValueError(f"{len(self.sample_ids)} sample_ids for {len(lengths)} sequences")
 
     @classmethod
     def from_sequences(
         cls, sequences: Sequence[Sequence[int] | Tensor], extras: Mapping[str, Tensor] | None = None
     ) -> PackedBatch:
-        """Lay ``sequences`` of token ids end to end; ``extras`` are already packed, ``[T, ...]``."""
+        """Lay ``sequences`` of token ids end to end, named 0, 1, ...; ``extras`` are already packed, ``[T, ...]``."""
         parts = [torch.as_tensor(sequence, dtype=torch.int64) for sequence in sequences]
         lengths = torch.tensor([0, *(len(part) for part in parts)], dtype=torch.int32)
         positions = torch.cat([torch.arange(len(part)) for part in parts])
-        return cls(torch.cat(parts), positions, lengths.cumsum(0, dtype=torch.int32), dict(extras or {}))
+        bounds = lengths.cumsum(0, dtype=torch.int32)
+        return cls(torch.cat(parts), positions, bounds, tuple(range(len(parts))), dict(extras or {}))
 
     def to(self, device: torch.device) -> PackedBatch:
         """The batch on ``device``."""
@@ -57,6 +65,7 @@ class PackedBatch:
             self.tokens.to(device),
             self.position_ids.to(device),
             self.cu_seqlens.to(device),
+            self.sample_ids,
             {name: tensor.to(device) for name, tensor in self.extras.items()},
         )
 
@@ -66,7 +75,10 @@ class PackedBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedRoutes:
-    """Routes of a packed batch: ``experts`` ``[T, moe_layers, top_k]`` of integers, ``present`` bool ``[T]``."""
+    """Routes of a whole packed batch: ``experts`` ``[T, moe_layers, top_k]`` of integers, ``present`` bool ``[T]``.
+
+    Every rank cuts its share out of them; where that is done before, ranks are given :class:`r3.shard.RouteShard`.
+    """
 
     experts: Tensor
     present: Tensor
@@ -74,16 +86,20 @@ class PackedRoutes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PassOutput:
-    """What a forward pass gives: ``logprobs`` and ``entropy`` float32 ``[T]``, ``routes`` int16 as in PackedRoutes.
+    """What a forward pass gives: ``logprobs`` and ``entropy`` float32 ``[T]``, and ``routes``.
 
     Entry i belongs to the distribution token i was drawn from; it is 0 for the first token of a sequence.
-    ``entropy`` is detached.
+    ``entropy`` is detached. ``routes``: the experts that this rank's own routers used, int16 ``[rows, columns, top_k]``
+    on the CPU, rows and columns as in :class:`r3.shard.RouteShard` (padding included): on one rank all of the batch's.
     """
 
     logprobs: Tensor
     entropy: Tensor | None = None
     routes: Tensor | None = None
 
+
+Routes = PackedRoutes | RouteShard
+"""Routes of one batch: whole, or this rank's share."""
 
 LossFn = Callable[[Tensor, Tensor | None, PackedBatch], tuple[Tensor, dict[str, Any]]]
 """``(logprobs, entropy, batch) -> (loss, metrics)``; losses are summed over micro-batches and data ranks."""

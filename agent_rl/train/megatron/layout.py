@@ -1,55 +1,63 @@
-"""Which tokens of a packed micro-batch this rank holds, and the way back.
-
-Every sequence is padded to a multiple that all ranks can share. Under context parallelism a sequence is cut into ``2 *
-context_size`` chunks and rank r holds chunks r and ``2 * context_size - 1 - r``; what a context rank holds is then cut
-contiguously over tensor ranks for the parts of the model that run sequence-parallel (the routers among them).
-"""
+"""Which tokens of a packed micro-batch this rank holds, and the way back: :mod:`r3.shard`'s indices on tensors."""
 
 from __future__ import annotations
 
 from functools import cached_property
-from itertools import pairwise
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from agent_rl.train.megatron.batch import PackedBatch
+from agent_rl.errors import TrainerError
+from agent_rl.train.megatron.batch import PackedBatch, PackedRoutes
 from agent_rl.train.megatron.parallel import Ranks
+from r3.routing import Routing, RoutingError
+from r3.shard import (
+    Packing,
+    RouteShard,
+    ShardSpec,
+    check_identity,
+    context_order,
+    context_places,
+    cut_routes,
+    moe_columns,
+    router_slice,
+    stage_layers,
+)
+
+
+def shard_spec(ranks: Ranks, moe: tuple[bool, ...], *, model_chunks: int = 1) -> ShardSpec:
+    """What this rank's routers see. ``moe[i]``: layer i has experts; ``model_chunks``: virtual stages a rank holds."""
+    held = stage_layers(len(moe), ranks.pipeline_size, model_chunks)[ranks.pipeline_rank]
+    return ShardSpec(
+        columns=moe_columns(
+            [number for chunk in held for number in chunk], [index + 1 for index, yes in enumerate(moe) if yes]
+        ),
+        context_rank=ranks.context_rank,
+        context_size=ranks.context_size,
+        tensor_rank=ranks.tensor_rank,
+        tensor_size=ranks.tensor_size,
+    )
 
 
 class Layout:
     """The cut of one micro-batch.
 
-    ``lengths``: this rank's tokens of each sequence. ``source`` int64 ``[local]``: which token of the batch each one
-    is, -1 for padding. ``positions`` int64 ``[local]``. ``chunks``: the two chunks of every sequence held here under
-    context parallelism. ``tokens_total``: T of the uncut batch.
+    ``lengths``: this context rank's tokens of each sequence. ``source`` int64 ``[local]``: which token of the batch
+    each one is, -1 for padding. ``positions`` int64 ``[local]``. ``chunks``: the two chunks of every sequence held here
+    under context parallelism.
     """
 
-    def __init__(self, batch: PackedBatch, ranks: Ranks) -> None:
-        bounds = batch.cu_seqlens.tolist()
-        self.tokens_total = bounds[-1]
-        self.context_size, self.tensor_size, self.tensor_rank = (
-            ranks.context_size,
-            ranks.tensor_size,
-            ranks.tensor_rank,
-        )
-        self.chunks = (ranks.context_rank, 2 * ranks.context_size - 1 - ranks.context_rank)
-        multiple = ranks.tensor_size * (2 * ranks.context_size if ranks.context_size > 1 else 1)
-        sources, positions, self.lengths = [], [], []
-        for start, stop in pairwise(bounds):
-            padded = -(-(stop - start) // multiple) * multiple
-            place = self._mine(torch.arange(padded))
-            sources.append(torch.where(place < stop - start, place + start, -1))
-            positions.append(place)
-            self.lengths.append(len(place))
-        self.source = torch.cat(sources)
-        self.positions = torch.cat(positions)
-
-    def _mine(self, places: Tensor) -> Tensor:
-        if self.context_size == 1:
-            return places
-        parts = places.chunk(2 * self.context_size)
-        return torch.cat([parts[chunk] for chunk in self.chunks])
+    def __init__(self, batch: PackedBatch, spec: ShardSpec) -> None:
+        self.spec = spec
+        self.packing = Packing(tuple(batch.cu_seqlens.diff().tolist()), spec.multiple)
+        self.context_size, self.chunks = spec.context_size, spec.chunks
+        self.lengths = [length // spec.context_size for length in self.packing.padded_lengths]
+        places = context_places(self.packing, spec)
+        self.source = torch.from_numpy(self.packing.source[places])
+        self.positions = torch.from_numpy(self.packing.positions[places])
+        self._sample_ids, self._tokens = batch.sample_ids, batch.tokens.cpu().numpy()
 
     def take(self, rows: Tensor, padding: int) -> Tensor:
         """This context rank's rows of ``rows [T, ...]``, with ``padding`` where the cut has a padding token."""
@@ -58,10 +66,27 @@ class Layout:
         return taken.masked_fill((source < 0).view(-1, *[1] * (rows.ndim - 1)), padding)
 
     @property
-    def router_slice(self) -> slice:
-        """The part of this context rank's tokens that its routers see (a tensor rank's share)."""
-        size = len(self.source) // self.tensor_size
-        return slice(self.tensor_rank * size, (self.tensor_rank + 1) * size)
+    def router_padding(self) -> Tensor:
+        """bool ``[rows]``: which of the tokens that this rank's routers see are padding."""
+        return self.source[router_slice(len(self.source), self.spec)] < 0
+
+    def cut(self, routes: PackedRoutes, num_experts: int) -> RouteShard:
+        """This rank's share of a whole batch's routes."""
+        experts, present = routes.experts.cpu().numpy(), routes.present.cpu().numpy()
+        bounds = self.packing.cu_seqlens[1:-1]
+        parts = zip(np.split(experts, bounds), np.split(present, bounds), strict=True)
+        routings = [Routing(rows, mask, (), num_experts) for rows, mask in parts]
+        return cut_routes(routings, self._sample_ids, self._tokens, self.packing, self.spec)
+
+    def check(self, shard: RouteShard) -> int:
+        """Row i of ``shard`` must be of the token fed at place i; returns how many rows were compared.
+
+        Raises TrainerError naming sample and token.
+        """
+        try:
+            return check_identity(shard, self._sample_ids, self._tokens, self.packing, self.spec)
+        except RoutingError as error:
+            raise TrainerError(f"routes do not belong to the tokens they came with: {error}") from None
 
     def gather_context(self, rows: Tensor) -> Tensor:
         """All context ranks' rows in the order of the padded sequences; the gradient is summed back to its owner."""
@@ -75,14 +100,5 @@ class Layout:
 
     @cached_property
     def _gathered_order(self) -> Tensor:
-        """Index into rank-major rows that restores each padded sequence's order."""
-        local, size = sum(self.lengths), self.context_size
-        order, start = [], 0
-        for length in self.lengths:
-            half = length // 2
-            for chunk in range(2 * size):
-                owner, place = (chunk, 0) if chunk < size else (2 * size - 1 - chunk, half)
-                begin = owner * local + start + place
-                order.append(torch.arange(begin, begin + half))
-            start += length
-        return torch.cat(order)
+        order: NDArray[np.int64] = context_order(self.packing, self.spec)
+        return torch.from_numpy(order)

@@ -1,0 +1,402 @@
+"""Which rows and columns of a packed micro-batch's routes a rank's routers see, and the way back. numpy only, pure.
+
+A worked example: sequences of 6 and 3 tokens, 2 context ranks (zig-zag), 2 tensor ranks; lengths padded to a multiple
+of ``2 * 2 * 2 = 8``. ``.`` is padding; the numbers are tokens of the packed batch::
+
+    packed        0 1 2 3 4 5 | 6 7 8
+    padded        0 1 2 3 4 5 . . | 6 7 8 . . . . .
+    context 0     0 1     . .     | 6 7         . .      chunks 0 and 3 of each sequence
+    context 1         2 3 4 5     |     8 . . .          chunks 1 and 2
+    context 0, tensor 0 sees  0 1 . .         tensor 1 sees  6 7 . .
+    context 1, tensor 0 sees  2 3 4 5         tensor 1 sees  8 . . .
+
+Everything is an index into the padded row: ``Packing`` says which token stands at a place, ``context_places`` and
+``router_places`` which places a rank has, and :func:`unshard` puts the ranks' rows back, each exactly once. Columns are
+the MoE layers of a rank's pipeline stages (:func:`stage_layers`, :func:`moe_columns`).
+
+Axes: ``P`` places of the padded row, ``R`` rows of a rank, ``L`` MoE layers, ``C`` columns of a rank, ``K`` experts a
+token, ``E`` experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from r3.routing import Routing, RoutingError
+
+Cut = Literal["zigzag", "contiguous"]
+Index = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSpec:
+    """What a rank's routers see: a context rank's rows, of those a tensor rank's share, and ``columns`` of the layers.
+
+    ``columns`` count the model's MoE layers from 0 and rise. ``cut``: how a sequence is cut over context ranks,
+    ``zigzag`` (chunks r and ``2 * size - 1 - r`` of ``2 * size``, so that causal attention is even work) or
+    ``contiguous``. Raises RoutingError for a rank outside its size and for columns that do not rise.
+    """
+
+    columns: tuple[int, ...]
+    context_rank: int = 0
+    context_size: int = 1
+    tensor_rank: int = 0
+    tensor_size: int = 1
+    cut: Cut = "zigzag"
+
+    def __post_init__(self) -> None:
+        for name, rank, size in (
+            ("context", self.context_rank, self.context_size),
+            ("tensor", self.tensor_rank, self.tensor_size),
+        ):
+            if not 0 <= rank < size:
+                raise RoutingError(f"{name} rank {rank} of {size} does not exist")
+        if any(column < 0 for column in self.columns) or list(self.columns) != sorted(set(self.columns)):
+            raise RoutingError(f"columns {self.columns} do not rise from 0")
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """The chunks of every sequence that this context rank holds, out of :attr:`chunks_total`.
+
+        >>> ShardSpec((0,), context_rank=1, context_size=4).chunks
+        (1, 6)
+        """
+        if self.chunks_total == self.context_size:
+            return (self.context_rank,)
+        return (self.context_rank, 2 * self.context_size - 1 - self.context_rank)
+
+    @property
+    def chunks_total(self) -> int:
+        return 2 * self.context_size if self.cut == "zigzag" and self.context_size > 1 else self.context_size
+
+    @property
+    def multiple(self) -> int:
+        """Every sequence is padded to a multiple of this, so that all ranks have equally many rows."""
+        return self.chunks_total * self.tensor_size
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Sequences of ``lengths`` tokens laid end to end, each padded at its end to a multiple of ``multiple``.
+
+    >>> Packing((6, 3), 4).cu_seqlens.tolist(), Packing((6, 3), 4).cu_padded.tolist()
+    ([0, 6, 9], [0, 8, 12])
+    >>> Packing((6, 3), 4).source.tolist()
+    [0, 1, 2, 3, 4, 5, -1, -1, 6, 7, 8, -1]
+    >>> Packing((6, 3), 4).positions.tolist()
+    [0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3]
+    """
+
+    lengths: tuple[int, ...]
+    multiple: int = 1
+
+    def __post_init__(self) -> None:
+        if self.multiple < 1 or any(length < 1 for length in self.lengths):
+            raise RoutingError(f"can't pack lengths {self.lengths} to a multiple of {self.multiple}: all must be >= 1")
+
+    @property
+    def padded_lengths(self) -> tuple[int, ...]:
+        return tuple(-(-length // self.multiple) * self.multiple for length in self.lengths)
+
+    @property
+    def cu_seqlens(self) -> NDArray[np.int32]:
+        """Bounds of the sequences without padding, ``[n + 1]``."""
+        return np.cumsum([0, *self.lengths], dtype=np.int32)
+
+    @property
+    def cu_padded(self) -> NDArray[np.int32]:
+        """Bounds of the sequences with padding, ``[n + 1]``."""
+        return np.cumsum([0, *self.padded_lengths], dtype=np.int32)
+
+    @property
+    def sequence(self) -> Index:
+        """``[P]``: which sequence each place belongs to."""
+        return np.repeat(np.arange(len(self.lengths)), self.padded_lengths)
+
+    @property
+    def positions(self) -> Index:
+        """``[P]``: each place's position in its sequence; padding goes on counting."""
+        return np.arange(self.cu_padded[-1]) - self.cu_padded[:-1].astype(np.int64)[self.sequence]
+
+    @property
+    def source(self) -> Index:
+        """``[P]``: which token of the packed batch stands at each place, -1 where it is padding."""
+        sequence, positions = self.sequence, self.positions
+        real = positions < np.asarray(self.lengths, np.int64)[sequence]
+        return np.where(real, self.cu_seqlens.astype(np.int64)[sequence] + positions, -1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RouteShard:
+    """A rank's share of one micro-batch's routes, in the order its routers see the tokens.
+
+    ``experts`` ``[R, C, K]`` as in :class:`r3.routing.Routing`; rows that are padding or absent hold distinct experts.
+    ``present`` bool ``[R]``: rows the engine recorded. ``identity`` uint32 ``[R]``: whose each row is
+    (:func:`identify`).
+    """
+
+    experts: NDArray[np.unsignedinteger]
+    present: NDArray[np.bool_]
+    identity: NDArray[np.uint32]
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.experts.nbytes + self.present.nbytes + self.identity.nbytes)
+
+
+def context_places(packing: Packing, spec: ShardSpec) -> Index:
+    """The places a context rank holds, sequence by sequence.
+
+    >>> packing = Packing((6, 3), 4)
+    >>> context_places(packing, ShardSpec((0,), context_rank=0, context_size=2)).tolist()
+    [0, 1, 6, 7, 8, 11]
+    >>> context_places(packing, ShardSpec((0,), context_rank=1, context_size=2, cut="contiguous")).tolist()
+    [4, 5, 6, 7, 10, 11]
+    """
+    if packing.multiple % spec.multiple:
+        raise RoutingError(f"sequences padded to a multiple of {packing.multiple}, this cut needs {spec.multiple}")
+    parts = [np.zeros(0, np.int64)]
+    for start, length in zip(packing.cu_padded.tolist(), packing.padded_lengths, strict=False):
+        size = length // spec.chunks_total
+        parts += [np.arange(start + chunk * size, start + (chunk + 1) * size) for chunk in spec.chunks]
+    return np.concatenate(parts)
+
+
+def router_slice(rows: int, spec: ShardSpec) -> slice:
+    """The part of a context rank's ``rows`` that a tensor rank's routers see (they run sequence-parallel).
+
+    >>> router_slice(12, ShardSpec((0,), tensor_rank=1, tensor_size=4))
+    slice(3, 6, None)
+    """
+    if rows % spec.tensor_size:
+        raise RoutingError(f"{rows} rows can't be shared by {spec.tensor_size} tensor ranks")
+    size = rows // spec.tensor_size
+    return slice(spec.tensor_rank * size, (spec.tensor_rank + 1) * size)
+
+
+def router_places(packing: Packing, spec: ShardSpec) -> Index:
+    """The places whose tokens a rank's routers see, ``[R]``."""
+    places = context_places(packing, spec)
+    return places[router_slice(len(places), spec)]
+
+
+def context_order(packing: Packing, spec: ShardSpec) -> Index:
+    """Inverse of :func:`context_places`: index into all context ranks' rows, one rank behind the other, that gives the
+    padded row, ``[P]``.
+
+    >>> context_order(Packing((6, 3), 4), ShardSpec((0,), context_size=2)).tolist()
+    [0, 1, 6, 7, 8, 9, 2, 3, 4, 10, 11, 5]
+    """
+    ranks = [replace(spec, context_rank=rank) for rank in range(spec.context_size)]
+    return np.argsort(np.concatenate([context_places(packing, rank) for rank in ranks]))
+
+
+def identify(sample: Any, position: Any, token: Any) -> NDArray[np.uint32]:
+    """32 bits that tell a row from any other: of its sample's index, its position there and its token id (-1: padding).
+
+    Three rounds of the splitmix64 finaliser (Steele et al., "Fast splittable pseudorandom number generators", 2014).
+    """
+    state = np.zeros(np.broadcast(sample, position, token).shape, np.uint64)
+    for value in (sample, position, token):
+        state = state + np.uint64(0x9E3779B97F4A7C15) ^ np.asarray(value).astype(np.uint64)
+        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        state = state ^ (state >> np.uint64(31))
+    return (state >> np.uint64(32)).astype(np.uint32)
+
+
+def row_identities(
+    packing: Packing, spec: ShardSpec, samples: Sequence[int], tokens: NDArray[np.integer]
+) -> NDArray[np.uint32]:
+    """:func:`identify` of every row a rank's routers see; ``samples`` names the sequences, ``tokens`` is packed."""
+    places = router_places(packing, spec)
+    source = packing.source[places]
+    token = np.where(source < 0, -1, np.asarray(tokens)[source])
+    return identify(np.asarray(samples)[packing.sequence[places]], packing.positions[places], token)
+
+
+def cut_routes(
+    routings: Sequence[Routing],
+    samples: Sequence[int],
+    tokens: NDArray[np.integer],
+    packing: Packing,
+    spec: ShardSpec,
+) -> RouteShard:
+    """A rank's share of the routes of the sequences in ``packing``; nothing but that share is copied.
+
+    ``samples[n]`` is the index of sequence n in the whole batch, ``tokens`` the packed token ids. Raises RoutingError
+    where routes are not those of the lengths packed, or not of one model.
+    """
+    _check_routings(routings, packing, spec)
+    places = router_places(packing, spec)
+    sequence, positions = packing.sequence[places], packing.positions[places]
+    first = routings[0]
+    experts = np.empty((len(places), len(spec.columns), first.top_k), first.experts.dtype)
+    present = np.zeros(len(places), np.bool_)
+    bounds = np.searchsorted(sequence, np.arange(len(routings) + 1)).tolist()
+    for index, routing in enumerate(routings):
+        rows = slice(bounds[index], bounds[index + 1])
+        at = positions[rows]
+        kept = (at < routing.tokens) & routing.present[np.minimum(at, routing.tokens - 1)]
+        experts[rows][kept] = routing.experts[:, _columns(spec)][at[kept]]
+        present[rows] = kept
+    experts[~present] = filler(int((~present).sum()), len(spec.columns), first.top_k, first.num_experts)
+    return RouteShard(experts, present, row_identities(packing, spec, samples, tokens))
+
+
+def own_routes(
+    experts: NDArray[np.unsignedinteger],
+    samples: Sequence[int],
+    tokens: NDArray[np.integer],
+    packing: Packing,
+    spec: ShardSpec,
+) -> RouteShard:
+    """Experts that a rank's own routers used, ``[R, C, K]``, as routes that it can replay; all but padding is there."""
+    present = packing.source[router_places(packing, spec)] >= 0
+    return RouteShard(experts, present, row_identities(packing, spec, samples, tokens))
+
+
+def _check_routings(routings: Sequence[Routing], packing: Packing, spec: ShardSpec) -> None:
+    if tuple(lengths := [routing.tokens for routing in routings]) != packing.lengths or not lengths:
+        raise RoutingError(f"routes of {lengths} rows for sequences of {list(packing.lengths)} tokens")
+    if len(shapes := {(r.moe_layers, r.top_k, r.num_experts) for r in routings}) > 1:
+        raise RoutingError(f"routes of different shapes in one micro-batch (layers, top-k, experts): {sorted(shapes)}")
+    if spec.columns and spec.columns[-1] >= routings[0].moe_layers:
+        raise RoutingError(f"column {spec.columns[-1]} asked of routes of {routings[0].moe_layers} MoE layers")
+
+
+def _columns(spec: ShardSpec) -> slice | list[int]:
+    """A slice where the columns are one run, so that the others are not even read."""
+    columns = list(spec.columns)
+    if columns and columns == list(range(columns[0], columns[-1] + 1)):
+        return slice(columns[0], columns[-1] + 1)
+    return columns
+
+
+def check_identity(
+    shard: RouteShard, samples: Sequence[int], tokens: NDArray[np.integer], packing: Packing, spec: ShardSpec
+) -> int:
+    """Every row must belong to the token that is fed at its place. Returns how many were compared.
+
+    Raises RoutingError naming the sample and the token of the first that does not.
+    """
+    wanted = row_identities(packing, spec, samples, tokens)
+    rows = {len(wanted), len(shard.experts), len(shard.present), len(shard.identity)}
+    if len(rows) > 1 or shard.experts.shape[1] != len(spec.columns):
+        raise RoutingError(
+            f"routes {list(shard.experts.shape)} came for {len(wanted)} tokens and {len(spec.columns)} MoE layers"
+        )
+    if len(wrong := np.flatnonzero(wanted != shard.identity)):
+        place = router_places(packing, spec)[wrong[0]]
+        sequence, position = packing.sequence[place], packing.positions[place]
+        what = "padding" if packing.source[place] < 0 else f"token {position} (id {tokens[packing.source[place]]})"
+        raise RoutingError(
+            f"sample {samples[sequence]}, {what}: the routes that came for it belong to another token "
+            f"({len(wrong)} of {len(wanted)} rows do)"
+        )
+    return len(wanted)
+
+
+def unshard(packing: Packing, specs: Sequence[ShardSpec], parts: Sequence[NDArray], layers: int) -> NDArray:
+    """The ranks' rows ``[R, C, ...]`` put back into ``[T, L, ...]`` without padding.
+
+    Raises RoutingError unless every (token, layer) is held by exactly one rank.
+    """
+    tokens = sum(packing.lengths)
+    whole = np.zeros((tokens, layers, *parts[0].shape[2:]), parts[0].dtype)
+    times = np.zeros((tokens, layers), np.uint8)
+    for spec, part in zip(specs, parts, strict=True):
+        source = packing.source[router_places(packing, spec)]
+        if part.shape[:2] != (len(source), len(spec.columns)):
+            raise RoutingError(f"{spec} should hold {[len(source), len(spec.columns)]} rows and columns, it holds "
+                               f"{list(part.shape[:2])}")  # fmt: skip
+        index = np.ix_(source[source >= 0], np.asarray(spec.columns, np.int64))
+        whole[index] = part[source >= 0]
+        times[index] += 1
+    if (times != 1).any():
+        token, layer = np.argwhere(times != 1)[0].tolist()
+        raise RoutingError(f"token {token}, MoE layer {layer} is held by {times[token, layer]} ranks, expected one")
+    return whole
+
+
+def stage_layers(layers: int, pipeline_size: int = 1, virtual_size: int = 1) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """``[pipeline rank][model chunk]``: the 1-based numbers of the layers held there, as Megatron spreads them.
+
+    >>> stage_layers(8, pipeline_size=2)
+    (((1, 2, 3, 4),), ((5, 6, 7, 8),))
+    >>> stage_layers(8, pipeline_size=2, virtual_size=2)
+    (((1, 2), (5, 6)), ((3, 4), (7, 8)))
+    """
+    chunks = pipeline_size * virtual_size
+    if layers % chunks:
+        raise RoutingError(f"{layers} layers can't be spread over {pipeline_size} stages of {virtual_size} chunks")
+    size = layers // chunks
+    numbers = [tuple(range(start + 1, start + size + 1)) for start in range(0, layers, size)]
+    return tuple(tuple(numbers[rank::pipeline_size]) for rank in range(pipeline_size))
+
+
+def moe_columns(layers: Sequence[int], moe_layers: Sequence[int]) -> tuple[int, ...]:
+    """Columns of the routes that belong to ``layers``; ``moe_layers`` are the 1-based numbers of those with experts.
+
+    A model whose first three of eight layers are dense, its second stage:
+
+    >>> moe_columns((5, 6, 7, 8), moe_layers=(4, 5, 6, 7, 8))
+    (1, 2, 3, 4)
+    """
+    held = set(layers)
+    return tuple(column for column, number in enumerate(moe_layers) if number in held)
+
+
+def filler(rows: int, layers: int, top_k: int, num_experts: int) -> NDArray[np.int64]:
+    """Distinct experts for rows that have none of their own, ``[rows, layers, top_k]``, spread evenly over all experts.
+
+    >>> filler(2, 1, 2, 3).tolist()
+    [[[0, 1]], [[2, 0]]]
+    """
+    if top_k > num_experts:
+        raise RoutingError(f"top-{top_k} of {num_experts} experts can't be distinct")
+    start = np.arange(rows)[:, None, None] * top_k + np.arange(layers)[None, :, None]
+    return (start + np.arange(top_k)) % num_experts
+
+
+def expert_load(experts: NDArray[np.integer], real: NDArray[np.bool_], num_experts: int) -> NDArray[np.int64]:
+    """``[L, E]``: how often each expert is named in each layer, over the rows that ``real`` ``[R]`` keeps."""
+    kept = experts[real].astype(np.int64)
+    layers = kept.shape[1]
+    counts = np.bincount((kept + np.arange(layers)[:, None] * num_experts).ravel(), minlength=layers * num_experts)
+    return counts.reshape(layers, num_experts)
+
+
+def expert_owner(experts: Any, num_experts: int, size: int) -> tuple[Any, Any]:
+    """``(expert-parallel rank, local id)`` of expert ids; a rank holds ``num_experts / size`` consecutive ones.
+
+    >>> expert_owner(np.array([0, 3, 7]), num_experts=8, size=2)
+    (array([0, 0, 1]), array([0, 3, 3]))
+    """
+    return np.divmod(experts, _experts_a_rank(num_experts, size))
+
+
+def owned_expert(rank: Any, local: Any, num_experts: int, size: int) -> Any:
+    """Inverse of :func:`expert_owner`."""
+    return rank * _experts_a_rank(num_experts, size) + local
+
+
+def rank_load(load: NDArray[np.int64], size: int) -> NDArray[np.int64]:
+    """``[L, size]``: how many (token, slot) pairs go to each expert-parallel rank, of an :func:`expert_load`.
+
+    >>> rank_load(np.array([[1, 2, 3, 4]]), 2).tolist()
+    [[3, 7]]
+    """
+    layers, num_experts = load.shape
+    return load.reshape(layers, size, _experts_a_rank(num_experts, size)).sum(axis=2)
+
+
+def _experts_a_rank(num_experts: int, size: int) -> int:
+    if num_experts % size:
+        raise RoutingError(f"{num_experts} experts can't be spread over {size} expert-parallel ranks")
+    return num_experts // size
