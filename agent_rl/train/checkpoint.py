@@ -30,7 +30,7 @@ class Manifest:
 
     format: int
     updates: int
-    parallel: Mapping[str, int]
+    parallel: Mapping[str, int | str]
     dtype: str
 
 
@@ -81,7 +81,7 @@ def read_manifest(folder: Path, parallel: ParallelConfig) -> Manifest:
     manifest = Manifest(**json.loads(path.read_text()))
     if manifest.format != FORMAT:
         raise ConfigError(f"{folder}: checkpoint format {manifest.format}, this version reads {FORMAT}")
-    if dict(manifest.parallel) != parallel.model_dump():
+    if ParallelConfig.model_validate(manifest.parallel) != parallel:
         raise ConfigError(
             f"{folder}: written with train.parallel {dict(manifest.parallel)}, the config has {parallel.model_dump()}"
         )

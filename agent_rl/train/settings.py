@@ -38,7 +38,8 @@ class ModelSettings:
     parallel: ParallelConfig
     dtype: Literal["float32", "bfloat16"]
     device: Literal["cpu", "cuda"]
-    recompute: Literal["none", "full"]
+    recompute: Literal["none", "selective", "full"]
+    recompute_modules: tuple[str, ...]
     seed: int
     threads: int
 

@@ -51,7 +51,7 @@ def test_logprobs_and_gradients_equal_transformers(build: Build, tmp_path: Path,
     weights = torch.linspace(-1, 1, len(batch))
     (logprobs * weights).sum().backward()
     model.train_microbatches([batch], None, lambda got, _, __: ((got * weights).sum(), {}))
-    for parameter in model.module.parameters():
+    for parameter in model.modules[0].parameters():
         parameter.data = parameter.main_grad
     wanted = {name: parameter.grad for name, parameter in expected.named_parameters()}
     exported = dict(model.export_weights())
@@ -71,7 +71,7 @@ def test_temperature_and_many_chunks(
 
     def gradient() -> Tensor:
         model.train_microbatches([batch], None, lambda got, _, __: (got.sum(), {}), temperature=0.7)
-        return model.module.embedding.word_embeddings.weight.main_grad.clone()
+        return model.modules[0].embedding.word_embeddings.weight.main_grad.clone()
 
     whole = gradient()
     monkeypatch.setattr("agent_rl.train.megatron.logprobs._CHUNK_LOGITS", 5 * tiny.VOCAB)  # chunks of five tokens
@@ -89,7 +89,7 @@ def test_gradient_is_the_sum_over_microbatches(build: Build) -> None:
     def gradient(batches: list[PackedBatch]) -> Tensor:
         metrics = model.train_microbatches(batches, None, lambda got, _, batch: (got.sum(), {"tokens": len(batch)}))
         assert [metric["tokens"] for metric in metrics] == [len(batch) for batch in batches]
-        return model.module.decoder.layers[0].mlp.experts.weight1.main_grad.clone()
+        return model.modules[0].decoder.layers[0].mlp.experts.weight1.main_grad.clone()
 
     torch.testing.assert_close(gradient(parts), gradient([whole]), rtol=1e-4, atol=1e-4)
 
@@ -102,7 +102,7 @@ def test_gradient_after_an_optimizer_step_starts_from_zero(build: Build) -> None
 
     def gradient() -> Tensor:
         model.train_microbatches([batch, batch], None, lambda got, _, __: (got.sum(), {}))
-        return model.module.decoder.layers[0].mlp.experts.weight1.main_grad.clone()
+        return model.modules[0].decoder.layers[0].mlp.experts.weight1.main_grad.clone()
 
     first = gradient()
     optimizer.step()
@@ -147,7 +147,7 @@ def test_bfloat16_trains_with_float32_master_weights(build: Build) -> None:
         assert grad_norm > 0
         sums.append(float(metrics[0]["mean"]))
     assert sums[-1] > sums[0] + 0.5
-    assert {parameter.dtype for parameter in model.module.parameters()} == {torch.bfloat16}
+    assert {parameter.dtype for parameter in model.modules[0].parameters()} == {torch.bfloat16}
 
 
 def test_checkpoint_round_trip(build: Build, checkpoint: tuple[Path, Any], tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_checkpoint_round_trip(build: Build, checkpoint: tuple[Path, Any], tmp_p
 
     folder = tmp_path / "saved"
     model = build()
-    model.module.decoder.final_layernorm.weight.data.mul_(2)
+    model.modules[0].decoder.final_layernorm.weight.data.mul_(2)
     model.save_hf(folder)
     model.save_hf(folder)  # over an existing one
     assert sorted(path.name for path in tmp_path.iterdir()) == ["saved"]
@@ -233,7 +233,9 @@ def test_missing_folder_tensor_and_misfit_are_named(build: Build, checkpoint: tu
 
 def test_misaligned_batches_are_refused(build: Build) -> None:
     with pytest.raises(ValueError, match="cu_seqlens"):
-        PackedBatch(torch.zeros(5, dtype=torch.int64), torch.zeros(5, dtype=torch.int64), torch.tensor([0, 4]))
+        PackedBatch(torch.zeros(5, dtype=torch.int64), torch.zeros(5, dtype=torch.int64), torch.tensor([0, 4]), (0,))
+    with pytest.raises(ValueError, match="2 sample_ids for 1 sequences"):
+        PackedBatch(torch.zeros(5, dtype=torch.int64), torch.zeros(5, dtype=torch.int64), torch.tensor([0, 5]), (0, 1))
     model, batch = build(), PackedBatch.from_sequences([[1, 2, 3]])
     routes = PackedRoutes(tiny.random_routes(4), torch.ones(4, dtype=torch.bool))
     with pytest.raises(TrainerError, match="3 tokens has 4 rows of routes"):

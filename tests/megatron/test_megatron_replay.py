@@ -75,7 +75,7 @@ def test_training_uses_the_given_experts_forward_and_recomputed(
     parts = [batch, PackedBatch.from_sequences(tiny.sequences(seed=9, lengths=(21, 4)))]
     given = [tiny.random_routes(len(part), seed=len(part)) for part in parts]
     seen: dict[int, list[Tensor]] = {}
-    for layer in model.module.decoder.layers:
+    for layer in model.modules[0].decoder.layers:
         router, seen[layer.layer_number] = layer.mlp.router, []
         router.register_forward_hook(
             lambda _m, _i, output, number=layer.layer_number: seen[number].append(output[1].clone())
@@ -126,7 +126,7 @@ def test_an_observer_sees_what_the_routers_really_used(build: Build, batch: Pack
         assigned = observer.of("assigned", layer)
         assert [event[0] for event in assigned] == [0, 1]
         for (_, rows), routes in zip(assigned, given, strict=True):
-            assert torch.equal(rows, routes.experts[:, layer - 1])
+            assert torch.equal(rows[routes.present], routes.experts[routes.present, layer - 1])
         assert observer.of("action", layer) == [(m, a) for m in (0, 1) for a in ("replay_forward", "replay_backward")]
         ran = observer.of("forwarded", layer)
         assert [event[:2] for event in ran] == [(m, a) for m in (0, 1) for a in ("replay_forward", "replay_backward")]
@@ -153,7 +153,7 @@ def test_recomputation_has_the_same_gradient(build: Build, batch: PackedBatch) -
     for recompute in ("none", "full"):
         model = build(recompute=recompute)
         model.train_microbatches([batch], given, total)
-        gradients.append(model.module.decoder.layers[0].mlp.router.weight.main_grad.clone())
+        gradients.append(model.modules[0].decoder.layers[0].mlp.router.weight.main_grad.clone())
     assert gradients[0].abs().max() > 0
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-5, atol=1e-6)
 
@@ -161,12 +161,12 @@ def test_recomputation_has_the_same_gradient(build: Build, batch: PackedBatch) -
 def test_moe_layer_equals_equation_8_in_float64(build: Build) -> None:
     """One replayed MoE layer against the sum over experts written out: g_i = I_i exp(s_i) / sum_j I_j exp(s_j)."""
     model = build()
-    layer = model.module.decoder.layers[2].mlp
+    layer = model.modules[0].decoder.layers[2].mlp
     hidden = torch.randn(19, 1, 32, generator=torch.Generator().manual_seed(3))
     experts = tiny.random_routes(19)
     with torch.no_grad(), model.replayer.forward(0, experts, torch.ones(19, dtype=torch.bool), backward=False):
         output, _ = layer(hidden)
-        for other in model.module.decoder.layers:  # the other routers must be asked too
+        for other in model.modules[0].decoder.layers:  # the other routers must be asked too
             if other.mlp is not layer:
                 other.mlp(hidden)
     model.replayer.clear()
@@ -186,7 +186,7 @@ def test_router_gradient_by_finite_differences(build: Build, batch: PackedBatch)
     """With the experts pinned the loss is smooth in the router's weights, and its slope is the gradient."""
     model = build()
     given = [everywhere(tiny.random_routes(len(batch)))]
-    router = model.module.decoder.layers[1].mlp.router
+    router = model.modules[0].decoder.layers[1].mlp.router
     direction = torch.randn(router.weight.shape, generator=torch.Generator().manual_seed(4))
     model.train_microbatches([batch], given, total)
     slope = float((router.weight.main_grad * direction).sum())
@@ -246,7 +246,7 @@ def test_rows_must_be_consumed_exactly_once(build: Build, batch: PackedBatch) ->
     model = build(recompute="full")
     hidden = torch.zeros(7, 1, 32)
     routes, present = tiny.random_routes(7), torch.ones(7, dtype=torch.bool)
-    layers = [layer.mlp for layer in model.module.decoder.layers]
+    layers = [layer.mlp for layer in model.modules[0].decoder.layers]
     with pytest.raises(ReplayError, match="layer 4: its routes were consumed 0 times"):  # noqa: PT012, SIM117
         with model.replayer.forward(0, routes, present, backward=True):
             for layer in layers[:3]:
@@ -274,7 +274,7 @@ def test_recomputing_too_often_is_refused(build: Build) -> None:
 
     model = build(recompute="full")
     hidden, present = torch.zeros(7, 1, 32), torch.ones(7, dtype=torch.bool)
-    layers = [layer.mlp for layer in model.module.decoder.layers]
+    layers = [layer.mlp for layer in model.modules[0].decoder.layers]
     with model.replayer.forward(0, tiny.random_routes(7), present, backward=True):
         for layer in layers:
             layer(hidden)
@@ -312,7 +312,7 @@ def test_routes_of_one_pass_replay_in_the_next(build: Build, batch: PackedBatch)
     """R2: the routes recorded in the old-log-prob pass pin the update, whatever the weights have become."""
     model = build()
     recorded = model.forward_logprobs([batch], None, record=True)[0].routes
-    for layer in model.module.decoder.layers:
+    for layer in model.modules[0].decoder.layers:
         layer.mlp.router.weight.data.neg_()  # the native choice is now another one
     native = model.forward_logprobs([batch], None, record=True)[0].routes
     pinned = model.forward_logprobs([batch], [everywhere(recorded)], record=True)[0].routes

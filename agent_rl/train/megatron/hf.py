@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -53,9 +53,9 @@ class Slot:
     cut: Cut
 
 
-def slots(model: Any, shape: ModelShape) -> Iterator[Slot]:
-    """The slots of a (bare) GPT model's parameters on this rank. A tied output copy has the embedding's name."""
-    for name, parameter in model.named_parameters():
+def slots(models: Sequence[Any], shape: ModelShape) -> Iterator[Slot]:
+    """The slots of this rank's (bare) GPT model chunks. A tied output copy has the embedding's name."""
+    for model, name, parameter in ((m, *named) for m in models for named in m.named_parameters()):
         if name.startswith("decoder.layers."):
             _, _, local, rest = name.split(".", 3)
             layer = model.decoder.layers[int(local)].layer_number - 1
@@ -97,10 +97,10 @@ def _layer_slot(name: str, shape: ModelShape) -> tuple[tuple[str, ...], Cut]:
 
 
 @torch.no_grad()
-def load_weights(model: Any, shape: ModelShape, folder: Path, ranks: Ranks) -> None:
+def load_weights(models: Sequence[Any], shape: ModelShape, folder: Path, ranks: Ranks) -> None:
     """Fill this rank's parameters from the safetensors in ``folder``. Raises ConfigError naming a missing tensor."""
     with _Reader(folder) as reader:
-        for slot in slots(model, shape):
+        for slot in slots(models, shape):
             local = _to_local(slot, reader, shape, ranks)
             if local.shape != slot.parameter.shape:
                 raise ConfigError(
@@ -137,14 +137,14 @@ def _share(names: tuple[str, ...], ranks: Ranks) -> tuple[str, ...]:
     return names[ranks.expert_rank * size : (ranks.expert_rank + 1) * size]
 
 
-def export_weights(model: Any, shape: ModelShape, ranks: Ranks) -> Iterator[tuple[str, Tensor]]:
+def export_weights(models: Sequence[Any], shape: ModelShape, ranks: Ranks) -> Iterator[tuple[str, Tensor]]:
     """Every Hugging Face name with its full tensor. Collective; tensors are yielded on rank 0 alone.
 
     A tied output projection is written out as ``lm_head.weight``: SGLang's Qwen3-MoE never ties, and without it would
     answer with uniform probabilities.
     """
     group = parallel_state.get_pipeline_model_parallel_group()
-    mine = [slot for slot in slots(model, shape) if not _is_tied_copy(slot, ranks)]
+    mine = [slot for slot in slots(models, shape) if not _is_tied_copy(slot, ranks)]
     plans: list[Any] = [None] * ranks.pipeline_size
     plan = [(slot.names, _full_shape(slot, ranks), slot.parameter.dtype) for slot in mine]
     torch.distributed.all_gather_object(plans, plan, group=group)

@@ -81,16 +81,40 @@ class Experts(torch.nn.Module):
         return F.grouped_mm(tokens, weight.transpose(1, 2), offs=ends)
 
 
-def block_spec(config: TransformerConfig, moe: list[bool]) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage; ``moe[i]`` says whether layer i of the whole model is a mixture of experts."""
-    offset, count = get_transformer_layer_offset(config), config.num_layers // config.pipeline_model_parallel_size
+class EvenMoELayer(MoELayer):
+    """For the allgather dispatcher, whose ranks must bring equally many tokens: fills up to the largest number.
+
+    Filled rows are routed to no expert and cut off again; the router never sees them.
+    """
+
+    def preprocess(self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> Any:
+        self._tokens = len(hidden_states)
+        most = torch.tensor(self._tokens, device=hidden_states.device)
+        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, self.token_dispatcher.tp_ep_group)
+        missing = int(most) - self._tokens
+        filled = (torch.cat((x, x.new_zeros(missing, *x.shape[1:]))) for x in (hidden_states, probs, routing_map))
+        return super().preprocess(*filled)
+
+    def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
+        whole: Tensor = super().postprocess(output, shared_expert_output)
+        return whole[: self._tokens]
+
+
+def block_spec(config: TransformerConfig, moe: list[bool], virtual_stage: int | None) -> TransformerBlockSubmodules:
+    """The layers of a model chunk of this pipeline stage (``virtual_stage`` None where a stage is one chunk).
+
+    ``moe[i]`` says whether layer i of the whole model is a mixture of experts.
+    """
+    chunks = config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
+    offset, count = get_transformer_layer_offset(config, virtual_stage), config.num_layers // chunks
     layers = [_layer_spec(config, moe[index]) for index in range(offset, offset + count)]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
 def _layer_spec(config: TransformerConfig, moe: bool) -> ModuleSpec:
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    experts = ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=ModuleSpec(module=Experts)))
+    layer = EvenMoELayer if config.moe_token_dispatcher_type == "allgather" else MoELayer
+    experts = ModuleSpec(module=layer, submodules=MoESubmodules(experts=ModuleSpec(module=Experts)))
     attention = ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},

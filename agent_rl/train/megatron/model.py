@@ -14,8 +14,9 @@ from torch import Tensor
 
 from agent_rl.config import ParallelConfig
 from agent_rl.train.megatron import hf
-from agent_rl.train.megatron.batch import LossFn, PackedBatch, PackedRoutes, PassOutput
+from agent_rl.train.megatron.batch import LossFn, PackedBatch, PassOutput, Routes
 from agent_rl.train.megatron.layers import block_spec
+from agent_rl.train.megatron.layout import shard_spec
 from agent_rl.train.megatron.parallel import Ranks, current_ranks
 from agent_rl.train.megatron.passes import Passes
 from agent_rl.train.megatron.shape import ModelShape
@@ -40,16 +41,21 @@ class HiddenGPT(GPTModel):
 class PolicyModel:
     """This rank's part of a Qwen3 or Qwen3-MoE policy.
 
-    ``chunks`` are the DDP-wrapped modules and ``config`` the Megatron configuration, for ``get_megatron_optimizer``.
+    ``chunks`` are the DDP-wrapped modules (several under virtual pipelining) and ``config`` the Megatron configuration,
+    for ``get_megatron_optimizer``.
+    ``shard`` says which tokens and MoE layers this rank's routers see.
     Every method that runs the model is collective: all ranks call it together.
     """
 
-    def __init__(self, chunk: HiddenGPT, shape: ModelShape, ranks: Ranks, device: torch.device, folder: Path) -> None:
+    def __init__(
+        self, modules: Sequence[HiddenGPT], shape: ModelShape, ranks: Ranks, device: torch.device, folder: Path
+    ) -> None:
         self.shape, self.ranks, self.device, self.folder = shape, ranks, device, folder
-        self.config: TransformerConfig = chunk.config
-        self.replayer = RouterReplayer([chunk], shape.moe_layers)
-        self.chunks = [_wrap(chunk)]
-        self._passes = Passes(self.chunks[0], shape, ranks, device, self.replayer)
+        self.config: TransformerConfig = modules[0].config
+        self.shard = shard_spec(ranks, shape.moe, model_chunks=len(modules))
+        self.replayer = RouterReplayer(modules, [shape.moe_layers[column] for column in self.shard.columns])
+        self.chunks = [_wrap(module) for module in modules]
+        self._passes = Passes(self.chunks, shape, ranks, device, self.replayer, self.shard)
 
     @classmethod
     def build(
@@ -59,7 +65,8 @@ class PolicyModel:
         *,
         device: torch.device,
         dtype: torch.dtype = torch.float32,
-        recompute: Literal["none", "full"] = "none",
+        recompute: Literal["none", "selective", "full"] = "none",
+        recompute_modules: Sequence[str] = ("core_attn",),
         load: bool = True,
     ) -> PolicyModel:
         """Make the model of ``hf_folder`` on this rank (after ``init_parallel``) and load its weights.
@@ -67,27 +74,31 @@ class PolicyModel:
         ``load=False`` draws random weights. Raises ConfigError where the folder or the layout does not fit.
         """
         shape, ranks = ModelShape.read(hf_folder), current_ranks()
-        config = shape.transformer_config(parallel, dtype, recompute)
-        chunk = HiddenGPT(
-            config=config,
-            transformer_layer_spec=block_spec(config, list(shape.moe)),
-            vocab_size=shape.config["vocab_size"],
-            max_sequence_length=shape.config["max_position_embeddings"],
-            pre_process=ranks.pipeline_rank == 0,
-            post_process=ranks.last_stage,
-            share_embeddings_and_output_weights=shape.tied,
-            position_embedding_type="none",  # applied in the core attention, from each token's own position
-        )
-        model = cls(chunk, shape, ranks, device, hf_folder)
+        config = shape.transformer_config(parallel, dtype, recompute, recompute_modules)
+        count = parallel.virtual_pipeline
+        modules = [
+            HiddenGPT(
+                config=config,
+                transformer_layer_spec=block_spec(config, list(shape.moe), stage if count > 1 else None),
+                vocab_size=shape.config["vocab_size"],
+                max_sequence_length=shape.config["max_position_embeddings"],
+                pre_process=ranks.pipeline_rank == 0 and stage == 0,
+                post_process=ranks.last_stage and stage == count - 1,
+                share_embeddings_and_output_weights=shape.tied,
+                position_embedding_type="none",  # applied in the core attention, from each token's own position
+                vp_stage=stage if count > 1 else None,
+            )
+            for stage in range(count)
+        ]
+        model = cls(modules, shape, ranks, device, hf_folder)
         if load:
             model.load_hf(hf_folder)
         return model
 
     @property
-    def module(self) -> HiddenGPT:
-        """The bare model (its ``state_dict`` is this rank's weights)."""
-        module: HiddenGPT = self.chunks[0].module
-        return module
+    def modules(self) -> list[HiddenGPT]:
+        """The bare chunks (their ``state_dict``s are this rank's weights)."""
+        return [chunk.module for chunk in self.chunks]
 
     @property
     def moe_layers(self) -> int:
@@ -108,7 +119,7 @@ class PolicyModel:
     def forward_logprobs(
         self,
         batches: Sequence[PackedBatch],
-        routes: Sequence[PackedRoutes | None] | None,
+        routes: Sequence[Routes | None] | None,
         *,
         temperature: float = 1.0,
         entropy: bool = False,
@@ -116,15 +127,16 @@ class PolicyModel:
     ) -> list[PassOutput]:
         """Log-probs of every token without gradients, one output a batch, on every model-parallel rank.
 
-        ``routes`` replays given experts (None routes natively); ``record`` also returns the experts used. Data ranks
-        may give different numbers of batches. Raises ReplayError on routes that are wrong or not consumed exactly once.
+        ``routes`` replays given experts (None routes natively); ``record`` also returns the experts that this rank's
+        routers used. Data ranks may give different numbers of batches. Raises ReplayError on routes that are wrong or
+        not consumed exactly once, TrainerError on those of other tokens.
         """
         return self._passes.forward(batches, routes, temperature=temperature, entropy=entropy, record=record)
 
     def train_microbatches(
         self,
         batches: Sequence[PackedBatch],
-        routes: Sequence[PackedRoutes | None] | None,
+        routes: Sequence[Routes | None] | None,
         loss_fn: LossFn,
         *,
         temperature: float = 1.0,
@@ -139,11 +151,11 @@ class PolicyModel:
 
     def load_hf(self, folder: Path) -> None:
         """Load the weights of a Hugging Face checkpoint. Raises ConfigError naming what is missing."""
-        hf.load_weights(self.module, self.shape, folder, self.ranks)
+        hf.load_weights(self.modules, self.shape, folder, self.ranks)
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and full tensors, on rank 0 alone; every rank must exhaust the iterator."""
-        return hf.export_weights(self.module, self.shape, self.ranks)
+        return hf.export_weights(self.modules, self.shape, self.ranks)
 
     def save_hf(self, folder: Path, *, dtype: torch.dtype | None = None) -> None:
         """Write a Hugging Face checkpoint with the config and tokenizer files of the folder this model came from.

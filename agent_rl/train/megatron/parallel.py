@@ -55,6 +55,16 @@ def check_parallel(parallel: ParallelConfig) -> None:
             f"train.parallel: expert {parallel.expert} does not divide the {stage} ranks of a pipeline stage "
             f"(world_size {world} / pipeline {parallel.pipeline})"
         )
+    if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
+        raise ConfigError(
+            f"train.parallel: virtual_pipeline {parallel.virtual_pipeline} needs pipeline stages; "
+            "set pipeline to 2 or more, or virtual_pipeline to 1"
+        )
+    if parallel.dispatcher == "allgather" and parallel.pipeline > 1:
+        raise ConfigError(
+            f"train.parallel: dispatcher allgather can't be used with pipeline {parallel.pipeline} (Megatron wants "
+            "micro-batches of one length there); set dispatcher to alltoall"
+        )
 
 
 def init_parallel(
@@ -108,6 +118,7 @@ def _init_megatron(parallel: ParallelConfig, seed: int, timeout: float) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
         context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=1,

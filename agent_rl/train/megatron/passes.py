@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import tee
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
@@ -20,12 +22,13 @@ from torch import Tensor
 
 from agent_rl.errors import TrainerError
 from agent_rl.train.megatron.attention import PackedAttention
-from agent_rl.train.megatron.batch import LossFn, PackedBatch, PackedRoutes, PassOutput
+from agent_rl.train.megatron.batch import LossFn, PackedBatch, PackedRoutes, PassOutput, Routes
 from agent_rl.train.megatron.layout import Layout
 from agent_rl.train.megatron.logprobs import token_logprobs
 from agent_rl.train.megatron.parallel import Ranks
 from agent_rl.train.megatron.shape import ModelShape
 from r3.megatron import RouterReplayer, validate_routes
+from r3.shard import RouteShard, ShardSpec
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,41 +43,49 @@ class Microbatch:
 
 
 class Passes:
-    """The two kinds of pass over one model chunk."""
+    """The two kinds of pass over this rank's model chunks (one a virtual pipeline stage)."""
 
     def __init__(
-        self, chunk: Any, shape: ModelShape, ranks: Ranks, device: torch.device, replayer: RouterReplayer
+        self,
+        chunks: Sequence[Any],
+        shape: ModelShape,
+        ranks: Ranks,
+        device: torch.device,
+        replayer: RouterReplayer,
+        shard: ShardSpec,
     ) -> None:
-        self.chunk, self.shape, self.ranks, self.device, self.replayer = chunk, shape, ranks, device, replayer
+        self.chunks, self.shape, self.ranks, self.device, self.replayer = list(chunks), shape, ranks, device, replayer
+        self.shard = shard
         # The schedule would divide by token counts; the loss function has already done that.
-        chunk.config.finalize_model_grads_func = _finalize
+        chunks[0].config.finalize_model_grads_func = _finalize
 
     def forward(
         self,
         batches: Sequence[PackedBatch],
-        routes: Sequence[PackedRoutes | None] | None,
+        routes: Sequence[Routes | None] | None,
         *,
         temperature: float,
         entropy: bool,
         record: bool,
     ) -> list[PassOutput]:
         """See :meth:`PolicyModel.forward_logprobs`."""
-        recorded: list[Tensor] = []
+        recorded: list[list[Tensor]] = [[] for _ in self.chunks]
 
         def finish(item: Microbatch, hidden: Tensor) -> tuple[Tensor, Any]:
             logprobs, spread = self._logprobs(hidden, item, temperature, entropy)
             return logprobs.sum(), (logprobs, spread)
 
-        self.chunk.eval()
+        for chunk in self.chunks:
+            chunk.eval()
         with torch.no_grad():
             results = self._run(batches, routes, finish, recorded if record else None, forward_only=True)
-        paths = self._all_stages(recorded) if record else [None] * len(batches)
+        paths = [torch.cat(parts, dim=1) for parts in zip(*recorded, strict=True)] if record else [None] * len(batches)
         return [PassOutput(logprobs, spread, path) for (logprobs, spread), path in zip(results, paths, strict=True)]
 
     def train(
         self,
         batches: Sequence[PackedBatch],
-        routes: Sequence[PackedRoutes | None] | None,
+        routes: Sequence[Routes | None] | None,
         loss_fn: LossFn,
         *,
         temperature: float,
@@ -89,19 +100,20 @@ class Passes:
             loss, metrics = loss_fn(logprobs, spread, item.batch)
             return loss, {name: _detached(value) for name, value in metrics.items()}
 
-        self.chunk.train()
-        self.chunk.zero_grad_buffer()
-        for parameter in self.chunk.parameters():
-            # The optimizer leaves .grad pointing into the buffer: the first micro-batch would be counted twice.
-            parameter.grad = None
+        for chunk in self.chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
+            for parameter in chunk.parameters():
+                # The optimizer leaves .grad pointing into the buffer: the first micro-batch would be counted twice.
+                parameter.grad = None
         return self._run(batches, routes, finish, None, forward_only=False)
 
     def _run(
         self,
         batches: Sequence[PackedBatch],
-        routes: Sequence[PackedRoutes | None] | None,
+        routes: Sequence[Routes | None] | None,
         finish: Callable[[Microbatch, Tensor], tuple[Tensor, Any]],
-        recorded: list[Tensor] | None,
+        recorded: list[list[Tensor]] | None,
         *,
         forward_only: bool,
     ) -> list[Any]:
@@ -115,8 +127,8 @@ class Passes:
         try:
             data = get_forward_backward_func()(
                 forward_step_func=step,
-                data_iterator=items,
-                model=[self.chunk],
+                data_iterator=list(tee(items, len(self.chunks))) if len(self.chunks) > 1 else items,
+                model=self.chunks,
                 num_microbatches=count,
                 seq_length=1,  # the schedule asks for lengths and then reads the real ones (variable_seq_lengths)
                 micro_batch_size=1,
@@ -128,36 +140,47 @@ class Passes:
         return self._share(data)[: len(batches)]
 
     def _agree_on_count(self, mine: int) -> int:
-        """The largest number of micro-batches any rank has: expert ranks must all take part in every exchange."""
+        """The largest number of micro-batches any rank has: expert ranks must all take part in every exchange.
+
+        The interleaved schedule wants whole groups of as many as there are pipeline stages.
+        """
         counts = torch.tensor([mine], device=self.device)
         torch.distributed.all_reduce(counts, torch.distributed.ReduceOp.MAX)
-        return int(counts.item())
+        group = self.ranks.pipeline_size if len(self.chunks) > 1 else 1
+        return -(-int(counts.item()) // group) * group
 
     def _items(
-        self, batches: Sequence[PackedBatch], routes: Sequence[PackedRoutes | None] | None, count: int
+        self, batches: Sequence[PackedBatch], routes: Sequence[Routes | None] | None, count: int
     ) -> Iterator[Microbatch]:
         for index, batch in enumerate(batches):
             yield self._item(batch, routes[index] if routes else None, real=True)
         for _ in range(count - len(batches)):
             yield self._item(PackedBatch.from_sequences([[0, 0]]), None, real=False)
 
-    def _item(self, batch: PackedBatch, routes: PackedRoutes | None, *, real: bool) -> Microbatch:
-        layout = Layout(batch, self.ranks)
+    def _item(self, batch: PackedBatch, routes: Routes | None, *, real: bool) -> Microbatch:
+        layout = Layout(batch, self.shard)
         experts = present = None
         if routes is not None and self.shape.moe_layers:
-            if len(routes.experts) != len(batch):
-                raise TrainerError(f"a batch of {len(batch)} tokens has {len(routes.experts)} rows of routes")
-            validate_routes(
-                routes.experts,
-                routes.present,
-                moe_layers=len(self.shape.moe_layers),
-                top_k=self.shape.config["num_experts_per_tok"],
-                num_experts=self.shape.config["num_experts"],
-            )
-            experts = layout.take(routes.experts, 0)[layout.router_slice].to(self.device)
-            mine = layout.take(routes.present, False)[layout.router_slice]
-            present = None if bool(mine.all()) else mine.to(self.device)
+            share = self._cut(routes, batch, layout) if isinstance(routes, PackedRoutes) else routes
+            layout.check(share)
+            # torch has no arithmetic on uint16 and no use for it here; int32 holds every expert id.
+            experts = torch.tensor(share.experts.astype(np.int32) if share.experts.itemsize > 1 else share.experts)
+            there = torch.tensor(share.present)
+            self._validate(experts, there, layers=len(self.shard.columns))
+            # Padding keeps the experts it came with: they are spread evenly, the router's own choice would not be.
+            pinned = there | layout.router_padding
+            experts, present = experts.to(self.device), None if bool(pinned.all()) else pinned.to(self.device)
         return Microbatch(batch.to(self.device), layout, experts, present, real)
+
+    def _cut(self, routes: PackedRoutes, batch: PackedBatch, layout: Layout) -> RouteShard:
+        if len(routes.experts) != len(batch):
+            raise TrainerError(f"a batch of {len(batch)} tokens has {len(routes.experts)} rows of routes")
+        self._validate(routes.experts, routes.present, layers=len(self.shape.moe_layers))
+        return layout.cut(routes, self.shape.config["num_experts"])
+
+    def _validate(self, experts: Tensor, present: Tensor, *, layers: int) -> None:
+        top_k, num_experts = self.shape.config["num_experts_per_tok"], self.shape.config["num_experts"]
+        validate_routes(experts, present, moe_layers=layers, top_k=top_k, num_experts=num_experts)
 
     def _step(
         self,
@@ -165,14 +188,14 @@ class Passes:
         chunk: Any,
         *,
         finish: Callable[[Microbatch, Tensor], tuple[Tensor, Any]],
-        recorded: list[Tensor] | None,
+        recorded: list[list[Tensor]] | None,
         backward: bool,
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Any]]]:
-        """One micro-batch through this stage, and what the last stage makes of its output."""
-        item = next(items)
+        """One micro-batch through one chunk of this stage, and what the last stage makes of its output."""
+        item, number = next(items), self.chunks.index(chunk)
         layout = item.layout
         packed = PackedAttention.build(layout, self.shape.head_dim, self.shape.config["rope_theta"], self.device)
-        with self.replayer.forward(0, item.experts, item.present, backward=backward) as used:
+        with self.replayer.forward(number, item.experts, item.present, backward=backward) as used:
             output = chunk(
                 input_ids=layout.take(item.batch.tokens, 0)[None],
                 position_ids=layout.positions.to(self.device)[None],
@@ -180,7 +203,7 @@ class Passes:
                 packed_seq_params=packed,
             )
         if recorded is not None and item.real:
-            recorded.append(self._collect(used, layout))
+            recorded[number].append(self._collect(used, layout))
 
         def loss(hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
             value, result = finish(item, hidden)
@@ -203,7 +226,7 @@ class Passes:
         place = source[rows] + 1  # what is read at a token is said of the next one
         logprobs, spread = token_logprobs(
             hidden[:, 0][rows],
-            self.chunk.module.output_weight(),
+            self.chunks[-1].module.output_weight(),
             batch.tokens[place],
             temperature=temperature,
             entropy=entropy,
@@ -212,29 +235,12 @@ class Passes:
         return full, None if spread is None else _put(spread, place, len(batch), self.ranks)
 
     def _collect(self, used: dict[int, Tensor], layout: Layout) -> Tensor:
-        """The experts used at every token and layer of this stage, ``[T, moe_layers, top_k]``, the other layers 0."""
-        top_k = self.shape.config["num_experts_per_tok"]
-        full = torch.zeros(
-            layout.tokens_total, len(self.shape.moe_layers), top_k, dtype=torch.int32, device=self.device
-        )
-        source = layout.source[layout.router_slice].to(self.device)
-        for column, experts in used.items():
-            full[source[source >= 0], column] = experts[source >= 0].to(torch.int32)
-        for group in (
-            parallel_state.get_tensor_model_parallel_group(),
-            parallel_state.get_context_parallel_group(),
-        ):
-            if group.size() > 1:
-                torch.distributed.all_reduce(full, group=group)
-        return full
-
-    def _all_stages(self, recorded: list[Tensor]) -> list[Tensor | None]:
-        """Each pipeline stage's layers put together."""
-        group = parallel_state.get_pipeline_model_parallel_group()
-        for routes in recorded:
-            if group.size() > 1:
-                torch.distributed.all_reduce(routes, group=group)
-        return [routes.to(torch.int16) for routes in recorded]
+        """The experts that this chunk's routers used, in the order of their columns; see ``PassOutput.routes``."""
+        rows, top_k = len(layout.router_padding), self.shape.config.get("num_experts_per_tok", 0)
+        routes = torch.zeros(rows, len(used), top_k, dtype=torch.int16)
+        for place, column in enumerate(sorted(used)):  # a chunk's columns need not start at 0
+            routes[:, place] = used[column].to("cpu", torch.int16)
+        return routes
 
     def _share(self, data: list[Any]) -> list[Any]:
         """What the last stage made, on every stage."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -46,12 +47,16 @@ class ModelShape:
         return bool(self.config.get("tie_word_embeddings", False))
 
     def transformer_config(
-        self, parallel: ParallelConfig, dtype: torch.dtype, recompute: Literal["none", "full"]
+        self,
+        parallel: ParallelConfig,
+        dtype: torch.dtype,
+        recompute: Literal["none", "selective", "full"],
+        recompute_modules: Sequence[str],
     ) -> TransformerConfig:
         """Megatron's configuration, with everything off that needs Transformer Engine or Apex."""
         self._check_parallel(parallel)
-        config = self.config
-        full = recompute == "full"
+        config, full = self.config, recompute == "full"
+        virtual = parallel.virtual_pipeline > 1
         return TransformerConfig(
             num_layers=config["num_hidden_layers"],
             hidden_size=config["hidden_size"],
@@ -76,12 +81,16 @@ class ModelShape:
             bf16=dtype == torch.bfloat16,
             tensor_model_parallel_size=parallel.tensor,
             pipeline_model_parallel_size=parallel.pipeline,
+            virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if virtual else None,
             context_parallel_size=parallel.context,
             expert_model_parallel_size=parallel.expert,
             expert_tensor_parallel_size=1,
             sequence_parallel=parallel.tensor > 1,
-            variable_seq_lengths=True,
+            variable_seq_lengths=parallel.pipeline > 1,
             batch_p2p_comm=False,
+            # Without it the interleaved schedule exchanges activations and gradients in one call, and between two
+            # stages, where the next is also the previous, each takes the other's lengths.
+            overlap_p2p_comm=virtual,
             # The loss function normalises by global counts, so gradients are summed and never averaged.
             calculate_per_token_loss=True,
             gradient_accumulation_fusion=False,
@@ -91,8 +100,9 @@ class ModelShape:
             masked_softmax_fusion=False,
             bias_dropout_fusion=False,
             bias_activation_fusion=False,
-            moe_token_dispatcher_type="alltoall",
-            recompute_granularity="full" if full else None,
+            moe_token_dispatcher_type=parallel.dispatcher,
+            recompute_granularity=None if recompute == "none" else recompute,
+            recompute_modules=list(recompute_modules) if recompute == "selective" else None,
             recompute_method="uniform" if full else None,
             recompute_num_layers=1 if full else None,
             **self._moe_options(),
@@ -122,11 +132,16 @@ class ModelShape:
             ("tensor", parallel.tensor, "num_attention_heads"),
             ("tensor", parallel.tensor, "num_key_value_heads"),
             ("tensor", parallel.tensor, "vocab_size"),
-            ("pipeline", parallel.pipeline, "num_hidden_layers"),
             ("expert", parallel.expert, "num_experts"),
         ):
             if size > 1 and config.get(key, 0) % size:
                 raise ConfigError(f"train.parallel.{name}={size} does not divide the model's {key}={config.get(key)}")
+        stages, layers = parallel.pipeline * parallel.virtual_pipeline, config["num_hidden_layers"]
+        if layers % stages:
+            raise ConfigError(
+                f"train.parallel: pipeline x virtual_pipeline = {parallel.pipeline} x {parallel.virtual_pipeline} does "
+                f"not divide the model's num_hidden_layers={layers}"
+            )
         if parallel.expert > 1 and not any(self.moe):
             raise ConfigError(f"train.parallel.expert={parallel.expert}: this model has no experts; set it to 1")
 
