@@ -11,6 +11,7 @@ from pathlib import Path
 from envs.context import EnvContext
 from envs.swe.patches import split_patch
 from envs.swe.records import SweRecord
+from envs.swe.witness import Report, Witness
 from envs.types import EnvsError
 from sandbox import ExecResult, Sandbox, SandboxLostError, SandboxSpec, SandboxStartError
 
@@ -65,13 +66,18 @@ class PatchError(EnvsError):
 
 @dataclass(frozen=True, slots=True)
 class TestRun:
-    """One run of the hidden tests. ``began`` is False where the patch did not apply; ``log`` is the log's end."""
+    """One run of the hidden tests. ``began`` is False where the patch did not apply; ``log`` is the log's end.
+
+    ``witnessed`` says that pytest runs the tests and a plugin watched it; ``report`` is what the plugin left.
+    """
 
     __test__ = False  # not a test class, whatever its name says to pytest
 
     began: bool
     result: ExecResult
     log: str
+    witnessed: bool
+    report: Report | None
 
     @property
     def account(self) -> str:
@@ -132,17 +138,21 @@ async def take_patch(sandbox: Sandbox, base: str) -> str:
 
 async def run_tests(context: EnvContext, record: SweRecord, spec: SandboxSpec, patch: str) -> TestRun:
     """Apply ``patch`` to the original repository in a fresh box and run the hidden tests there."""
+    witness = Witness(watched=sorted(record.tests) or ["r2e_tests"]) if record.runs_pytest else None
     async with context.box(spec) as sandbox:
         # Hidden tests may be written first: a screened patch touches none of them.
-        if record.files or record.tests:
-            await sandbox.write_files(_in_workdir({**record.files, **record.tests}))
-        command = _grade_command(record, patch)
+        files = {**_in_workdir({**record.files, **record.tests}), **(witness.files() if witness else {})}
+        if files:
+            await sandbox.write_files(files)
+        command = _grade_command(record, patch, witness.exports if witness else "")
         result = await sandbox.exec(command, timeout=context.grade_timeout, cwd=WORKDIR, stdin=patch.encode())
-    began = result.stdout.startswith(_BEGIN)
-    return TestRun(began, result, result.stdout[len(_BEGIN) :].decode(errors="replace") if began else "")
+        began = result.stdout.startswith(_BEGIN)
+        report = await witness.read(sandbox) if witness and began else None
+    log = result.stdout[len(_BEGIN) :].decode(errors="replace") if began else ""
+    return TestRun(began, result, log, witness is not None, report)
 
 
-def _grade_command(record: SweRecord, patch: str) -> str:
+def _grade_command(record: SweRecord, patch: str, exports: str) -> str:
     """Bash that applies the patch on standard input, announces the tests, runs them and prints their log's end.
 
     The log goes through a file, since the summary stands at its end and the box caps output from its start; the file's
@@ -151,7 +161,7 @@ def _grade_command(record: SweRecord, patch: str) -> str:
     prepare = "" if record.is_local else _LINK_IMAGE_TESTS
     apply = "git apply --whitespace=nowarn - >&2 || exit\n" if patch else ""
     return (
-        f"{prepare}{apply}echo '{_BEGIN.decode().strip()}'; log=/tmp/agent-rl-$$.log\n"
+        f"{prepare}{apply}{exports}echo '{_BEGIN.decode().strip()}'; log=/tmp/agent-rl-$$.log\n"
         f"( ulimit -f {_LOG_FILE_KIB}; eval {shlex.quote(record.command)} ) >$log 2>&1 </dev/null; code=$?\n"
         f"tail -c {_LOG_BYTES} $log; exit $code"
     )

@@ -1,8 +1,9 @@
 """From the log of a test run to a verdict.
 
 The verdict is read from pytest's "short test summary info" section (``-rA``). Tests run in one process with the code
-under test, so a log is not proof against code that sets out to forge it: where a log holds several summaries, a test's
-worst status counts, and what a patch does to the tests' surroundings is undone before they run (:mod:`.patches`).
+under test, so a log alone is no proof against code that sets out to forge it: where a log holds several summaries, a
+test's worst status counts; what a patch does to the tests' surroundings is undone before they run (:mod:`.patches`);
+a claim of success is checked against a report that never was on the screen (:mod:`.witness`).
 """
 
 from __future__ import annotations
@@ -50,6 +51,11 @@ def parse_summary(log: str, expected: Collection[str] = ()) -> dict[str, str] | 
     return statuses
 
 
+def count_summaries(log: str) -> int:
+    """How many summary sections a log holds; pytest prints one."""
+    return len(_HEADER.findall(_ANSI.sub("", log)))
+
+
 def _take_line(line: str, statuses: dict[str, str], expected: Collection[str]) -> None:
     match = _LINE.match(line)
     if match is None:
@@ -93,14 +99,16 @@ def judge(log: str, expected: Mapping[str, str], keys: KeyMode = "node") -> Verd
     row means cannot be known.
     """
     statuses = parse_summary(log, expected if keys == "node" else ())
-    if statuses is None:
-        return None
-    if keys == "name":
-        statuses = _by_name(statuses, expected)
+    return None if statuses is None else judge_statuses(statuses, expected, keys)
+
+
+def judge_statuses(statuses: Mapping[str, str], expected: Mapping[str, str], keys: KeyMode = "node") -> Verdict:
+    """The verdict on statuses by full node id, as :func:`judge` gives it."""
+    named = _by_name(statuses, expected) if keys == "name" else statuses
     for test, status in expected.items():
-        if (got := statuses.get(test, "absent")) != status:
-            return Verdict(False, statuses, f"{test}: {got}, expected {status}")
-    return Verdict(True, statuses)
+        if (got := named.get(test, "absent")) != status:
+            return Verdict(False, named, f"{test}: {got}, expected {status}")
+    return Verdict(True, named)
 
 
 def _by_name(statuses: Mapping[str, str], expected: Collection[str]) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,39 +14,48 @@ TEST_INFRASTRUCTURE = frozenset(
         "conftest.py",
         "pytest.ini",
         ".pytest.ini",
+        "pytest.toml",
+        ".pytest.toml",
         "tox.ini",
         "setup.cfg",
+        "setup.py",
         "pyproject.toml",
         "sitecustomize.py",
         "usercustomize.py",
         "run_tests.sh",
         "r2e_tests",
+        ".venv",
+        "site-packages",
     }
 )
 """Names (of a file or of any folder above it) that decide how tests are found, run or reported."""
 
+_INSTALLATION = (".pth", ".egg-info", ".dist-info", ".egg-link", ".egg")
+"""Endings of names that bring code into an interpreter, or plugins into pytest, without being imported."""
+
+_HUNK = re.compile(r"^@@ -\d+(?:,(\d+))? \+\d+(?:,(\d+))? @@")
+
 IMPORTED_BY_TESTS = (frozenset(sys.stdlib_module_names) | {"pytest", "_pytest", "pluggy", "iniconfig"}) - {"test"}
-"""Modules that a new one at the top of the repository would shadow while the tests run."""
+"""Modules that a new one at the top of the repository would shadow while the tests run. Whether a folder further down
+is on the import path is not known here; the run's report names what was shadowed from there (:mod:`.witness`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class FilePatch:
-    """The part of a git diff that changes one file. ``text`` ends with a newline; ``path`` is the path afterwards."""
+    """The part of a git diff that changes one file. ``text`` ends with a newline; ``path`` is the path afterwards.
+
+    ``paths`` are all the paths it names: a rename has two, and so has a header that says one thing and means another.
+    ``unusable`` says why the change cannot be carried as text, or is empty.
+    """
 
     path: str
     text: str
+    paths: frozenset[str]
+    unusable: str = ""
 
     @property
     def is_new(self) -> bool:
         return "\nnew file mode " in self.text.split("\n@@", 1)[0]
-
-    @property
-    def unusable(self) -> str:
-        """Why the change cannot be carried as text, or an empty string."""
-        head = self.text.split("\n@@", 1)[0]
-        if "\nBinary files " in head or "\nGIT binary patch" in head:
-            return "binary change"
-        return "nested repository" if " 160000" in head or "mode 160000" in head else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +106,7 @@ def _lines(text: str) -> list[str]:
 
 
 def split_patch(patch: str) -> Iterator[FilePatch]:
-    """The file patches of a ``git diff --no-renames``. Text before the first header is dropped."""
+    """The file patches of a git diff. Text before the first header is dropped."""
     current: list[str] = []
     for line in _lines(patch):
         if line.startswith("diff --git ") and current:
@@ -109,7 +119,49 @@ def split_patch(patch: str) -> Iterator[FilePatch]:
 
 
 def _file_patch(lines: list[str]) -> FilePatch:
-    return FilePatch(_header_path(lines[0].rstrip("\n")), "".join(lines))
+    start = next((index for index, line in enumerate(lines) if line.startswith("@@ ")), len(lines))
+    head = [line.rstrip("\n") for line in lines[:start]]
+    path = _header_path(head[0])
+    named = {path, *(name for line in head[1:] if (name := _named(line)))}
+    if head[0].startswith("diff --git a/"):
+        named.add(head[0].removeprefix("diff --git a/").partition(" b/")[0])
+    return FilePatch(path, "".join(lines), frozenset(named), _unusable(head, lines[start:]))
+
+
+def _unusable(head: list[str], hunks: list[str]) -> str:
+    if any(line.startswith(("Binary files ", "GIT binary patch")) for line in head):
+        return "binary change"
+    if any(re.search(r"(mode|^index \S+) 160000$", line) for line in head):
+        return "nested repository"
+    # What follows a hunk's last line is read by git as a patch of its own, of whatever file it names.
+    return "" if _are_hunks(hunks) else "malformed change"
+
+
+def _are_hunks(lines: list[str]) -> bool:
+    """Whether the lines are hunks and nothing else, each as long as its header says."""
+    old = new = 0
+    for line in lines:
+        if old > 0 or new > 0:
+            old -= line[0] in " -\n"
+            new -= line[0] in " +\n"
+            if line[0] not in " +-\\\n" or old < 0 or new < 0:
+                return False
+        elif match := _HUNK.match(line):
+            old, new = (1 if count is None else int(count) for count in match.groups())
+        elif not line.startswith("\\ "):
+            return False
+    return old == new == 0
+
+
+def _named(line: str) -> str:
+    """The path that a line of a file patch's head names, or an empty string."""
+    for start in ("--- ", "+++ ", "rename from ", "rename to ", "copy from ", "copy to "):
+        if line.startswith(start):
+            name = line.removeprefix(start).removesuffix("\t")
+            if name == "/dev/null":
+                return ""
+            return name[2:] if start in ("--- ", "+++ ") and name.startswith(("a/", "b/")) else name
+    return ""
 
 
 def _header_path(header: str) -> str:
@@ -123,7 +175,7 @@ def _header_path(header: str) -> str:
 
 def patched_paths(patch: str) -> frozenset[str]:
     """The paths that a git diff changes."""
-    return frozenset(part.path for part in split_patch(patch))
+    return frozenset(path for part in split_patch(patch) for path in part.paths)
 
 
 def screen(patch: str, *, hidden: Collection[str], allowed: Collection[str]) -> Screened:
@@ -135,10 +187,11 @@ def screen(patch: str, *, hidden: Collection[str], allowed: Collection[str]) -> 
     undone: list[str] = []
     own_tests: list[str] = []
     for part in split_patch(patch):
-        reason = part.unusable or ("" if part.path in allowed else _tampering(part, hidden))
+        foreign = sorted(part.paths - frozenset(allowed))
+        reason = part.unusable or next(filter(None, (_tampering(path, part.is_new, hidden) for path in foreign)), "")
         if reason:
             undone.append(f"{part.path}: {reason}, undone")
-        elif part.path not in allowed and _beside(part.path, hidden):
+        elif any(_beside(path, hidden) for path in foreign):
             own_tests.append(part.path)
         else:
             kept.append(part.text)
@@ -151,17 +204,15 @@ def _beside(path: str, hidden: Collection[str]) -> bool:
     return is_test_path(path) and any(path.startswith(f"{folder}/") for folder in folders)
 
 
-def _tampering(part: FilePatch, hidden: Collection[str]) -> str:
-    path = PurePosixPath(part.path)
-    if part.path.startswith('"') or any(ord(letter) < 32 for letter in part.path):
+def _tampering(name: str, is_new: bool, hidden: Collection[str]) -> str:
+    path = PurePosixPath(name)
+    if name.startswith('"') or any(ord(letter) < 32 for letter in name):
         return "unusual file name"
-    if any(
-        part.path == test or test.startswith(f"{part.path}/") or part.path.startswith(f"{test}/") for test in hidden
-    ):
+    if any(name == test or test.startswith(f"{name}/") or name.startswith(f"{test}/") for test in hidden):
         return "hidden test"
-    if TEST_INFRASTRUCTURE & set(path.parts) or path.suffix == ".pth":
+    if TEST_INFRASTRUCTURE & set(path.parts) or any(part.endswith(_INSTALLATION) for part in path.parts):
         return "test infrastructure"
     top = path.parts[0]
-    if part.is_new and path.parts in ((top,), (top, "__init__.py")) and top.removesuffix(".py") in IMPORTED_BY_TESTS:
+    if is_new and path.parts in ((top,), (top, "__init__.py")) and top.removesuffix(".py") in IMPORTED_BY_TESTS:
         return "shadows a module that the tests import"
     return ""

@@ -109,6 +109,11 @@ class SweRecord(BaseModel):
         return self.test_command or R2E_TEST_COMMAND
 
     @property
+    def runs_pytest(self) -> bool:
+        """Whether pytest runs the hidden tests, as far as the command tells; an image's script always uses it."""
+        return not self.is_local or re.search(r"\b(pytest|py\.test)\b", self.command) is not None
+
+    @property
     def expected(self) -> dict[str, str]:
         """The statuses that resolve the task, colour codes removed from the tests' keys."""
         return {

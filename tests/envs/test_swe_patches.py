@@ -65,7 +65,10 @@ def change(path: str, *, new: bool = False) -> str:
         ("deep/down/conftest.py", "test infrastructure"),
         ("setup.cfg", "test infrastructure"),
         ("lib/sitecustomize.py", "test infrastructure"),
+        ("setup.py", "test infrastructure"),
         ("evil.pth", "test infrastructure"),
+        ("evil.egg-info/entry_points.txt", "test infrastructure"),
+        (".venv/lib/python3.9/site-packages/_pytest/runner.py", "test infrastructure"),
         ("r2e_tests/test_1.py", "test infrastructure"),
         ("tests/test_hidden.py", "hidden test"),
         ("tests", "hidden test"),
@@ -118,3 +121,36 @@ def test_binary_changes_and_nested_repositories_are_left_out() -> None:
 def test_a_line_that_looks_like_a_header_inside_a_hunk_does_not_split() -> None:
     patch = diff_files({"a": "diff --git a/x b/x\n"}, {"a": "diff --git a/y b/y\n"})
     assert [part.path for part in split_patch(patch)] == ["a"]
+
+
+HIDDEN = "tests/test_hidden.py"
+HUNK = "@@ -1 +1 @@\n-a\n+b\n"
+SMUGGLED = {
+    "a rename of a hidden test": f"diff --git a/{HIDDEN} b/x.py\nrename from {HIDDEN}\nrename to x.py\n",
+    "a rename to a conftest": "diff --git a/x.py b/conftest.py\nrename from x.py\nrename to conftest.py\n",
+    "a copy to a conftest": "diff --git a/x.py b/p/conftest.py\ncopy from x.py\ncopy to p/conftest.py\n",
+    "a header that lies": f"diff --git a/x.py b/x.py\n--- a/conftest.py\n+++ b/conftest.py\n{HUNK}",
+    "a second patch behind a hunk": f"{change('x.py')}--- a/conftest.py\n+++ b/conftest.py\n{HUNK}",
+    "a hunk longer than it says": "diff --git a/x.py b/x.py\n--- a/x.py\n+++ b/x.py\n@@ -1,0 +1 @@\n-a\n+b\n",
+}
+
+
+@pytest.mark.parametrize("patch", SMUGGLED.values(), ids=SMUGGLED)
+def test_what_a_patch_hides_behind_another_name_is_undone(patch: str) -> None:
+    screened = screen(change("ok.py") + patch, hidden=[HIDDEN], allowed=())
+    assert screened.text == change("ok.py")
+    assert len(screened.undone) == 1
+
+
+@settings(max_examples=40, deadline=None)
+@given(trees, trees)
+def test_git_touches_no_other_path_than_those_named(old: dict[str, str], new: dict[str, str]) -> None:
+    patch = diff_files(old, new)
+    if not patch:
+        return
+    run = subprocess.run(
+        ["git", "apply", "--numstat", "-z", "-"], input=patch.encode(), capture_output=True, timeout=30
+    )
+    touched = {line.split(b"\t", 2)[2].decode() for line in run.stdout.split(b"\0") if line}
+    assert touched == patched_paths(patch)
+    assert screen(patch, hidden=(), allowed=()).text == patch

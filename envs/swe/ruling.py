@@ -1,0 +1,91 @@
+"""Whether to believe a run of the hidden tests, and who is to blame for one that says nothing: patch or machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from envs.context import EnvContext
+from envs.swe.boxes import TestRun, box_spec, run_tests
+from envs.swe.grading import KeyMode, Verdict, count_summaries, judge, judge_statuses
+from envs.swe.records import SweRecord
+from envs.swe.witness import NO_REPORT
+from envs.types import GradingError
+
+
+@dataclass(frozen=True, slots=True)
+class Ruling:
+    """A verdict, and what speaks against the patch's honesty: one sentence a doubt."""
+
+    verdict: Verdict
+    doubts: Sequence[str] = ()
+
+
+async def rule(context: EnvContext, record: SweRecord, patch: str, site_root: Path | None) -> Ruling:
+    """Run the hidden tests with ``patch`` and rule on what they say.
+
+    A failure is believed as it stands. A success in doubt, and a run without a verdict, are measured against the gold
+    patch's run: doubts that the gold patch raises too are the task's own manner, the others are the patch's. Raises
+    ``GradingError`` where the gold patch is not resolved either, or is not there to compare with.
+    """
+    run = await run_tests(context, record, box_spec(context, record, site_root), patch)
+    verdict = read_run(record, run)
+    doubts = _doubts(record, run, verdict)
+    if verdict is not None and not (verdict.resolved and doubts):
+        return Ruling(verdict, doubts)
+    if verdict is not None and patch == record.gold:
+        return Ruling(verdict)
+    control = await _control(context, record, patch, site_root, run)
+    own = tuple(doubt for doubt in doubts if doubt not in control)
+    if verdict is None:
+        return Ruling(Verdict(resolved=False, tests={}, difference=run.account), own)
+    if not own:
+        return Ruling(verdict)
+    return Ruling(Verdict(False, verdict.tests, own[0]), own)
+
+
+def read_run(record: SweRecord, run: TestRun) -> Verdict | None:
+    """The verdict on a run, or None where it says nothing. A run that was cut off says nothing, whatever it printed."""
+    if not run.began or run.result.timed_out:
+        return None
+    return judge(run.log, record.expected, _keys(record))
+
+
+def _keys(record: SweRecord) -> KeyMode:
+    return "node" if record.is_local else "name"
+
+
+def _doubts(record: SweRecord, run: TestRun, verdict: Verdict | None) -> tuple[str, ...]:
+    """What about a run an honest patch does not bring about, as far as its report tells."""
+    if verdict is None:
+        quiet = run.began and run.result.exit_code == 0
+        return ("the test run ended with exit code 0 and no summary",) if quiet else ()
+    if not run.witnessed:
+        return ()
+    if run.report is None:
+        return (NO_REPORT,)
+    summaries = count_summaries(run.log)
+    several = (f"the log holds {summaries} test summaries",) if summaries > 1 else ()
+    seen = judge_statuses(run.report.statuses, record.expected, _keys(record)).tests
+    differing = [test for test in record.expected if seen.get(test) != verdict.tests.get(test)]
+    told = [f"{test}: the summary and the test run's own report differ" for test in differing[:3]]
+    return (*run.report.tampering, *several, *told)
+
+
+async def _control(
+    context: EnvContext, record: SweRecord, patch: str, site_root: Path | None, run: TestRun
+) -> tuple[str, ...]:
+    """The doubts that the gold patch's run raises. Raises ``GradingError`` where that run is not resolved."""
+    what = (
+        f"task {record.id}: {'no verdict' if read_run(record, run) is None else 'a success in doubt'} ({run.account})"
+    )
+    if not record.gold or patch == record.gold:
+        reason = "it is the gold patch" if record.gold else "the record has no gold patch to compare with"
+        raise GradingError(f"{what}, and {reason}")
+    control = await run_tests(context, record, box_spec(context, record, site_root), record.gold)
+    verdict = read_run(record, control)
+    if verdict is None or not verdict.resolved:
+        why = control.account if verdict is None else verdict.difference
+        raise GradingError(f"{what}, nor with the gold patch ({why})")
+    return _doubts(record, control, verdict)
