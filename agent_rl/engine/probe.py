@@ -27,8 +27,8 @@ PROMPT = 160
 COMPLETION = 8
 LONG = 1024
 """Tokens of the request that is aborted as soon as it runs."""
-RETRACTED = 32
-"""Tokens of the request that is retracted: enough to be told in time, few enough to wait for."""
+RETRACTED = (32, 512)
+"""Tokens of the request that is retracted, and of another where the first had ended before it was told."""
 VARIANTS = 3
 REQUEST_SECONDS = 60.0
 PROBE_SECONDS = 180.0
@@ -161,7 +161,11 @@ class _Questions:
         async def retract(rid: str) -> None:
             await self._server.retract()
 
-        return await self._interrupted(RETRACTED, retract), ""
+        for new_tokens in RETRACTED:
+            answer = await self._interrupted(new_tokens, retract)
+            if answer.retractions:
+                break
+        return answer, ""
 
     async def _interrupted(self, new_tokens: int, do: Callable[[str], Awaitable[None]]) -> RawAnswer:
         room = self._facts.max_positions - self._length

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from safetensors.numpy import save_file
 
 from agent_rl.config import EngineConfig
 from agent_rl.engine.launch import EngineServer
+
+sys.path.insert(0, str(Path(__file__).parent))  # for engine_proxy, beside this file
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINE_PYTHON = ROOT / ".venv-engine" / "bin" / "python"

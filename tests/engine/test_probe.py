@@ -1,0 +1,177 @@
+"""The probe against the real server, as it is and behind proxies that each bring in one fault."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_proxy import (
+    Changes,
+    DropsMeta,
+    Fault,
+    IgnoresStart,
+    Lags,
+    MixesSiblings,
+    Rows,
+    StripsEvery,
+    proxy,
+)
+from typer.testing import CliRunner
+
+from agent_rl import cli
+from agent_rl.engine.checks import Verdict
+from agent_rl.engine.facts import ModelFacts
+from agent_rl.engine.probe import probe, table
+from agent_rl.errors import ConfigError, EngineUnreachable
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+
+
+async def test_a_sound_server_passes_every_check(server: str) -> None:
+    report = await probe(server)
+    assert [check for check in report.checks if check.verdict is not Verdict.OK] == []
+    assert len(report.checks) == 14
+    assert report.line().startswith(f"14 checks passed; {report.requests} requests, ")
+
+
+def too_many(finish: str) -> Callable[[Rows, str, Mapping[str, Any]], Rows]:
+    return lambda rows, ended, answer: np.concatenate([rows, rows[-1:]]) if ended == finish else rows
+
+
+def too_few(finish: str) -> Callable[[Rows, str, Mapping[str, Any]], Rows]:
+    return lambda rows, ended, answer: rows[:-1] if ended == finish else rows
+
+
+def zeroed_layer(rows: Rows, finish: str, answer: Mapping[str, Any]) -> Rows:
+    rows[:, 2] = 0
+    return rows
+
+
+def doubled_id(rows: Rows, finish: str, answer: Mapping[str, Any]) -> Rows:
+    rows[-1, 1, 1] = rows[-1, 1, 0]
+    return rows
+
+
+def out_of_range(rows: Rows, finish: str, answer: Mapping[str, Any]) -> Rows:
+    rows[-1, 3, 0] = -1
+    return rows
+
+
+def stale_prefix(rows: Rows, finish: str, answer: Mapping[str, Any]) -> Rows:
+    """What was stored for the first hundred tokens is another prompt's, wherever an answer begins."""
+    whole = len(rows) > 150
+    cached = min(100, answer["meta_info"]["cached_tokens"]) - (0 if whole else 80)
+    rows[: max(0, cached)] = [[0, 1]] * 4
+    return rows
+
+
+class Moved(Fault):
+    """A server whose model lies on another machine."""
+
+    def said(self, path: str, line: str) -> str:
+        return '{"model_path": "/elsewhere"}' if path == "/model_info" else line
+
+
+def lost_by_retraction(rows: Rows, finish: str, answer: Mapping[str, Any]) -> Rows:
+    return rows[-3:] if answer["meta_info"]["num_retractions"] else rows
+
+
+Case = tuple[str, Fault, dict[str, str]]
+FAULTS: list[Case] = [
+    ("strips the key", StripsEvery(), {"key in every answer": "13 of 13 answers lack"}),
+    ("ignores the start", IgnoresStart(), {"start honoured": "asked from row 80, received all 160 rows"}),
+    ("lags by a row", Lags(), {"row i is token i's": "part at token 120 part at row 121: 1 off"}),
+    (
+        "leads by a row",
+        Changes(lambda rows, finish, answer: np.roll(rows, -1, axis=0)),
+        {"row i is token i's": "part at token 120 part at row 119: 1 off"},
+    ),
+    (
+        "sends the same rows for everything",
+        Changes(lambda rows, finish, answer: np.broadcast_to(np.arange(2, dtype=np.int32), rows.shape)),
+        {"row i is token i's": "prompts of different tokens get the same rows"},
+    ),
+    ("zeroes a layer", Changes(zeroed_layer), {"no all-zero MoE layer": "layer 2: all zeros"}),
+    ("doubles an id", Changes(doubled_id), {"distinct ids in range": "MoE layer 1 names expert"}),
+    ("sends ids out of range", Changes(out_of_range), {"distinct ids in range": "names expert -1"}),
+    (
+        "serves stale rows",
+        Changes(stale_prefix),
+        {"cold and cached alike": "of the stored sets differ, first in row 0"},
+    ),
+    ("a row too many after a stop", Changes(too_many("stop")), {"rows after a stop token": "expected 1"}),
+    ("a row too few after an abort", Changes(too_few("abort")), {"rows after an abort": "expected 1"}),
+    ("loses rows by a retraction", Changes(lost_by_retraction), {"rows after a retraction": "received 3"}),
+    ("mixes siblings up", MixesSiblings(), {"siblings keep their rows": "a sibling's own rows, asked again"}),
+    (
+        "half a row",
+        Changes(lambda rows, finish, answer: rows.reshape(-1)[:-3]),
+        {
+            "rows after length": "not whole rows",
+            "rows after a stop token": "not whole rows",
+            "rows after an abort": "not whole rows",
+            "rows after a retraction": "not whole rows",
+            "start honoured": "not whole rows",
+        },
+    ),
+    (
+        "no log-probs and no version",
+        DropsMeta("output_token_logprobs", "weight_version"),
+        {"log-probs": "0 finite log-probs for 8 tokens", "weight version": "an answer has none"},
+    ),
+]
+ALSO = {
+    "leads by a row": {"start honoured", "siblings keep their rows"},
+    "serves stale rows": {"siblings keep their rows"},
+}
+"""What else a fault may fail: what is rolled to the end of one answer is in another's middle; siblings may be cached."""
+
+
+@pytest.mark.parametrize(("name", "fault", "expected"), FAULTS, ids=[case[0] for case in FAULTS])
+async def test_each_fault_is_named_and_nothing_else(
+    server: str, name: str, fault: Fault, expected: dict[str, str]
+) -> None:
+    async with proxy(server, fault) as url:
+        report = await probe(url)
+    found = {check.name: check.found for check in report.failed}
+    for check, said in expected.items():
+        assert said in found.get(check, ""), report.line()
+        assert check in report.line()
+    assert found.keys() - ALSO.get(name, set()) == expected.keys()
+    assert all(check.advice for check in report.failed)
+    assert report.spoils(missing_allowed=True) == report.failed
+    assert table(report).row_count == 14
+
+
+async def test_answers_without_routes_are_a_policys_matter_where_others_have_them(server: str) -> None:
+    async with proxy(server, StripsEvery(nth=5)) as url:
+        report = await probe(url)
+    assert [check.name for check in report.spoils(missing_allowed=False)] == ["key in every answer"]
+    assert "2 of 13 answers lack routed_experts" in report.line()
+    assert report.spoils(missing_allowed=True) == ()
+
+
+async def test_facts_of_another_model_and_none_at_all(server: str) -> None:
+    wrong = ModelFacts(48, tuple(range(48)), 128, 8, 256, 2048)
+    assert "not whole rows" in (await probe(server, wrong)).line()
+    with pytest.raises(EngineUnreachable, match="ConnectError"):
+        await probe("http://127.0.0.1:9")
+    with pytest.raises(ConfigError, match=r"serves /elsewhere, which is no folder of this machine: name one .*--model"):
+        async with proxy(server, Moved()) as url:
+            await probe(url)
+
+
+def test_the_command_says_it_by_its_exit_code(server: str, model: Path, tmp_path: Path) -> None:
+    found = tmp_path / "found.json"
+    done = CliRunner().invoke(cli.app, ["r3", "probe", server, "--model", str(model), "--json", str(found)])
+    assert done.exit_code == 0, done.output
+    assert "row i is token i's" in done.output
+    said = json.loads(found.read_text())
+    assert said["ok"] is True
+    assert {check["verdict"] for check in said["checks"]} == {"ok"}
+    nobody = CliRunner().invoke(cli.app, ["r3", "probe", "http://127.0.0.1:9", "--model", str(model)])
+    assert isinstance(nobody.exception, EngineUnreachable), "main() answers it with one line and exit code 2"
