@@ -203,6 +203,33 @@ def compare(
 
 
 @r3_app.command()
+def check(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a trace (r3.trace in the config).")],
+    require_forward_verify: Annotated[
+        bool, typer.Option("--require-forward-verify", help="Demand a record of what every router used.")
+    ] = False,
+    require_shard_identity: Annotated[
+        bool, typer.Option("--require-shard-identity", help="Demand that all rows were compared with the tokens fed.")
+    ] = False,
+    json: Annotated[Path | None, typer.Option(help="Write the report here as JSON.")] = None,
+) -> None:
+    """Prove from a trace that the routers used the rollout's routes, or name the hand-over that first broke.
+
+    Exit code 0: it holds, 1: broken, 2: no trace, or one that cannot be read.
+    """
+    from agent_rl.controller.trace_check import run_check
+    from r3.trace import TraceError
+
+    try:
+        holds = run_check(
+            folder, forward_verify=require_forward_verify, shard_identity=require_shard_identity, json=json
+        )
+    except TraceError as error:
+        raise typer.Exit(_complain(str(error))) from None
+    raise typer.Exit(0 if holds else 1)
+
+
+@r3_app.command()
 def probe(
     url: Annotated[str, typer.Argument(metavar="URL", help="The server's address, as in engine.urls.")],
     model: Annotated[

@@ -1,0 +1,462 @@
+"""The checker: it accepts a step whose routes arrived, and names the first place where any of them did not."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from traced_step import (
+    EXPERTS,
+    LENGTHS,
+    MOE_LAYERS,
+    STEP,
+    Fault,
+    Layout,
+    shifted,
+    trace_step,
+)
+from typer.testing import CliRunner
+
+from agent_rl.cli import app
+from r3.check import CheckReport, HandOver, check_folder
+from r3.shard import RouteShard
+from r3.trace import STAGES, Stage, TraceError
+
+LAYOUTS = {
+    "one": Layout(),
+    "context": Layout(context=2),
+    "tensor": Layout(tensor=2),
+    "pipeline": Layout(pipeline=2),
+    "all": Layout(context=2, tensor=2, pipeline=2),
+}
+
+
+def check(folder: Path) -> CheckReport:
+    return check_folder(folder, require_forward_verify=True, require_shard_identity=True)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_sound_step_holds(tmp_path: Path, layout: Layout, recompute: bool) -> None:
+    trace_step(tmp_path, layout, recompute=recompute)
+    report = check(tmp_path)
+    assert report.holds, str(report.breaks[0])
+    checked = {(tally.hand_over, tally.stage): tally.checked for tally in report.tallies}
+    assert set(checked) == {
+        (HandOver.PAYLOAD, None), *((h, s) for h in (HandOver.FETCH, HandOver.SHARD, HandOver.ROUTER, HandOver.FORWARD)
+        for s in STAGES), (HandOver.BACKWARD, "train"),
+    }  # fmt: skip
+    assert checked[HandOver.PAYLOAD, None] == len(LENGTHS)
+    ranks, micro_batches = len(layout.specs()), 3
+    assert checked[HandOver.ROUTER, "train"] == micro_batches * ranks * len(MOE_LAYERS) // layout.pipeline
+
+
+def test_fewer_samples_and_micro_batches_can_be_traced(tmp_path: Path) -> None:
+    trace_step(tmp_path, Layout(context=2), samples=1, limit=1)
+    report = check(tmp_path)
+    assert report.holds
+    assert {(t.hand_over, t.stage): t.checked for t in report.tallies}[HandOver.PAYLOAD, None] == 2  # one a data rank
+    trace_step(tmp_path, Layout(), step=STEP + 1)
+    assert check(tmp_path).steps == (STEP, STEP + 1)
+
+
+class Shifted(Fault):
+    """From the update on, rank 1 holds every row one place too late."""
+
+    def shares(self, stage: Stage, shares: dict[int, RouteShard], micro_batch: int) -> dict[int, RouteShard]:
+        if stage == "train" and micro_batch == 1 and 1 in shares:
+            return shares | {1: shifted(shares[1])}
+        return shares
+
+
+class Exchanged(Fault):
+    """Two ranks hold each other's share."""
+
+    def shares(self, stage: Stage, shares: dict[int, RouteShard], micro_batch: int) -> dict[int, RouteShard]:
+        if stage == "prev-logprob" and set(shares) == {2, 3}:
+            return {2: shares[3], 3: shares[2]}
+        return shares
+
+
+class LayersSwapped(Fault):
+    """A rank hands its routers two layers in each other's place."""
+
+    def given(self, stage: Stage, rank: int, micro_batch: int, experts: NDArray) -> NDArray:
+        return experts[:, [0, 2, 1, 3]] if (stage, rank, micro_batch) == ("train", 0, 0) else experts
+
+
+class WrongRow(Fault):
+    """One router is given one row of another token."""
+
+    def assigned(self, stage: Stage, rank: int, layer: int, experts: NDArray) -> NDArray:
+        if (stage, rank, layer) == ("prev-logprob", 1, 5):
+            experts[4] = experts[5]
+        return experts
+
+
+class NotReplayed(Fault):
+    """One router of the update takes its own choice for one row."""
+
+    def used(self, stage: Stage, action: str, rank: int, layer: int, experts: NDArray) -> NDArray:
+        if (stage, action, rank, layer) == ("train", "replay_forward", 0, 3):
+            experts[2] = [EXPERTS, EXPERTS + 1]
+        return experts
+
+
+class OtherMicroBatchRecomputed(Fault):
+    """The recomputation takes another micro-batch's experts."""
+
+    def used(self, stage: Stage, action: str, rank: int, layer: int, experts: NDArray) -> NDArray:
+        return experts[::-1] if (action, rank, layer) == ("replay_backward", 1, 6) else experts
+
+
+FAULTS: dict[str, tuple[Layout, Fault, HandOver, dict[str, Any], str]] = {
+    "one row shifted": (
+        Layout(context=2), Shifted(), HandOver.FETCH,
+        {"stage": "train", "rank": 1, "sample": 2, "layer": 2, "row": 5, "microbatch": 1}, "of the row before",
+    ),
+    "ranks exchanged": (
+        Layout(pipeline=2), Exchanged(), HandOver.FETCH,
+        {"stage": "prev-logprob", "rank": 2, "sample": 3, "layer": 2, "row": 0}, "other routes came",
+    ),
+    "layers swapped": (
+        Layout(), LayersSwapped(), HandOver.SHARD,
+        {"stage": "train", "rank": 0, "sample": 0, "layer": 3, "row": 0, "microbatch": 0}, "those of layer 5",
+    ),
+    "a wrong row": (
+        Layout(context=2), WrongRow(), HandOver.ROUTER,
+        {"stage": "prev-logprob", "rank": 1, "layer": 5, "sample": 0, "row": 7, "microbatch": 0}, "other routes",
+    ),
+    "not replayed": (
+        Layout(tensor=2), NotReplayed(), HandOver.FORWARD,
+        {"stage": "train", "rank": 0, "layer": 3, "sample": 0, "row": 2, "microbatch": 0}, "other experts",
+    ),
+    "recomputed otherwise": (
+        Layout(pipeline=2), OtherMicroBatchRecomputed(), HandOver.BACKWARD,
+        {"stage": "train", "rank": 1, "layer": 6, "microbatch": 0}, "than in the forward pass",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("layout", "fault", "hand_over", "places", "what"), FAULTS.values(), ids=FAULTS)
+def test_a_fault_is_named(
+    tmp_path: Path, layout: Layout, fault: Fault, hand_over: HandOver, places: dict[str, Any], what: str
+) -> None:
+    trace_step(tmp_path, layout, fault)
+    first = check(tmp_path).breaks[0]
+    assert first.hand_over is hand_over, str(first)
+    assert {name: getattr(first, name) for name in places} == places, str(first)
+    assert what in first.what
+    assert first.step == STEP
+
+
+class OneWrong(Fault):
+    """One expert of one row is another, at one place of the way."""
+
+    def __init__(self, hand_over: HandOver, stage: Stage, rank: int, layer: int, row: int, slot: int) -> None:
+        self.hand_over, self.stage, self.rank, self.layer, self.row, self.slot = (
+            hand_over,
+            stage,
+            rank,
+            layer,
+            row,
+            slot,
+        )
+        self.real = True
+
+    def _spoil(self, experts_RK: NDArray) -> None:
+        experts_RK[self.row, self.slot] = EXPERTS + 7
+
+    def shares(self, stage: Stage, shares: dict[int, RouteShard], micro_batch: int) -> dict[int, RouteShard]:
+        if (HandOver.FETCH, stage) != (self.hand_over, self.stage) or micro_batch or self.rank not in shares:
+            return shares
+        share = shares[self.rank]
+        self.real = bool(share.present[self.row])
+        spoiled = share.experts.copy()
+        self._spoil(spoiled[:, self.layer])
+        return shares | {self.rank: replace(share, experts=spoiled)}
+
+    def given(self, stage: Stage, rank: int, micro_batch: int, experts: NDArray) -> NDArray:
+        if (self.hand_over, self.stage, self.rank) == (HandOver.SHARD, stage, rank) and not micro_batch:
+            self._spoil(experts[:, self.layer])
+        return experts
+
+    def assigned(self, stage: Stage, rank: int, layer: int, experts: NDArray) -> NDArray:
+        if (self.hand_over, self.stage, self.rank, self._number) == (HandOver.ROUTER, stage, rank, layer):
+            self._spoil(experts)
+        return experts
+
+    def used(self, stage: Stage, action: str, rank: int, layer: int, experts: NDArray) -> NDArray:
+        due = HandOver.FORWARD if action == "replay_forward" else HandOver.BACKWARD
+        if (self.hand_over, self.stage, self.rank, self._number) == (due, stage, rank, layer):
+            self._spoil(experts)
+        return experts
+
+    @property
+    def _number(self) -> int:
+        return MOE_LAYERS[self.layer]
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    hand_over=st.sampled_from([HandOver.FETCH, HandOver.SHARD, HandOver.ROUTER, HandOver.FORWARD, HandOver.BACKWARD]),
+    stage=st.sampled_from(STAGES),
+    rank=st.integers(0, 1),
+    layer=st.integers(0, 3),
+    row=st.integers(0, 7),
+    slot=st.integers(0, 1),
+)
+def test_any_single_expert_is_found(
+    tmp_path_factory: pytest.TempPathFactory,
+    hand_over: HandOver,
+    stage: Stage,
+    rank: int,
+    layer: int,
+    row: int,
+    slot: int,
+) -> None:
+    """In the first micro-batch (samples 0 and 1 of two context ranks: 6 + 4 rows each)."""
+    stage = "train" if hand_over is HandOver.BACKWARD else stage
+    folder = tmp_path_factory.mktemp("trace")
+    fault = OneWrong(hand_over, stage, rank, layer, row, slot)
+    trace_step(folder, Layout(context=2), fault, limit=1)
+    report = check(folder)
+    padding = (rank, row) in [(0, 5), (1, 11)]  # sample 0's twelfth row
+    absent = (rank, row) == (0, 4)
+    if (padding and hand_over in (HandOver.FETCH, HandOver.SHARD)) or (absent and hand_over <= HandOver.ROUTER):
+        return  # what stands there means nothing
+    first = report.breaks[0]
+    assert (first.hand_over, first.stage, first.rank, first.layer) == (hand_over, stage, rank, MOE_LAYERS[layer])
+
+
+def edit(folder: Path, name: str, change: Callable[[list[dict[str, Any]]], None], *, sign: bool = True) -> None:
+    """Change the records of a file; with ``sign`` its last line is made to agree."""
+    (path,) = folder.glob(f"*{name}.jsonl")
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    change(records)
+    lines = [json.dumps(record).encode() + b"\n" for record in records]
+    if sign:
+        end = records[-1] | {"records": len(records), "sha256": hashlib.sha256(b"".join(lines[:-1])).hexdigest()}
+        lines[-1] = json.dumps(end).encode() + b"\n"
+    path.write_bytes(b"".join(lines))
+
+
+def the(records: list[dict[str, Any]], event: str, **fields: Any) -> dict[str, Any]:
+    return next(r for r in records if r["event"] == event and all(r[name] == value for name, value in fields.items()))
+
+
+def swap(one: dict[str, Any], other: dict[str, Any], *names: str) -> None:
+    for name in names:
+        one[name], other[name] = other[name], one[name]
+
+
+def swap_layers(records: list[dict[str, Any]]) -> None:
+    place = {"stage": "train", "microbatch_idx": 0}
+    one, other = (the(records, "router_replay_assignment", layer_number=layer, **place) for layer in (3, 5))
+    swap(one, other, "tensor", "sorted_sha256")
+
+
+def shift_rows(records: list[dict[str, Any]]) -> None:
+    fetch = the(records, "tq_fetch_sample", stage="prev_lp", sample_idx=1)
+    routes = fetch["routed_experts"]
+    routes["row_digests"] = routes["row_digests"][-4:] + routes["row_digests"][:-4]
+    routes["valid_sha256"] = routes["layer_sha256"][0] = hashlib.sha256(b"shifted").hexdigest()
+
+
+EDITS: dict[str, tuple[str, Callable[[list[dict[str, Any]]], None], HandOver, dict[str, Any]]] = {
+    "rows shifted": ("rank-00000", shift_rows, HandOver.FETCH, {"sample": 1, "layer": 2, "row": 0, "rank": 0}),
+    "layers swapped": ("rank-00001", swap_layers, HandOver.ROUTER, {"layer": 3, "rank": 1, "stage": "train"}),
+    "a rank's place": (
+        "rank-00001",
+        lambda records: the(records, "tq_fetch_sample", stage="train", sample_idx=0).update(rows=[[0, 3], [9, 12]]),
+        HandOver.FETCH,
+        {"sample": 0, "rank": 1, "stage": "train", "row": 3},
+    ),
+    "identity not checked": (
+        "rank-00000",
+        lambda records: the(records, "cp_routed_experts").update(cp_token_identity_verified_count=None),
+        HandOver.SHARD,
+        {"rank": 0, "stage": "prev-logprob", "microbatch": 0},
+    ),
+    "a lost sample": (
+        "driver",
+        lambda records: records.remove(the(records, "rollout_payload_sample", sample_idx=2, to_rank=0)),
+        HandOver.PAYLOAD,
+        {"sample": 2, "layer": 2, "row": 0},
+    ),
+    "a stopped rank": (
+        "rank-00001", lambda records: records[-1].update(error="ReplayError: layer 3"), HandOver.RUN, {"rank": 1}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "change", "hand_over", "places"), EDITS.values(), ids=EDITS)
+def test_an_edited_trace_fails(
+    tmp_path: Path,
+    name: str,
+    change: Callable[[list[dict[str, Any]]], None],
+    hand_over: HandOver,
+    places: dict[str, Any],
+) -> None:
+    trace_step(tmp_path, Layout(context=2))
+    edit(tmp_path, name, lambda records: None)
+    assert check(tmp_path).holds, "rewriting alone changes nothing"
+    edit(tmp_path, name, change)
+    first = check(tmp_path).breaks[0]
+    assert first.hand_over is hand_over, str(first)
+    assert {key: getattr(first, key) for key in places} == places, str(first)
+
+
+def test_every_record_is_needed(tmp_path: Path) -> None:
+    trace_step(tmp_path, Layout(), limit=1)
+    for path in tmp_path.glob("*.jsonl"):
+        whole = path.read_bytes()
+        for index in range(len(whole.splitlines()) - 1):
+            edit(tmp_path, path.stem[-8:], lambda records, index=index: records.pop(index))
+            assert not sound(tmp_path), f"{path.name} without line {index + 1}"
+            path.write_bytes(whole)
+        for index in range(1, len(whole.splitlines()) - 1):
+            edit(tmp_path, path.stem[-8:], lambda records, index=index: records.insert(index, records[index]))
+            assert not sound(tmp_path), f"{path.name} with line {index + 1} twice"
+            path.write_bytes(whole)
+        path.unlink()
+        assert not sound(tmp_path), f"without {path.name}"
+        path.write_bytes(whole)
+    assert sound(tmp_path)
+
+
+def sound(folder: Path) -> bool:
+    """Whether the check passes; a trace that cannot be read does not."""
+    try:
+        return check(folder).holds
+    except TraceError:
+        return False
+
+
+def test_what_is_required_must_be_there(tmp_path: Path) -> None:
+    trace_step(tmp_path, Layout(), verify=False)
+    assert check_folder(tmp_path).holds
+    first = check_folder(tmp_path, require_forward_verify=True).breaks[0]
+    assert (first.hand_over, first.stage, first.what) == (HandOver.FORWARD, "prev-logprob", "no record of it")
+    edit(tmp_path, "rank-00000", lambda r: the(r, "cp_routed_experts").update(cp_token_identity_verified_count=None))
+    assert check_folder(tmp_path).holds
+    first = check_folder(tmp_path, require_shard_identity=True).breaks[0]
+    assert first.hand_over is HandOver.SHARD
+    assert "0 of 17 rows were compared" in first.what
+
+
+@pytest.fixture(scope="module")
+def sample_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    folder = tmp_path_factory.mktemp("sound")
+    trace_step(folder, Layout(), samples=2, limit=1)
+    return {path.name: path.read_bytes() for path in folder.glob("*.jsonl")}
+
+
+def write(folder: Path, files: dict[str, bytes]) -> Path:
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    return folder
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.sampled_from([10**400, -1, 1 << 48, 1 << 64, 0.5, float("nan")])
+    | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=4,
+)  # fmt: skip
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_no_damage_is_accepted(
+    tmp_path_factory: pytest.TempPathFactory, sample_files: dict[str, bytes], data: st.DataObject
+) -> None:
+    """Bytes cut off, changed or added, and records whose fields are dropped, added or given other values."""
+    folder = tmp_path_factory.mktemp("damaged")
+    name = data.draw(st.sampled_from(sorted(sample_files)))
+    whole = sample_files[name]
+    how = data.draw(st.sampled_from(["cut", "byte", "insert", "field", "drop", "extra"]))
+    at = data.draw(st.integers(0, len(whole) - 1))
+    if how == "cut":
+        damaged = whole[:at]
+    elif how == "byte":
+        damaged = whole[:at] + bytes([data.draw(st.integers(0, 255))]) + whole[at + 1 :]
+    elif how == "insert":
+        damaged = whole[:at] + data.draw(st.binary(min_size=1, max_size=20)) + whole[at:]
+    else:
+        lines = whole.splitlines()
+        index = data.draw(st.integers(0, len(lines) - 1))
+        record = json.loads(lines[index])
+        key = data.draw(st.sampled_from(sorted(record)))
+        if how == "drop":
+            del record[key]
+        else:
+            record[key if how == "field" else key + "_"] = data.draw(VALUES)
+        lines[index] = json.dumps(record).encode()
+        damaged = b"\n".join(lines) + b"\n"
+    if damaged == whole or json_equal(damaged, whole):
+        return
+    assert not sound(write(folder, sample_files | {name: damaged}))
+
+
+def json_equal(one: bytes, other: bytes) -> bool:
+    """Whether two files say the same but for the spelling of their last line, which no hash covers."""
+    a, b = one.rstrip(b"\n").split(b"\n"), other.rstrip(b"\n").split(b"\n")
+    try:
+        return a[:-1] == b[:-1] and json.loads(a[-1]) == json.loads(b[-1]) and one.endswith(b"\n")
+    except ValueError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"event":"trace_plan"', "not JSON"),
+        (b"[1,2]", "unknown event"),
+        (b'{"event":"surprise"}', "unknown event 'surprise'"),
+        (b'{"event":["trace_end"]}', "unknown event"),
+        (b'{"event":"trace_end","event":"trace_end"}', "a key is given twice"),
+        (b'{"event":"trace_end","rank":null,"trace_step":1,"records":"1","error":null}', "records"),
+        (b'{"event":"trace_end","rank":' + b"9" * 5000 + b"}", "not JSON"),
+        (b'{"event":"trace_end","rank":1e400,"trace_step":1,"records":1,"error":null}', "rank"),
+        (b"[" * 100_000, "nested too deep"),
+        (b"\xff\xfe", "not JSON"),
+        (b"", "not JSON"),
+    ],
+)
+def test_what_is_no_event_is_refused(tmp_path: Path, line: bytes, message: str) -> None:
+    (tmp_path / "r3_trace_x.jsonl").write_bytes(line + b"\n")
+    with pytest.raises(TraceError, match=r"r3_trace_x.jsonl:1: ") as error:
+        check_folder(tmp_path)
+    assert message in str(error.value)
+
+
+def test_the_command_tells_by_its_exit_code(tmp_path: Path) -> None:
+    def run(*arguments: str) -> tuple[int, str]:
+        result = CliRunner().invoke(app, ["r3", "check", *arguments], terminal_width=200)
+        return result.exit_code, result.output
+
+    flags = ("--require-forward-verify", "--require-shard-identity")
+    code, output = run(str(tmp_path / "nothing"), *flags)
+    assert (code, "no r3_trace_*.jsonl here" in output) == (2, True)
+    trace_step(tmp_path / "sound", Layout(context=2))
+    code, output = run(str(tmp_path / "sound"), *flags)
+    assert code == 0, output
+    assert "token identity held" in output
+    trace_step(tmp_path / "broken", Layout(context=2), Shifted())
+    code, output = run(str(tmp_path / "broken"), *flags, "--json", str(tmp_path / "report.json"))
+    assert code == 1
+    assert "step 7, stage train, rank 1, microbatch 1, sample 2, layer 2, row 5" in " ".join(output.split())
+    told = json.loads((tmp_path / "report.json").read_text())
+    assert not told["holds"]
+    assert told["breaks"][0]["row"] == 5
+    assert np.sum([row["broken"] for row in told["hand_overs"]]) == len(told["breaks"])

@@ -1,0 +1,155 @@
+"""A training step whose ranks are loops: routes go the real way (plan, cut, trace), routers use what they get.
+
+A :class:`Fault` may change the routes between any two hand-overs, as a defect of a trainer would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from r3.routing import Routing, narrowest_dtype
+from r3.shard import Packing, RouteShard, ShardSpec, cut_routes, router_places
+from r3.trace import STAGES, Stage
+from r3.trace_points import RankPlace, RankTracer, order_trace, write_driver_trace
+
+MOE_LAYERS = (2, 3, 5, 6)  # layers 1 and 4 of this model are dense
+TOP_K, EXPERTS, STEP = 2, 300, 7
+LENGTHS = (11, 6, 17, 2, 9)
+MICRO_BATCHES = (((0, 1), (2,)), ((4, 3),))
+"""``[data_rank][micro_batch]``"""
+
+
+class Fault:
+    """What goes wrong; this one: nothing. ``micro_batch`` counts a data rank's from 0."""
+
+    def shares(self, stage: Stage, shares: dict[int, RouteShard], micro_batch: int) -> dict[int, RouteShard]:
+        """What the ranks (of one data rank, by rank) hold as a pass begins."""
+        return shares
+
+    def given(self, stage: Stage, rank: int, micro_batch: int, experts: NDArray) -> NDArray:
+        """What a rank hands to its routers, ``[R, C, K]``."""
+        return experts
+
+    def assigned(self, stage: Stage, rank: int, layer: int, experts: NDArray) -> NDArray:
+        """What one router is given, ``[R, K]``."""
+        return experts
+
+    def used(self, stage: Stage, action: str, rank: int, layer: int, experts: NDArray) -> NDArray:
+        """What it uses, ``[R, K]``."""
+        return experts
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many ranks share a data rank, and how."""
+
+    context: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+
+    def specs(self) -> list[ShardSpec]:
+        stages = np.array_split(np.arange(len(MOE_LAYERS)), self.pipeline)
+        return [
+            ShardSpec(tuple(stage.tolist()), c, self.context, t, self.tensor)
+            for stage, c, t in product(stages, range(self.context), range(self.tensor))
+        ]
+
+    def places(self) -> list[RankPlace]:
+        specs = self.specs()
+        return [
+            RankPlace(data_rank * len(specs) + at, data_rank, spec)
+            for data_rank in range(len(MICRO_BATCHES))
+            for at, spec in enumerate(specs)
+        ]
+
+
+def tokens_of(sample: int) -> NDArray[np.int32]:
+    return (np.arange(LENGTHS[sample]) + 100 * sample).astype(np.int32)
+
+
+def routing_of(sample: int, missing: Sequence[int] = ()) -> Routing:
+    """Every (sample, row, layer) has experts of its own; the last row and ``missing`` are absent and hold rubbish."""
+    generator = np.random.default_rng(sample)
+    drawn = generator.random((LENGTHS[sample], len(MOE_LAYERS), EXPERTS)).argsort(axis=-1)[..., :TOP_K]
+    present = np.ones(LENGTHS[sample], bool)
+    present[[*missing, -1]] = False
+    return Routing(drawn.astype(narrowest_dtype(EXPERTS)), present, (), EXPERTS)
+
+
+def trace_step(
+    folder: Path,
+    layout: Layout,
+    fault: Fault | None = None,
+    *,
+    recompute: bool = True,
+    verify: bool = True,
+    samples: int = 8,
+    limit: int = 8,
+    step: int = STEP,
+) -> None:
+    """Write the traces of all ranks of a step."""
+    fault = fault or Fault()
+    tokens = [tokens_of(sample) for sample in range(len(LENGTHS))]
+    routings = [routing_of(sample, (1,) if sample == 2 else ()) for sample in range(len(LENGTHS))]
+    order = order_trace(
+        folder, step, MICRO_BATCHES, MOE_LAYERS, samples=samples, limit=limit, previews=3, verify_forward=verify
+    )
+    places = layout.places()
+    write_driver_trace(order, places, tokens, routings, recompute=recompute)
+    tracers = {place.rank: RankTracer(order, place.rank, place.data_rank, place.spec) for place in places}
+    for stage, (data_rank, batches) in product(STAGES, enumerate(MICRO_BATCHES)):
+        ranks = [place for place in places if place.data_rank == data_rank]
+        for place in ranks:
+            tracers[place.rank].begin(stage, 0)
+        for micro_batch, ids in enumerate(batches):
+            packing = Packing(tuple(LENGTHS[index] for index in ids), ranks[0].spec.multiple)
+            packed = np.concatenate([tokens[index] for index in ids])
+            shares = {
+                place.rank: cut_routes([routings[i] for i in ids], ids, packed, packing, place.spec) for place in ranks
+            }
+            for rank, share in fault.shares(stage, shares, micro_batch).items():
+                place = next(place for place in ranks if place.rank == rank)
+                one_rank(tracers[rank], place, stage, micro_batch, packing, packed, share, fault, recompute=recompute)
+    for tracer in tracers.values():
+        tracer.__exit__(None, None, None)
+
+
+def one_rank(
+    tracer: RankTracer,
+    place: RankPlace,
+    stage: Stage,
+    micro_batch: int,
+    packing: Packing,
+    tokens: NDArray[np.integer],
+    share: RouteShard,
+    fault: Fault,
+    *,
+    recompute: bool,
+) -> None:
+    """What a rank does with its share of a micro-batch in one pass."""
+    tracer.fetched(micro_batch, tokens, packing, share)
+    source = packing.source[router_places(packing, place.spec)]
+    pinned = share.present | (source < 0)
+    experts = fault.given(stage, place.rank, micro_batch, share.experts.copy())
+    tracer.sharded(micro_batch, packing, np.where(source < 0, 0, tokens[source]), experts, pinned, len(experts))
+    native = np.tile(np.arange(EXPERTS - TOP_K, EXPERTS), (len(experts), 1))
+    for column, layer in enumerate(MOE_LAYERS[index] for index in place.spec.columns):
+        given = fault.assigned(stage, place.rank, layer, experts[:, column].copy())
+        tracer.assigned(layer, micro_batch, given)
+        asked = np.sort(np.where(pinned[:, None], given, native), axis=-1)
+        for action in ("replay_forward", "replay_backward") if stage == "train" else ("replay_forward",):
+            tracer.action(layer, micro_batch, action)
+            if action == "replay_forward" or recompute:
+                used = np.sort(fault.used(stage, action, place.rank, layer, asked.copy()), axis=-1)
+                tracer.used(layer, micro_batch, action, used, asked, int((~pinned).sum()))
+
+
+def shifted(share: RouteShard) -> RouteShard:
+    """The rows one place further on."""
+    return replace(share, experts=np.roll(share.experts, 1, axis=0))
