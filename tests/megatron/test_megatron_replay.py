@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,94 @@ def test_an_observer_sees_what_the_routers_really_used(build: Build, batch: Pack
     assert observer.events == []
 
 
+def test_only_the_layers_that_megatron_runs_again_are_expected_again(
+    build: Build, batch: PackedBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Full recomputation by block: of the first layers of a chunk alone."""
+    from agent_rl.train.megatron.shape import ModelShape
+
+    whole = ModelShape.transformer_config
+
+    def first_three(*arguments: Any) -> Any:
+        config = whole(*arguments)
+        config.recompute_method, config.recompute_num_layers = "block", 3
+        return config
+
+    monkeypatch.setattr(ModelShape, "transformer_config", first_three)
+    model, observer = build(recompute="full"), Observer()
+    model.replayer.observer = observer
+    model.train_microbatches([batch], [everywhere(tiny.random_routes(len(batch)))], total)
+    for layer in range(1, tiny.LAYERS + 1):
+        again = [event for event in observer.of("forwarded", layer) if event[1] == "replay_backward"]
+        assert len(again) == (layer <= 3)
+
+
+def test_multi_token_prediction_keeps_its_own_routes(build: Build) -> None:
+    """Its routers have no column in the routes, and a layer number after the last one's."""
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+    from megatron.core.transformer.moe.router_replay import RouterReplay
+    from megatron.core.transformer.multi_token_prediction import (
+        MultiTokenPredictionBlock,
+        MultiTokenPredictionBlockSubmodules,
+        MultiTokenPredictionLayer,
+        MultiTokenPredictionLayerSubmodules,
+    )
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from agent_rl.train.megatron.layers import RMSNorm, block_spec
+    from agent_rl.train.megatron.model import HiddenGPT
+    from r3.megatron import ReplayError, RouterReplayer
+
+    config = replace(build(recompute="full").config, mtp_num_layers=1, recompute_method="uniform")
+    spec = block_spec(config, [True] * tiny.LAYERS, None)
+    layer = MultiTokenPredictionLayerSubmodules(
+        enorm=RMSNorm,
+        hnorm=RMSNorm,
+        eh_proj=ColumnParallelLinear,
+        transformer_layer=spec.layer_specs[-1],
+        layer_norm=RMSNorm,
+    )
+    ahead = ModuleSpec(
+        module=MultiTokenPredictionBlock,
+        submodules=MultiTokenPredictionBlockSubmodules([ModuleSpec(MultiTokenPredictionLayer, submodules=layer)]),
+    )
+    model = HiddenGPT(config, spec, tiny.VOCAB, 512, position_embedding_type="none", mtp_block_spec=ahead)
+    replayer = RouterReplayer([model], range(1, tiny.LAYERS + 1))
+    assert RouterReplay.global_router_replay_instances == []
+    own = model.mtp.layers[0].transformer_layer.mlp
+    assert own.router.layer_number == tiny.LAYERS + 1
+    hidden, given = torch.randn(9, 1, 32), tiny.random_routes(9)
+    before = own.router(hidden)[1]
+    with replayer.forward(0, given, None, backward=False) as used:
+        for decoder_layer in model.decoder.layers:
+            decoder_layer.mlp(hidden)
+        during = own.router(hidden)[1]
+        own.router(hidden)  # as often as it likes
+    assert torch.equal(before, during)
+    assert torch.equal(torch.stack([used[column] for column in range(tiny.LAYERS)], 1), given.long())
+    model.stray = deepcopy(own.router)
+    with pytest.raises(ReplayError, match="stray is a router outside the decoder's layers"):
+        RouterReplayer([model], range(1, tiny.LAYERS + 1))
+
+
+@pytest.mark.parametrize("noise", [1e-3, 1e-2, 5e-2])
+def test_replay_brings_a_perturbed_trainer_nearer_to_the_engine(build: Build, noise: float) -> None:
+    """The experts that flip with a little noise on the weights are most of the mismatch; replay leaves the rest."""
+    from r3.report import k3_kl
+
+    model, batch = build(), PackedBatch.from_sequences(tiny.sequences(lengths=(200, 200, 200)))
+    engine = model.forward_logprobs([batch], None, record=True)[0]
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.modules[0].parameters():
+        parameter.data += noise * parameter.data.std() * torch.randn(parameter.shape, generator=generator)
+    native = model.forward_logprobs([batch], None, record=True)[0]
+    replayed = model.forward_logprobs([batch], [everywhere(engine.routes)], record=True)[0]
+    assert torch.equal(replayed.routes, engine.routes)
+    assert not torch.equal(native.routes.sort(-1).values, engine.routes.sort(-1).values)
+    far, near = (k3_kl(output.logprobs.numpy(), engine.logprobs.numpy()) for output in (native, replayed))
+    assert near < far / 1.5
+
+
 def test_recomputation_has_the_same_gradient(build: Build, batch: PackedBatch) -> None:
     given = [PackedRoutes(tiny.random_routes(len(batch)), torch.arange(len(batch)) % 3 != 0)]
     gradients = []
@@ -288,11 +377,16 @@ def test_recomputing_too_often_is_refused(build: Build) -> None:
     ("change", "reason"),
     [
         ({"moe_router_fusion": True}, "fused router ignores replay"),
-        ({"moe_router_load_balancing_type": "sinkhorn"}, "sinkhorn"),
+        ({"moe_router_load_balancing_type": "sinkhorn"}, "sinkhorn routing ignores replay"),
+        ({"moe_router_load_balancing_type": "quantile_balancing"}, "quantile_balancing routing ignores replay"),
+        ({"moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]}, ": sinkhorn routing ignores replay"),
         ({"moe_router_pre_softmax": True}, "before the top-k is not Eq. 8"),
         ({"moe_router_score_function": "sigmoid"}, "sigmoid scores are not Eq. 8"),
         ({"moe_router_enable_expert_bias": True}, "expert bias"),
         ({"moe_expert_capacity_factor": 1.0}, "dropped tokens"),
+        ({"moe_router_topk_scaling_factor": 2.5}, "scaled gates"),
+        ({"moe_router_force_load_balancing": True}, "random logits"),
+        ({"moe_input_jitter_eps": 0.1}, "jittered inputs"),
         ({"moe_enable_routing_replay": False}, "replay is off"),
     ],
 )
