@@ -137,12 +137,13 @@ class RouteShard:
 
     ``experts`` ``[R, C, K]`` as in :class:`r3.routing.Routing`; rows that are padding or absent hold distinct experts.
     ``present`` bool ``[R]``: rows the engine recorded. ``identity`` uint32 ``[R]``: whose each row is
-    (:func:`identify`).
+    (:func:`identify`); ``columns``: which MoE layers these are, as in :class:`ShardSpec`.
     """
 
     experts: NDArray[np.unsignedinteger]
     present: NDArray[np.bool_]
     identity: NDArray[np.uint32]
+    columns: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
@@ -246,7 +247,7 @@ def cut_routes(
         experts[rows][kept] = routing.experts[:, _columns(spec)][at[kept]]
         present[rows] = kept
     experts[~present] = filler(int((~present).sum()), len(spec.columns), first.top_k, first.num_experts)
-    return RouteShard(experts, present, row_identities(packing, spec, samples, tokens))
+    return RouteShard(experts, present, row_identities(packing, spec, samples, tokens), spec.columns)
 
 
 def own_routes(
@@ -258,7 +259,7 @@ def own_routes(
 ) -> RouteShard:
     """Experts that a rank's own routers used, ``[R, C, K]``, as routes that it can replay; all but padding is there."""
     present = packing.source[router_places(packing, spec)] >= 0
-    return RouteShard(experts, present, row_identities(packing, spec, samples, tokens))
+    return RouteShard(experts, present, row_identities(packing, spec, samples, tokens), spec.columns)
 
 
 def _check_routings(routings: Sequence[Routing], packing: Packing, spec: ShardSpec) -> None:
@@ -281,15 +282,21 @@ def _columns(spec: ShardSpec) -> slice | list[int]:
 def check_identity(
     shard: RouteShard, samples: Sequence[int], tokens: NDArray[np.integer], packing: Packing, spec: ShardSpec
 ) -> int:
-    """Every row must belong to the token that is fed at its place. Returns how many were compared.
+    """Every row must belong to the token that is fed at its place, and the layers must be this rank's. Returns how many
+    rows were compared.
 
     Raises RoutingError naming the sample and the token of the first that does not.
     """
     wanted = row_identities(packing, spec, samples, tokens)
-    rows = {len(wanted), len(shard.experts), len(shard.present), len(shard.identity)}
-    if len(rows) > 1 or shard.experts.shape[1] != len(spec.columns):
+    if shard.columns != spec.columns or shard.experts.shape[1] != len(spec.columns):
         raise RoutingError(
-            f"routes {list(shard.experts.shape)} came for {len(wanted)} tokens and {len(spec.columns)} MoE layers"
+            f"samples {list(samples)}: routes came for the MoE layers {list(shard.columns)}, this rank has "
+            f"{list(spec.columns)} (counted from 0)"
+        )
+    if {len(shard.experts), len(shard.present), len(shard.identity)} != {len(wanted)}:
+        raise RoutingError(
+            f"samples {list(samples)}: {len(shard.experts)} rows of routes came for the {len(wanted)} tokens (with "
+            f"padding) of this rank"
         )
     if len(wrong := np.flatnonzero(wanted != shard.identity)):
         place = router_places(packing, spec)[wrong[0]]

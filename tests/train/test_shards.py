@@ -1,0 +1,148 @@
+"""How the driver deals routes out and puts them together again, over every layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent_rl.errors import TrainerError
+from agent_rl.train.packing import plan
+from agent_rl.train.reports import Differing, count_routes, differing
+from agent_rl.train.shards import (
+    RankInfo,
+    by_sample,
+    count_differing,
+    cut,
+    have_routes,
+    put_together,
+    without_routes,
+)
+from agent_rl.types import Sample
+from r3.report import differing_experts, route_mismatch
+from r3.routing import Routing
+from r3.shard import ShardSpec
+
+TOP_K, EXPERTS = 2, 6
+
+
+def sample_of(length: int, layers: int, seed: int, *, share: float = 0.8) -> Sample:
+    """Random routes; of the rows but the last, ``share`` are present."""
+    generator = np.random.default_rng(seed)
+    experts = generator.random((length, layers, EXPERTS)).argsort(-1)[..., :TOP_K].astype(np.uint8)
+    present = generator.random(length) < share
+    present[-1] = share == 1
+    experts[~present] = 0
+    tokens = generator.integers(0, 50, length).astype(np.int32)
+    zeros = np.zeros(length, np.float32)
+    return Sample(tokens, zeros > 0, zeros, 0.0, Routing(experts, present, (), EXPERTS))
+
+
+def infos_of(data: int, context: int, tensor: int, stages: list[tuple[int, ...]]) -> list[RankInfo]:
+    layers = sum(len(columns) for columns in stages)
+    places = [
+        (data_rank, ShardSpec(columns, c, context, t, tensor))
+        for columns in stages
+        for data_rank in range(data)
+        for c in range(context)
+        for t in range(tensor)
+    ]
+    return [RankInfo(rank, d, data, rank == 0, spec, 0, 0, layers) for rank, (d, spec) in enumerate(places)]
+
+
+@st.composite
+def worlds(draw: Any) -> tuple[list[Sample], list[RankInfo]]:
+    stages = draw(st.sampled_from([[(0,)], [(0, 1, 2)], [(), (0, 1)], [(0, 2), (1, 3)], [(0,), (1,), (2,)]]))
+    data, context, tensor = (draw(st.integers(1, most)) for most in (2, 3, 3))
+    infos = infos_of(data, context, tensor, stages)
+    lengths = draw(st.lists(st.integers(2, 25), min_size=1, max_size=7))
+    # The last one surely has rows: without any there is nothing to compare.
+    samples = [sample_of(length, infos[0].moe_layers, seed) for seed, length in enumerate(lengths)]
+    return [*samples, sample_of(9, infos[0].moe_layers, 77)], infos
+
+
+@given(worlds())
+def test_what_ranks_hold_gives_the_routes_and_their_differences_back(
+    world: tuple[list[Sample], list[RankInfo]],
+) -> None:
+    samples, infos = world
+    layers = infos[0].moe_layers
+    others = [sample_of(len(sample.tokens), layers, 99 + at, share=1) for at, sample in enumerate(samples)]
+    micro_batches = plan([len(sample.tokens) for sample in samples], budget=40, ranks=infos[0].data_size)
+    total = None
+    for data_rank, batches in enumerate(micro_batches):
+        peers = [info for info in infos if info.data_rank == data_rank]
+        differs = []
+        for info in peers:
+            given_, used = ([cut(held, ids, info.shard) for ids in batches] for held in (samples, others))
+            found = [differing(shard, other.experts) for shard, other in zip(given_, used, strict=True)]
+            report = Differing.of(len(info.shard.columns), found, None)
+            assert [part.tolist() for part in report.unpacked(report.replayed)] == [part.tolist() for part in found]
+            differs.append(report.unpacked(report.replayed))
+        for ids in batches:
+            whole = put_together(samples, ids, peers, [cut(samples, ids, info.shard).experts for info in peers])
+            for index, experts in by_sample(samples, ids, whole).items():
+                routing = samples[index].routing
+                assert routing is not None
+                np.testing.assert_array_equal(experts[routing.present], routing.experts[routing.present])
+        counts = count_differing(samples, batches, peers, differs)
+        total = counts if total is None else total + counts
+    assert total is not None
+    whole_routes = [
+        (a, b) for one, two in zip(samples, others, strict=True) if (a := one.routing) and (b := two.routing)
+    ]
+    differ = [differing_experts(a, b) for a, b in whole_routes]
+    expected = route_mismatch(
+        np.concatenate(differ), np.repeat(np.arange(len(differ)), [len(rows) for rows in differ]), TOP_K
+    )  # fmt: skip
+    assert total.tokens == expected.tokens
+    assert total.sequences == expected.sequences
+    assert total.routers_differ / total.routers == pytest.approx(expected.router)
+    assert total.tokens_differ / total.tokens == pytest.approx(expected.token)
+    assert total.sequence_layers / total.sequences == pytest.approx(expected.sequence)
+    assert total.needed == sum(a.tokens - 1 for a, _ in whole_routes)
+    assert total.present == total.tokens
+    assert total.stored_bytes == total.stored_tokens * layers * TOP_K
+
+
+def test_counts_by_hand() -> None:
+    differs = np.array([[1, 1], [0, 0], [1, 0], [0, 0], [0, 1], [0, 0]], bool)
+    present = np.array([1, 1, 1, 0, 1, 0], bool)
+    counts = count_routes(differs, present, np.array([0, 4, 6], np.int32), stored_bytes=24)
+    assert (counts.needed, counts.present, counts.tokens, counts.tokens_differ) == (4, 4, 4, 3)
+    assert (counts.routers, counts.routers_differ) == (8, 4)
+    assert (counts.sequences, counts.sequence_layers) == (2, 3 / 3 + 1 / 1)
+
+
+def test_samples_travel_without_routes_and_only_where_needed() -> None:
+    samples = [sample_of(5 + index, 2, index) for index in range(4)]
+    bare = without_routes(samples, [[3], [1]])
+    assert sorted(bare) == [1, 3]
+    assert all(sample.routing is None for sample in bare.values())
+    assert bare[3].tokens is samples[3].tokens
+    assert samples[3].routing is not None, "the caller's samples stay as they were"
+
+
+def test_routes_that_do_not_line_up_are_refused() -> None:
+    good = sample_of(5, 2, 0)
+    routing = good.routing
+    assert routing is not None
+    clipped = replace(routing, experts=routing.experts[:4], present=routing.present[:4])
+    assert have_routes([good, good], 2)
+    assert not have_routes([replace(good, routing=None)], 2)
+    for bad, message in (
+        (replace(good, routing=None), "^1 of 2 samples have no routes$"),
+        (replace(good, routing=clipped), "^sample 1 has 5 tokens and 4 rows of routes$"),
+        (sample_of(5, 3, 0), "^sample 1 has routes of 3 MoE layers, the trainer's model has 2$"),
+        (replace(good, routing=replace(routing, num_experts=9)), "different shapes"),
+    ):
+        with pytest.raises(TrainerError, match=message):
+            have_routes([good, bad], 2)
+    infos = infos_of(1, 2, 1, [(0, 1)])
+    parts = [cut([good], [0], info.shard).experts for info in infos]
+    with pytest.raises(TrainerError, match="the ranks' routes don't fit together"):
+        put_together([good], [0], infos[:1], parts[:1])
