@@ -282,9 +282,9 @@ def _decoder_routers(chunk: torch.nn.Module) -> Iterator[tuple[TopKRouter, int]]
                 yield router, place
     for name, router in chunk.named_modules():
         if isinstance(router, TopKRouter) and router not in known:
+            _take_off_shared_list(router)
             if not any(isinstance(chunk.get_submodule(part), MultiTokenPredictionLayer) for part in _parents(name)):
                 raise ReplayError(f"{name} is a router outside the decoder's layers, and has no routes")
-            _take_off_shared_list(router)
             router.router_replay = None
 
 

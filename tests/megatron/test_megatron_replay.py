@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -173,6 +172,8 @@ def test_only_the_layers_that_megatron_runs_again_are_expected_again(
 def test_multi_token_prediction_keeps_its_own_routes(build: Build) -> None:
     """Its routers have no column in the routes, and a layer number after the last one's."""
     from megatron.core.tensor_parallel import ColumnParallelLinear
+    from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+    from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.moe.router_replay import RouterReplay
     from megatron.core.transformer.multi_token_prediction import (
         MultiTokenPredictionBlock,
@@ -213,9 +214,10 @@ def test_multi_token_prediction_keeps_its_own_routes(build: Build) -> None:
         own.router(hidden)  # as often as it likes
     assert torch.equal(before, during)
     assert torch.equal(torch.stack([used[column] for column in range(tiny.LAYERS)], 1), given.long())
-    model.stray = deepcopy(own.router)
+    model.stray = TopKRouter(config, get_default_pg_collection())
     with pytest.raises(ReplayError, match="stray is a router outside the decoder's layers"):
         RouterReplayer([model], range(1, tiny.LAYERS + 1))
+    assert RouterReplay.global_router_replay_instances == []
 
 
 @pytest.mark.parametrize("noise", [1e-3, 1e-2, 5e-2])
