@@ -1,8 +1,8 @@
 """Trajectories on disk: ``trajectories/step-NNNNNN.jsonl``, one row a trajectory, and their arrays beside it.
 
 A row holds what a person reads (messages, tool calls, times, reward, ending) and refers to its arrays in
-``step-NNNNNN.safetensors`` by key: ``<key>/tokens``, ``<key>/loss_mask``, ``<key>/logprobs``, ``<key>/experts``,
-``<key>/present``. The arrays are in place before the rows are, so a step whose JSONL exists is whole.
+``step-NNNNNN.safetensors`` by key: ``<key>/tokens``, ``<key>/loss_mask``, ``<key>/logprobs``, and ``<key>/routes``, the
+bytes of an :mod:`r3.archive`. The arrays are in place before the rows are, so a step whose JSONL exists is whole.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from safetensors.numpy import save_file
 from agent_rl.errors import AgentRlError
 from agent_rl.observe.files import write_atomic
 from agent_rl.types import Group, StopReason, Trajectory, Turn
-from r3.routing import Routing, Span, SpanKind
+from r3 import archive
+from r3.routing import Routing, RoutingError
 
 FOLDER = "trajectories"
 _PLAIN = ("task_id", "env", "reward", "resolved", "patch", "error", "seconds", "grade_seconds")
@@ -30,7 +31,8 @@ _PLAIN = ("task_id", "env", "reward", "resolved", "patch", "error", "seconds", "
 
 def write_trajectories(run_dir: Path, step: int, groups: Sequence[Group], *, routes: bool = True) -> Path:
     """Write the groups of ``step`` and return the JSONL's path. ``routes`` False leaves the routes out (they are most
-    of the bytes). Blocks on the disk: call it in a thread from an event loop."""
+    of the bytes). They are archived without their order within a row. Blocks on the disk: call it in a thread from an
+    event loop."""
     path = _path(run_dir, step)
     members = [(index, group, t) for index, group in enumerate(groups) for t in group.trajectories]
     arrays: dict[str, NDArray] = {}
@@ -55,7 +57,8 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_trajectories(run_dir: Path, step: int) -> tuple[Group, ...]:
-    """The groups of ``step`` as they were written. Raises AgentRlError where rows or arrays are absent."""
+    """The groups of ``step`` as they were written. Raises AgentRlError where rows or arrays are absent, or routes
+    were damaged."""
     path = _path(run_dir, step)
     arrays = path.with_suffix(".safetensors")
     for file in (path, arrays):
@@ -82,7 +85,6 @@ def _path(run_dir: Path, step: int) -> Path:
 
 
 def _row(trajectory: Trajectory, index: int, group: Group, key: str, routes: bool) -> dict[str, Any]:
-    routing = trajectory.routing if routes else None
     return {
         **{name: getattr(trajectory, name) for name in _PLAIN},
         "group": {"index": index, "infrastructure_failures": group.infrastructure_failures},
@@ -91,15 +93,8 @@ def _row(trajectory: Trajectory, index: int, group: Group, key: str, routes: boo
         "suspected_hack": trajectory.suspected_hack,
         "messages": [dict(message) for message in trajectory.messages],
         "turns": [asdict(turn) for turn in trajectory.turns],
-        "arrays": {"key": key, "tokens": len(trajectory.tokens), "routing": _routing_row(routing)},
+        "arrays": {"key": key, "tokens": len(trajectory.tokens), "routes": routes and trajectory.routing is not None},
     }
-
-
-def _routing_row(routing: Routing | None) -> dict[str, Any] | None:
-    if routing is None:
-        return None
-    spans = [[s.start, s.stop, s.weight_version, s.engine, s.kind.value] for s in routing.spans]
-    return {"num_experts": routing.num_experts, "spans": spans}
 
 
 def _arrays(key: str, trajectory: Trajectory, routes: bool) -> dict[str, NDArray]:
@@ -109,8 +104,7 @@ def _arrays(key: str, trajectory: Trajectory, routes: bool) -> dict[str, NDArray
         f"{key}/logprobs": trajectory.logprobs,
     }
     if routes and trajectory.routing is not None:
-        arrays[f"{key}/experts"] = trajectory.routing.experts
-        arrays[f"{key}/present"] = trajectory.routing.present
+        arrays[f"{key}/routes"] = np.frombuffer(archive.encode(trajectory.routing), np.uint8)
     # safetensors writes an array's buffer as it lies in memory, strides ignored.
     return {name: np.ascontiguousarray(array) for name, array in arrays.items()}
 
@@ -129,13 +123,13 @@ def _save_arrays(path: Path, arrays: Mapping[str, NDArray]) -> None:
 
 
 def _trajectory(row: Mapping[str, Any], tensors: Any) -> Trajectory:
-    key, routing = row["arrays"]["key"], row["arrays"]["routing"]
+    key = row["arrays"]["key"]
     return Trajectory(
         **{name: row[name] for name in _PLAIN},
         tokens=tensors.get_tensor(f"{key}/tokens"),
         loss_mask=tensors.get_tensor(f"{key}/loss_mask"),
         logprobs=tensors.get_tensor(f"{key}/logprobs"),
-        routing=_routing(routing, key, tensors) if routing else None,
+        routing=_routing(key, tensors) if row["arrays"]["routes"] else None,
         stop=StopReason(row["stop"]),
         turns=tuple(Turn(**turn) for turn in row["turns"]),
         messages=tuple(row["messages"]),
@@ -144,8 +138,8 @@ def _trajectory(row: Mapping[str, Any], tensors: Any) -> Trajectory:
     )
 
 
-def _routing(row: Mapping[str, Any], key: str, tensors: Any) -> Routing:
-    spans = tuple(Span(start, stop, version, by, SpanKind(kind)) for start, stop, version, by, kind in row["spans"])
-    return Routing(
-        tensors.get_tensor(f"{key}/experts"), tensors.get_tensor(f"{key}/present"), spans, row["num_experts"]
-    )
+def _routing(key: str, tensors: Any) -> Routing:
+    try:
+        return archive.decode(tensors.get_tensor(f"{key}/routes").data, where=f"routes of trajectory {key}")
+    except RoutingError as error:
+        raise AgentRlError(str(error)) from error

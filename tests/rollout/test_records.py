@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from agent_rl.errors import AgentRlError
 from agent_rl.rollout.episode import run_episode
@@ -43,7 +44,7 @@ def assert_same(ours: Trajectory, theirs: Trajectory) -> None:
             assert a == b, field.name
     assert ours.routing is not None
     assert theirs.routing is not None
-    assert np.array_equal(ours.routing.experts, theirs.routing.experts)
+    assert np.array_equal(np.sort(ours.routing.experts, axis=2), theirs.routing.experts)
     assert np.array_equal(ours.routing.present, theirs.routing.present)
     assert (ours.routing.spans, ours.routing.num_experts) == (theirs.routing.spans, theirs.routing.num_experts)
     assert ours.routing.experts.dtype == theirs.routing.experts.dtype
@@ -76,6 +77,15 @@ def test_routes_may_be_left_out(groups: tuple[Group, ...], tmp_path: Path) -> No
     back = read_trajectories(tmp_path, 1)[0].trajectories[0]
     assert back.routing is None
     assert np.array_equal(back.tokens, groups[0].trajectories[0].tokens)
+
+
+def test_damaged_routes_are_named(groups: tuple[Group, ...], tmp_path: Path) -> None:
+    arrays = write_trajectories(tmp_path, 1, groups).with_suffix(".safetensors")
+    tensors = load_file(arrays)
+    tensors["00003/routes"][40] ^= 1
+    save_file(tensors, arrays)
+    with pytest.raises(AgentRlError, match="routes of trajectory 00003: its checksum does not match"):
+        read_trajectories(tmp_path, 1)
 
 
 def test_what_a_model_may_write_can_be_kept(groups: tuple[Group, ...], tmp_path: Path) -> None:
