@@ -9,7 +9,7 @@ Log-probs (p: trainer, q: engine, of the sampled token; r = p / q):
 - ``token_mult_prob_error``  mean exp |log p - log q|, 1 where they agree (NeMo RL's name)
 - ``js_divergence``          half k3 of p against m plus half k3 of q against m, m = (p + q) / 2 (NeMo RL:
   ``js_divergence_error``)
-- ``logprob_abs_diff``       mean |log p - log q|
+- ``logprob_abs_diff``       mean |log p - log q|; ``logprob_abs_diff_max`` that of the worst token
 
 Experts, as the R3 paper counts them: a *router* is one (token, layer) pair.
 
@@ -90,7 +90,8 @@ def logprob_abs_diff(trainer: Floats, engine: Floats, mask: Mask | None = None) 
 def mismatch_metrics(trainer: Floats, engine: Floats, mask: Mask | None = None) -> dict[str, float]:
     """All of them under the names of the ``mismatch/*`` metrics, without the prefix; ``f_tau`` at tau = 2."""
     log_r = log_ratios(trainer, engine, mask)
-    return {name: float(values(log_r).mean()) for name, values in TOKEN_VALUES.items()}
+    means = {name: float(values(log_r).mean()) for name, values in TOKEN_VALUES.items()}
+    return means | {"logprob_abs_diff_max": float(np.abs(log_r).max())}
 
 
 def _k3(log_r: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -120,7 +121,7 @@ TOKEN_VALUES: Mapping[str, Callable[[NDArray[np.float64]], NDArray]] = {
     "js_divergence": _js,
     "logprob_abs_diff": np.abs,
 }
-"""Every metric as a function from log r to a value a token; the metric is the mean."""
+"""Every metric that is a mean over tokens, as a function from log r to a value a token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +174,7 @@ def per_sequence(values: NDArray, sequence: NDArray[np.integer]) -> NDArray[np.f
 class LogprobMismatch:
     """All figures of the sampled tokens of some sequences.
 
-    ``metrics``: under the names of :func:`mismatch_metrics`. ``f_tau[i]``: F at ``taus[i]``.
+    ``metrics``: the means, under the names of :data:`TOKEN_VALUES`. ``f_tau[i]``: F at ``taus[i]``.
     """
 
     tokens: int

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_rl.controller.compare import TrainerPass, chunks, comparable, compare, config_of, run_compare, turns_of
@@ -86,6 +86,7 @@ def test_tokens_belong_to_the_turn_they_open() -> None:
     assert turns_of(trajectory(0)).tolist() == [1] * 5 + [2] * 5
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(1, 80))
 def test_chunks_are_all_sequences_in_order_within_the_budget(lengths: list[int], budget: int) -> None:
     found = chunks(lengths, budget)
