@@ -4,30 +4,24 @@
 
 - ``rows_ratio``: rows received over rows needed (goal: exactly 1.0);
 - ``wire_over_floor``: bytes of the answers over the int32 bytes of the rows needed (base64 alone is 4/3);
-- ``naive_over_ours``: rows that asking for the whole prefix every turn would have moved, over the rows moved;
-- ``decode_gb_per_second_*``: int32 bytes decoded a second, by our slicing, by orjson, and by json and base64 unchecked.
+- ``naive_over_ours``: rows that asking for the whole prefix every turn would have moved, over the rows moved.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import base64
 import json
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import orjson
 
 from agent_rl.config import EngineConfig
 from agent_rl.engine.open import open_engine
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.model.init import TinyMoe, initial_weights, save_checkpoint
 from agent_rl.types import SamplingParams
-from r3.codec import RouteLayout, decode_payload, encode_payload, extract_payload
 from r3.routing import validate
 from r3.stitch import RouteStitcher
 
@@ -62,41 +56,6 @@ async def converse(engine: SGLangEngine, turns: int, sampled: int, observed: int
     }
 
 
-def decode_speed(rows: int = 4096) -> dict[str, float]:
-    """int32 bytes a second of processor time out of a 48-layer top-8 answer: the client's way and two plainer ones."""
-    layout = RouteLayout(48, tuple(range(48)), 128, 8)
-    rng = np.random.default_rng(0)
-    experts = np.argsort(rng.random((rows, 48, 128), dtype=np.float32), axis=2)[:, :, :8].astype(np.uint8)
-    payload = encode_payload(experts, layout).decode()
-    body = orjson.dumps({"output_ids": [1] * 64, "meta_info": {"id": "x", "routed_experts": payload, "z": 0}})
-
-    def sliced() -> None:
-        cut = extract_payload(body)
-        assert cut is not None
-        orjson.loads(cut[1])
-        decode_payload(cut[0], layout, rows)
-
-    def parsed() -> None:
-        decode_payload(orjson.loads(body)["meta_info"]["routed_experts"].encode(), layout, rows)
-
-    def plain() -> None:
-        raw = base64.b64decode(json.loads(body)["meta_info"]["routed_experts"])
-        np.frombuffer(raw, dtype="<i4").astype(np.uint8)
-
-    raw_bytes = rows * layout.wire_bytes_per_row
-    return {f"decode_gb_per_second_{call.__name__}": raw_bytes / best(call) / 1e9 for call in (sliced, parsed, plain)}
-
-
-def best(call: Callable[[], None], repeats: int = 5) -> float:
-    """Seconds of processor time of the fastest of ``repeats``: what else the machine does is not counted."""
-    times = []
-    for _ in range(repeats):
-        started = time.process_time()
-        call()
-        times.append(time.process_time() - started)
-    return min(times)
-
-
 async def measure(model: Path, run_dir: Path, turns: int, sampled: int, observed: int) -> dict[str, float]:
     async with open_engine(EngineConfig(max_total_tokens=16384, max_running_requests=4), model, run_dir) as engine:
         return await converse(engine, turns, sampled, observed)
@@ -115,7 +74,6 @@ def main() -> None:
             sizes = TinyMoe()
             save_checkpoint(model, initial_weights(sizes, 0), sizes, eos=0, pad=1)
         values = asyncio.run(measure(model, Path(scratch), chosen.turns, chosen.sampled, chosen.observed))
-        values |= decode_speed()
     for name, value in values.items():
         print(f"{name:<34}{value:>14.4g}")
     print(json.dumps(values))
