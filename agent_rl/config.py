@@ -39,7 +39,7 @@ class EngineConfig(Section):
 class SandboxConfig(Section):
     """Where the agent's commands run."""
 
-    backend: Literal["auto", "docker", "bubblewrap"] = Field(
+    backend: Literal["auto", "docker", "podman", "bubblewrap"] = Field(
         "auto", description="auto takes docker where an engine answers, bubblewrap where none does."
     )
     image: str | None = Field(None, description="Image for tasks that name none; None takes the backend's default.")
@@ -102,8 +102,19 @@ class ParallelConfig(Section):
     )
 
 
+class CorrectionConfig(Section):
+    """What is done about tokens that trainer and engine give different probabilities; see docs/trainer.md."""
+
+    kind: Literal["tis", "icepop", "sequence_tis", "sequence_mask", "geometric_mask"] | None = Field(
+        None, description="Weight or mask by the ratio of the trainer's probability to the rollout's; None: neither."
+    )
+    low: float = Field(0.5, ge=0, description="Lower bound of the ratio, for the masks.")
+    high: float = Field(2.0, gt=0, description="Upper bound of the ratio.")
+    veto: float | None = Field(None, gt=0, description="Leave out sequences with a token whose ratio is below this.")
+
+
 class TrainConfig(Section):
-    """The GRPO trainer."""
+    """The policy-gradient trainer."""
 
     steps: int = Field(20, ge=0, description="Global steps.")
     replay: Literal["r3", "r2", "off"] = Field("r3", description="Whose routes the trainer uses (R3, R2 or its own).")
@@ -112,6 +123,19 @@ class TrainConfig(Section):
     weight_decay: float = Field(0.0, ge=0)
     betas: tuple[float, float] = Field((0.9, 0.95))
     grad_clip: float = Field(1.0, gt=0, description="Global gradient-norm limit.")
+    objective: Literal["grpo", "gspo", "cispo", "reinforce"] = Field("grpo", description="The policy objective.")
+    aggregation: Literal["token", "sequence", "constant"] = Field(
+        "token", description="Mean over tokens, over sequences of their means, or over sequences of sums / max_tokens."
+    )
+    baseline: Literal["mean", "leave_one_out"] = Field("mean", description="What a group's rewards are compared with.")
+    scale: Literal["group", "batch", "none"] = Field(
+        "group", description="Whose standard deviation advantages are divided by."
+    )
+    old_logprobs: Literal["recompute", "rollout"] = Field(
+        "recompute", description="What the ratio is taken against: the trainer's own log-probs, or the rollout's."
+    )
+    correction: CorrectionConfig = CorrectionConfig()
+    dual_clip: float | None = Field(None, gt=1, description="Dual clip's constant; None leaves it out.")
     eps_low: float = Field(0.2, gt=0, description="Lower clip of the ratio.")
     eps_high: float = Field(0.27, gt=0, description="Upper clip of the ratio (clip-higher).")
     mini_steps: int = Field(1, gt=0, description="Optimizer updates a global step.")
@@ -133,8 +157,8 @@ class TraceConfig(Section):
     """What of the routes' way from engine to trainer is written down, for ``agent-rl r3 check``."""
 
     steps: tuple[int, ...] = Field((), description="Global steps to trace; empty traces none.")
-    samples: int = Field(4, gt=0, description="Samples of a step to trace.")
-    microbatches: int = Field(2, gt=0, description="Micro-batches of a pass to trace.")
+    samples: int = Field(4, gt=0, description="Samples to follow, of those that a data rank has in them.")
+    microbatches: int = Field(2, gt=0, description="Micro-batches of a pass to trace, the first on every data rank.")
     previews: int = Field(8, ge=0, description="Values of a tensor that are written beside its hash.")
     verify_forward: bool = Field(True, description="Also compare the experts every router used with those given.")
     dir: Path | None = Field(None, description="Folder of the trace; None is r3_trace in the run's folder.")

@@ -70,4 +70,4 @@ def test_every_key_is_described_or_speaks_for_itself() -> None:
     assert len(sections) == 7
     for section in sections:
         undescribed = {name for name, field in section.model_fields.items() if not field.description}
-        assert undescribed <= {"weight_decay", "betas", "device", "parallel", "trace"}
+        assert undescribed <= {"weight_decay", "betas", "device", "parallel", "trace", "correction"}

@@ -52,6 +52,8 @@ def _train(reports: Sequence[RankReport]) -> dict[str, float]:
         "train/clip_fraction": sum(rank.clipped for ranks in updates for rank in ranks) / tokens,
         "train/entropy": sum(rank.entropy for ranks in updates for rank in ranks) / tokens,
         "train/approx_kl": sum(rank.kl for ranks in updates for rank in ranks) / tokens,
+        "train/correction_weight": sum(rank.correction for ranks in updates for rank in ranks) / tokens,
+        "train/correction_dropped": sum(rank.dropped for ranks in updates for rank in ranks) / tokens,
         "train/lr": updates[-1][0].update.lr,
         "train/updates": float(len(updates)),
         "train/sampled_tokens": float(sum(ranks[0].tokens for ranks in updates)),

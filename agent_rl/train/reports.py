@@ -18,10 +18,11 @@ from r3.shard import RouteShard
 @dataclass(frozen=True, slots=True)
 class MiniStepShare:
     """A data rank's part of one optimizer update: its micro-batches (sample indices), and the update's sampled tokens
-    over *all* ranks, which the loss is divided by."""
+    and sequences with any over *all* ranks, which the loss is divided by."""
 
     micro_batches: tuple[tuple[int, ...], ...]
     sampled_tokens: int
+    sequences: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,8 @@ class UpdateSums:
     clipped: float
     entropy: float
     kl: float
+    correction: float
+    dropped: float
     update: Update
 
 

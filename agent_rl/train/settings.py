@@ -9,6 +9,10 @@ from typing import Literal
 from agent_rl.config import ParallelConfig, RunConfig, TrainConfig
 
 Replay = Literal["r3", "r2", "off"]
+Objective = Literal["grpo", "gspo", "cispo", "reinforce"]
+Aggregation = Literal["token", "sequence", "constant"]
+Correction = Literal["tis", "icepop", "sequence_tis", "sequence_mask", "geometric_mask"]
+KlEstimator = Literal["k1", "k2", "k3"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +49,47 @@ class ModelSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class Clip:
+    """The clip of the ratio: ``[1 - low, 1 + high]``.
+
+    ``dual`` is dual-clip PPO's constant (arXiv 1912.09729): with A < 0 a token's loss is at most ``-dual * A``, however
+    large its ratio; None leaves that out.
+    """
+
+    low: float
+    high: float
+    dual: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """``low`` and ``high`` bounds of a correction's ratio, and its veto (None: no veto)."""
+
+    low: float = 0.5
+    high: float = 2.0
+    veto: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LossSettings:
+    """The policy loss: objective, clip, aggregation (``length``: the constant of ``constant``) and correction."""
+
+    objective: Objective = "grpo"
+    clip: Clip = Clip(0.2, 0.27)
+    aggregation: Aggregation = "token"
+    length: int = 1
+    correction: Correction | None = None
+    bounds: Bounds = Bounds()
+
+
+@dataclass(frozen=True, slots=True)
 class StepSettings:
-    """One GRPO global step. ``temperature`` is the one the rollout sampled at: log-probs are compared there."""
+    """One global step. ``old_logprobs``: what the ratio is taken against, the trainer's own (recomputed before the
+    update) or the rollout's. ``temperature`` is the one the rollout sampled at: log-probs are compared there."""
 
     replay: Replay
-    eps_low: float
-    eps_high: float
+    loss: LossSettings
+    old_logprobs: Literal["recompute", "rollout"]
     temperature: float
     measure_native: bool
 
@@ -67,12 +106,25 @@ def optimizer_settings(train: TrainConfig) -> OptimizerSettings:
     )
 
 
+def loss_settings(config: RunConfig) -> LossSettings:
+    """The policy loss of a config. Dr.GRPO's constant length is the most a trajectory may hold."""
+    train, correction = config.train, config.train.correction
+    return LossSettings(
+        objective=train.objective,
+        clip=Clip(train.eps_low, train.eps_high, train.dual_clip),
+        aggregation=train.aggregation,
+        length=config.rollout.max_tokens,
+        correction=correction.kind,
+        bounds=Bounds(correction.low, correction.high, correction.veto),
+    )
+
+
 def step_settings(config: RunConfig, *, measure_native: bool) -> StepSettings:
     """The settings of one global step. A greedy rollout's log-probs are the raw ones, so 0 counts as 1."""
     return StepSettings(
         replay=config.train.replay,
-        eps_low=config.train.eps_low,
-        eps_high=config.train.eps_high,
+        loss=loss_settings(config),
+        old_logprobs=config.train.old_logprobs,
         temperature=config.rollout.temperature or 1.0,
         measure_native=measure_native,
     )

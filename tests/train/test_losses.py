@@ -8,9 +8,11 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs the trainer environment")
 
-from agent_rl.train.losses import clipped_objective, is_clipped, k3, policy_loss, weighted_cross_entropy  # noqa: E402
+from agent_rl.train.losses import Counts, policy_loss, weighted_cross_entropy  # noqa: E402
+from agent_rl.train.objectives import objective_terms  # noqa: E402
+from agent_rl.train.settings import Bounds, Clip, LossSettings  # noqa: E402
 
-EPS = {"eps_low": 0.2, "eps_high": 0.28}
+CLIP = Clip(0.2, 0.28)
 
 
 def reference(
@@ -30,6 +32,7 @@ def draw(count: int, seed: int = 0) -> dict[str, torch.Tensor]:
     return {
         "old": old,
         "new": old + torch.randn(count, generator=generator, dtype=torch.float64) * 0.4,
+        "log_ratio": torch.randn(count, generator=generator, dtype=torch.float64) * 0.3,
         "advantages": torch.randn(count, generator=generator, dtype=torch.float64),
         "mask": torch.rand(count, generator=generator) < 0.7,
         "weights": torch.rand(count, generator=generator, dtype=torch.float64) + 0.5,
@@ -38,17 +41,23 @@ def draw(count: int, seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def loss_of(
-    data: dict[str, torch.Tensor], new: torch.Tensor, batch_tokens: float | None = None, part: slice = slice(None)
+    data: dict[str, torch.Tensor],
+    new: torch.Tensor,
+    batch_tokens: int | None = None,
+    part: slice = slice(None),
+    **settings: object,
 ):
     return policy_loss(
         new[part],
         data["old"][part],
+        data["log_ratio"][part],
         data["advantages"][part],
         data["mask"][part],
+        torch.zeros(len(new[part]), dtype=torch.int64),
         entropy_T=data["entropy"][part],
         weights_T=data["weights"][part],
-        batch_tokens=batch_tokens or float(data["mask"].sum()),
-        **EPS,
+        settings=LossSettings(clip=CLIP, **settings),  # type: ignore[arg-type]
+        counts=Counts(batch_tokens or int(data["mask"].sum()), 1),
     )
 
 
@@ -70,7 +79,7 @@ def test_parts_add_up_to_the_whole() -> None:
     whole = data["new"].clone().requires_grad_(True)
     loss_of(data, whole).loss.backward()
     parts = data["new"].clone().requires_grad_(True)
-    tokens = float(data["mask"].sum())
+    tokens = int(data["mask"].sum())
     pieces = [loss_of(data, parts, tokens, piece) for piece in (slice(0, 7), slice(7, 60), slice(60, count))]
     sum(piece.loss for piece in pieces).backward()
     torch.testing.assert_close(parts.grad, whole.grad, rtol=0, atol=1e-15)
@@ -102,26 +111,34 @@ def test_masked_tokens_take_part_in_nothing() -> None:
 )
 def test_clip_higher_case_by_case(ratio: float, advantage: float, loss: float, clipped: bool) -> None:
     ratio_T, advantage_T = torch.tensor([ratio], dtype=torch.float64), torch.tensor([advantage], dtype=torch.float64)
-    assert clipped_objective(ratio_T, advantage_T, **EPS).item() == pytest.approx(loss)
-    assert bool(is_clipped(ratio_T, advantage_T, **EPS)) is clipped
+    zero_T, first_T = torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)
+    terms = objective_terms("grpo", ratio_T.log(), zero_T, advantage_T, first_T == 0, first_T, CLIP)
+    assert terms.loss_T.item() == pytest.approx(loss)
+    assert bool(terms.clipped_T) is clipped
 
 
 def test_clipped_tokens_have_no_gradient_and_others_do() -> None:
     data = draw(300, seed=5)
     new = data["new"].clone().requires_grad_(True)
     loss_of(data, new).loss.backward()
-    clipped = is_clipped((data["new"] - data["old"]).exp(), data["advantages"], **EPS)
+    ratio, good = (data["new"] - data["old"]).exp(), data["advantages"] > 0
+    clipped = torch.where(good, ratio > 1.28, ratio < 0.8)
     assert new.grad is not None
     assert (new.grad[clipped] == 0).all()
     assert (new.grad[~clipped & data["mask"]] != 0).all()
 
 
-def test_k3_is_never_negative_and_estimates_kl() -> None:
-    p = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
-    q = torch.tensor([0.25, 0.25, 0.5], dtype=torch.float64)
-    values = k3(p.log() - q.log())
-    assert (values >= 0).all()
-    assert (q * values).sum().item() == pytest.approx((q * (q / p).log()).sum().item(), rel=1e-12)
+def test_a_correction_scales_the_terms_and_is_reported() -> None:
+    data = draw(200, seed=4)
+    weight = data["log_ratio"].exp().clamp(max=1.1)
+    corrected = loss_of(data, data["new"], correction="tis", bounds=Bounds(high=1.1))
+    by_hand = {**data, "weights": data["weights"] * weight}
+    assert corrected.loss.item() == pytest.approx(loss_of(by_hand, data["new"]).loss.item(), rel=1e-12)
+    assert corrected.correction.item() == pytest.approx(float(weight[data["mask"]].sum()))
+    assert corrected.dropped.item() == 0
+    masked = loss_of(data, data["new"], correction="icepop", bounds=Bounds(0.8, 1.2))
+    ratio = data["log_ratio"].exp()[data["mask"]]
+    assert masked.dropped.item() == float(((ratio < 0.8) | (ratio > 1.2)).sum()) > 0
 
 
 def test_weighted_cross_entropy() -> None:

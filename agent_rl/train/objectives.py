@@ -1,0 +1,135 @@
+"""The policy objectives of the field, a token at a time. Pure functions of torch tensors.
+
+Axes: ``T`` the tokens of one packed micro-batch, ``n`` its sequences; ``sequence_T`` says which sequence a token is of.
+A token that was not sampled has ``mask_T`` 0 and takes part in nothing. Each objective gives per-token terms whose
+weighted sum is the loss; :func:`aggregation_weights` are the weights, so that the sum over all micro-batches and
+data-parallel ranks is the loss of the global batch.
+
+========== =================================================== =======================================================
+objective  term of token t of sequence i                       source
+========== =================================================== =======================================================
+grpo       -min(r A, clip(r, 1 - low, 1 + high) A)             arXiv 2402.03300; clip-higher: DAPO, arXiv 2503.14476
+gspo       the same with r = s_i, the geometric mean of the    GSPO-token, arXiv 2507.18071, section 4.3
+           sequence's ratios
+cispo      -sg[clip(r, 1 - low, 1 + high)] A log pi            MiniMax-M1, arXiv 2506.13585, eq. 4
+reinforce  -r A, unclipped                                     Williams 1992; with advantages normalised over the
+                                                               batch REINFORCE++, arXiv 2501.03262
+========== =================================================== =======================================================
+
+Dr.GRPO (arXiv 2503.20783) is grpo with the aggregation ``constant`` and advantages that are not divided by their std.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from agent_rl.train.settings import Aggregation, Clip, KlEstimator, Objective
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """``loss_T`` with a gradient; ``clipped_T`` bool: whether the clip cut the token's gradient (or, for cispo, its
+    weight); ``ratio_T`` detached: the ratio that was clipped."""
+
+    loss_T: Tensor
+    clipped_T: Tensor
+    ratio_T: Tensor
+
+
+def objective_terms(
+    objective: Objective, logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, mask_T: Tensor,
+    sequence_T: Tensor, clip: Clip,
+) -> Terms:  # fmt: skip
+    """The terms of ``objective``; see the table above. ``mask_T`` bool, ``sequence_T`` int64, the others floats."""
+    # Where the mask is 0 the old log-prob means nothing; an infinite ratio there would turn 0 * inf into NaN.
+    log_ratio_T = torch.where(mask_T, logprobs_T - old_logprobs_T, torch.zeros_like(logprobs_T))
+    if objective == "gspo":
+        return _clipped(_sequence_log_ratio(log_ratio_T, mask_T, sequence_T), advantages_T, clip)
+    if objective == "cispo":
+        return _cispo(log_ratio_T, logprobs_T, advantages_T, clip)
+    if objective == "reinforce":
+        ratio_T = log_ratio_T.exp()
+        return Terms(-ratio_T * advantages_T, torch.zeros_like(mask_T), ratio_T.detach())
+    return _clipped(log_ratio_T, advantages_T, clip)
+
+
+def _clipped(log_ratio_T: Tensor, advantages_T: Tensor, clip: Clip) -> Terms:
+    """The clipped surrogate of PPO (arXiv 1707.06347, eq. 7), with both of the clip's extensions."""
+    ratio_T = log_ratio_T.exp()
+    bounded_T = ratio_T.clamp(1.0 - clip.low, 1.0 + clip.high)
+    loss_T = -torch.minimum(ratio_T * advantages_T, bounded_T * advantages_T)
+    cut_T = ((ratio_T > 1.0 + clip.high) & (advantages_T > 0)) | ((ratio_T < 1.0 - clip.low) & (advantages_T < 0))
+    if clip.dual is not None:
+        ceiling_T = -clip.dual * advantages_T
+        over_T = (advantages_T < 0) & (loss_T > ceiling_T)
+        loss_T = torch.where(over_T, ceiling_T, loss_T)
+        cut_T = cut_T | over_T
+    return Terms(loss_T, cut_T.detach(), ratio_T.detach())
+
+
+def _cispo(log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor, clip: Clip) -> Terms:
+    """Every token keeps its gradient; the clip bounds its weight alone."""
+    ratio_T = log_ratio_T.detach().exp()
+    weight_T = ratio_T.clamp(1.0 - clip.low, 1.0 + clip.high)
+    return Terms(-weight_T * advantages_T * logprobs_T, weight_T != ratio_T, ratio_T)
+
+
+def _sequence_log_ratio(log_ratio_T: Tensor, mask_T: Tensor, sequence_T: Tensor) -> Tensor:
+    """GSPO-token: the value of the sequence's mean log-ratio at each of its tokens, the gradient of the token's own.
+
+    ``s_it = sg[s_i] * pi_t / sg[pi_t]``: with one advantage a sequence the sum over its tokens has GSPO's gradient.
+    """
+    mean_T = sequence_mean(log_ratio_T.detach(), mask_T, sequence_T)[sequence_T]
+    return torch.where(mask_T, mean_T + log_ratio_T - log_ratio_T.detach(), torch.zeros_like(log_ratio_T))
+
+
+def sequence_mean(values_T: Tensor, mask_T: Tensor, sequence_T: Tensor) -> Tensor:
+    """Mean of each sequence's sampled tokens, ``[n]``; 0 for a sequence without one."""
+    count = int(sequence_T.max()) + 1 if len(sequence_T) else 0
+    zeros_n = values_T.new_zeros(count)
+    sums_n = zeros_n.index_add(0, sequence_T, torch.where(mask_T, values_T, torch.zeros_like(values_T)))
+    return sums_n / zeros_n.index_add(0, sequence_T, mask_T.to(values_T.dtype)).clamp(min=1.0)
+
+
+def aggregation_weights(
+    aggregation: Aggregation,
+    mask_T: Tensor,
+    sequence_T: Tensor,
+    *,
+    tokens: float,
+    sequences: float,
+    length: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """``[T]`` weights of per-token terms, for sums over the whole global batch.
+
+    ``tokens`` and ``sequences``: sampled tokens, and sequences with any, of the *global* batch (of all micro-batches
+    and ranks). ``token``: the mean over all tokens (DAPO, arXiv 2503.14476, eq. 8). ``sequence``: the mean over
+    sequences of each one's mean (GRPO, arXiv 2402.03300, eq. 3). ``constant``: the sum of a sequence divided by
+    ``length``, the same for all, averaged over sequences (Dr.GRPO, arXiv 2503.20783: no bias by length).
+    """
+    weight_T = mask_T.to(dtype)
+    if aggregation == "token":
+        return weight_T / tokens
+    if aggregation == "constant":
+        return weight_T / (sequences * length)
+    count = int(sequence_T.max()) + 1 if len(sequence_T) else 0
+    lengths_n = weight_T.new_zeros(count).index_add(0, sequence_T, weight_T)
+    return weight_T / (sequences * lengths_n.clamp(min=1.0)[sequence_T])
+
+
+def kl_estimate(estimator: KlEstimator, logprobs_T: Tensor, reference_T: Tensor) -> Tensor:
+    """Estimates of KL(pi || reference) a token, ``[T]``, from tokens of pi (Schulman, "Approximating KL Divergence").
+
+    With d = log pi - log reference: ``k1`` d (unbiased), ``k2`` d^2 / 2 (its gradient is that of the KL), ``k3``
+    exp(-d) - 1 + d (unbiased, never negative; GRPO's, arXiv 2402.03300, eq. 4).
+    """
+    difference_T = logprobs_T - reference_T
+    if estimator == "k1":
+        return difference_T
+    if estimator == "k2":
+        return difference_T.square() / 2
+    return torch.expm1(-difference_T) + difference_T

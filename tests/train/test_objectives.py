@@ -1,0 +1,180 @@
+"""Every objective and correction against a direct float64 transcription of its formula, one token after another."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, get_args
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs the trainer environment")
+
+from agent_rl.train.corrections import correction_weights  # noqa: E402
+from agent_rl.train.objectives import aggregation_weights, kl_estimate, objective_terms  # noqa: E402
+from agent_rl.train.settings import Aggregation, Bounds, Clip, Correction, Objective  # noqa: E402
+
+LENGTHS = (7, 1, 12, 5, 4)
+
+
+@pytest.fixture(autouse=True)
+def double() -> Any:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def draw(seed: int = 0) -> dict[str, Any]:
+    """Sequences of LENGTHS, advantages one a sequence; the fifth has no sampled token."""
+    generator = torch.Generator().manual_seed(seed)
+    total = sum(LENGTHS)
+    sequence = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+    old = -torch.rand(total, generator=generator) * 3
+    mask = (torch.rand(total, generator=generator) < 0.7) & (sequence < len(LENGTHS) - 1)
+    advantages = torch.randn(len(LENGTHS), generator=generator)[sequence]
+    new = old + torch.randn(total, generator=generator) * 0.5
+    return {"new": new, "old": old, "advantages": advantages, "mask": mask, "sequence": sequence}
+
+
+def members(data: dict[str, Any], sequence: int) -> list[int]:
+    return [t for t in range(len(data["new"])) if data["mask"][t] and data["sequence"][t] == sequence]
+
+
+def reference_term(objective: str, data: dict[str, Any], t: int, clip: Clip) -> float:
+    new, old, a = (float(data[name][t]) for name in ("new", "old", "advantages"))
+    ratio = math.exp(new - old)
+    if objective == "gspo":
+        own = members(data, int(data["sequence"][t]))
+        ratio = math.exp(sum(float(data["new"][u] - data["old"][u]) for u in own) / len(own))
+    bounded = min(max(ratio, 1 - clip.low), 1 + clip.high)
+    if objective == "cispo":
+        return -bounded * a * new
+    if objective == "reinforce":
+        return -ratio * a
+    term = -min(ratio * a, bounded * a)
+    return min(term, -clip.dual * a) if clip.dual is not None and a < 0 else term
+
+
+@pytest.mark.parametrize("dual", [None, 1.3])
+@pytest.mark.parametrize("objective", get_args(Objective))
+def test_terms_equal_the_formula(objective: Objective, dual: float | None) -> None:
+    data, clip = draw(), Clip(0.2, 0.28, dual)
+    terms = objective_terms(objective, *(data[n] for n in ("new", "old", "advantages", "mask", "sequence")), clip)
+    for t in range(len(data["new"])):
+        if data["mask"][t]:
+            assert float(terms.loss_T[t]) == pytest.approx(reference_term(objective, data, t, clip), rel=1e-12)
+
+
+def summed(objective: Objective, data: dict[str, Any], new: Any, clip: Clip) -> Any:
+    terms = objective_terms(objective, new, data["old"], data["advantages"], data["mask"], data["sequence"], clip)
+    return (terms.loss_T * data["mask"]).sum()
+
+
+@pytest.mark.parametrize("objective", ["grpo", "reinforce"])
+def test_gradients_equal_finite_differences(objective: Objective) -> None:
+    data, clip, step = draw(), Clip(0.2, 0.28, 1.5), 1e-6
+    new = data["new"].clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(summed(objective, data, new, clip), new)
+    for t in range(len(new)):
+        shift = torch.zeros_like(new)
+        shift[t] = step
+        slope = (summed(objective, data, new + shift, clip) - summed(objective, data, new - shift, clip)) / (2 * step)
+        assert gradient[t].item() == pytest.approx(slope.item(), rel=1e-5, abs=1e-8)
+        if not data["mask"][t]:
+            assert gradient[t].item() == 0.0
+
+
+def test_gspo_token_has_the_gradient_of_gspo() -> None:
+    """Per sequence: gspo's own loss is |i| * -min(s A, clip(s) A), summed over tokens; its gradient is ours."""
+    data, clip = draw(), Clip(3e-4, 4e-4)
+    new = data["new"].clone().requires_grad_()
+    (ours,) = torch.autograd.grad(summed("gspo", data, new, clip), new)
+    plain = torch.zeros(())
+    for sequence in range(len(LENGTHS) - 1):
+        own = members(data, sequence)
+        s = ((new[own] - data["old"][own]).mean()).exp()
+        a = data["advantages"][own[0]]
+        plain = plain - len(own) * torch.minimum(s * a, s.clamp(1 - clip.low, 1 + clip.high) * a)
+    (theirs,) = torch.autograd.grad(plain, new)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+
+
+def test_cispo_keeps_every_tokens_gradient() -> None:
+    data, clip = draw(), Clip(0.2, 0.28)
+    new = data["new"].clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(summed("cispo", data, new, clip), new)
+    weight = (data["new"] - data["old"]).exp().clamp(0.8, 1.28)
+    torch.testing.assert_close(gradient, -weight * data["advantages"] * data["mask"])
+
+
+@pytest.mark.parametrize("aggregation", get_args(Aggregation))
+def test_aggregation_equals_the_formula_also_over_micro_batches(aggregation: Aggregation) -> None:
+    data, values = draw(), torch.randn(sum(LENGTHS))
+    own = [members(data, s) for s in range(len(LENGTHS))]
+    tokens, sequences = sum(map(len, own)), sum(bool(o) for o in own)
+    expected = {
+        "token": sum(float(values[t]) for o in own for t in o) / tokens,
+        "sequence": sum(sum(float(values[t]) for t in o) / len(o) for o in own if o) / sequences,
+        "constant": sum(sum(float(values[t]) for t in o) / 100.0 for o in own) / sequences,
+    }[aggregation]
+    counts = {"tokens": tokens, "sequences": sequences, "length": 100.0, "dtype": torch.float64}
+    whole = aggregation_weights(aggregation, data["mask"], data["sequence"], **counts)
+    assert float((whole * values).sum()) == pytest.approx(expected, rel=1e-12)
+    total = 0.0
+    for part, first in ((slice(0, 8), 0), (slice(8, 29), 2)):  # cut between sequences, as micro-batches are
+        weights = aggregation_weights(aggregation, data["mask"][part], data["sequence"][part] - first, **counts)
+        total += float((weights * values[part]).sum())
+    assert total == pytest.approx(expected, rel=1e-12)
+
+
+def test_kl_estimators_equal_their_formulas_and_their_means_the_kl() -> None:
+    p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.3, 0.3, 0.4])
+    exact = float((p * (p / q).log()).sum())
+    for estimator in ("k1", "k3"):
+        assert float((p * kl_estimate(estimator, p.log(), q.log())).sum()) == pytest.approx(exact, rel=1e-12)
+    assert float(kl_estimate("k2", p.log(), q.log())[0]) == pytest.approx(math.log(0.5 / 0.3) ** 2 / 2)
+    assert (kl_estimate("k3", torch.randn(99), torch.randn(99)) >= 0).all()
+
+
+def reference_weight(correction: str | None, data: dict[str, Any], t: int, bounds: Bounds) -> float:
+    own = members(data, int(data["sequence"][t]))
+    logs = [float(data["new"][u] - data["old"][u]) for u in own]
+    if bounds.veto is not None and min(logs) < math.log(bounds.veto):
+        return 0.0
+    ratio = math.exp(float(data["new"][t] - data["old"][t]))
+    whole, mean = math.exp(sum(logs)), math.exp(sum(logs) / len(logs))
+
+    def inside(value: float, weight: float = 1.0) -> float:
+        return weight if bounds.low <= value <= bounds.high else 0.0
+
+    return {
+        None: 1.0,
+        "tis": min(ratio, bounds.high),
+        "icepop": inside(ratio, ratio),
+        "sequence_tis": min(whole, bounds.high),
+        "sequence_mask": inside(whole),
+        "geometric_mask": inside(mean),
+    }[correction]
+
+
+@pytest.mark.parametrize("veto", [None, 0.5])
+@pytest.mark.parametrize("correction", [None, *get_args(Correction)])
+def test_corrections_equal_their_formulas(correction: Correction | None, veto: float | None) -> None:
+    seen = set()
+    for seed in range(5):
+        data, bounds = draw(seed), Bounds(0.8, 1.25, veto)
+        weights = correction_weights(correction, data["new"] - data["old"], data["mask"], data["sequence"], bounds)
+        assert not weights.requires_grad
+        for t in range(len(weights)):
+            if data["mask"][t]:
+                assert float(weights[t]) == pytest.approx(reference_weight(correction, data, t, bounds), rel=1e-12)
+                seen.add(float(weights[t]) == 0.0)
+    if correction not in (None, "tis", "sequence_tis"):
+        assert seen == {True, False}, "the draw must meet both sides of the bounds"
+
+
+def test_a_long_sequences_product_does_not_overflow() -> None:
+    log_ratio, mask = torch.full((20_000,), 0.5), torch.ones(20_000, dtype=torch.bool)
+    sequence = torch.zeros(20_000, dtype=torch.int64)
+    for correction in ("sequence_tis", "sequence_mask"):
+        weights = correction_weights(correction, log_ratio, mask, sequence, Bounds())
+        assert torch.isfinite(weights).all()
