@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -113,22 +114,39 @@ class Packing:
         """Bounds of the sequences with padding, ``[n + 1]``."""
         return np.cumsum([0, *self.padded_lengths], dtype=np.int32)
 
+    def rows(self, places: Index) -> Rows:
+        """What stands at ``places``."""
+        sequence = np.searchsorted(self.cu_padded, places, side="right") - 1
+        positions = places - self.cu_padded.astype(np.int64)[sequence]
+        real = positions < np.asarray(self.lengths, np.int64)[sequence]
+        return Rows(sequence, positions, np.where(real, self.cu_seqlens.astype(np.int64)[sequence] + positions, -1))
+
+    def _all(self) -> Rows:
+        return self.rows(np.arange(self.cu_padded[-1], dtype=np.int64))
+
     @property
     def sequence(self) -> Index:
         """``[P]``: which sequence each place belongs to."""
-        return np.repeat(np.arange(len(self.lengths)), self.padded_lengths)
+        return self._all().sequence
 
     @property
     def positions(self) -> Index:
         """``[P]``: each place's position in its sequence; padding goes on counting."""
-        return np.arange(self.cu_padded[-1]) - self.cu_padded[:-1].astype(np.int64)[self.sequence]
+        return self._all().positions
 
     @property
     def source(self) -> Index:
         """``[P]``: which token of the packed batch stands at each place, -1 where it is padding."""
-        sequence, positions = self.sequence, self.positions
-        real = positions < np.asarray(self.lengths, np.int64)[sequence]
-        return np.where(real, self.cu_seqlens.astype(np.int64)[sequence] + positions, -1)
+        return self._all().source
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Places looked up in a :class:`Packing`, ``[R]`` each: as its properties of the same names."""
+
+    sequence: Index
+    positions: Index
+    source: Index
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -215,10 +233,12 @@ def row_identities(
     packing: Packing, spec: ShardSpec, samples: Sequence[int], tokens: NDArray[np.integer]
 ) -> NDArray[np.uint32]:
     """:func:`identify` of every row a rank's routers see; ``samples`` names the sequences, ``tokens`` is packed."""
-    places = router_places(packing, spec)
-    source = packing.source[places]
-    token = np.where(source < 0, -1, np.asarray(tokens)[source])
-    return identify(np.asarray(samples)[packing.sequence[places]], packing.positions[places], token)
+    return _identities(packing.rows(router_places(packing, spec)), samples, tokens)
+
+
+def _identities(rows: Rows, samples: Sequence[int], tokens: NDArray[np.integer]) -> NDArray[np.uint32]:
+    token = np.where(rows.source < 0, -1, np.asarray(tokens)[rows.source])
+    return identify(np.asarray(samples)[rows.sequence], rows.positions, token)
 
 
 def cut_routes(
@@ -234,20 +254,20 @@ def cut_routes(
     where routes are not those of the lengths packed, or not of one model.
     """
     _check_routings(routings, packing, spec)
-    places = router_places(packing, spec)
-    sequence, positions = packing.sequence[places], packing.positions[places]
-    first = routings[0]
-    experts = np.empty((len(places), len(spec.columns), first.top_k), first.experts.dtype)
-    present = np.zeros(len(places), np.bool_)
-    bounds = np.searchsorted(sequence, np.arange(len(routings) + 1)).tolist()
-    for index, routing in enumerate(routings):
-        rows = slice(bounds[index], bounds[index + 1])
-        at = positions[rows]
-        kept = (at < routing.tokens) & routing.present[np.minimum(at, routing.tokens - 1)]
-        experts[rows][kept] = routing.experts[:, _columns(spec)][at[kept]]
-        present[rows] = kept
+    rows, first = packing.rows(router_places(packing, spec)), routings[0]
+    experts = np.empty((len(rows.source), len(spec.columns), first.top_k), first.experts.dtype)
+    present = np.zeros(len(rows.source), np.bool_)
+    columns = _runs(np.array(spec.columns, np.int64))
+    bounds = np.searchsorted(rows.sequence, np.arange(len(routings) + 1)).tolist()
+    for routing, start, stop in zip(routings, bounds[:-1], bounds[1:], strict=True):
+        at = rows.positions[start:stop]
+        for mine, theirs in _runs(at[at < routing.tokens]):
+            here = slice(start + mine.start, start + mine.stop)
+            present[here] = routing.present[theirs]
+            for to, of in columns:
+                experts[here, to] = routing.experts[theirs, of]
     experts[~present] = filler(int((~present).sum()), len(spec.columns), first.top_k, first.num_experts)
-    return RouteShard(experts, present, row_identities(packing, spec, samples, tokens), spec.columns)
+    return RouteShard(experts, present, _identities(rows, samples, tokens), spec.columns)
 
 
 def own_routes(
@@ -258,8 +278,8 @@ def own_routes(
     spec: ShardSpec,
 ) -> RouteShard:
     """Experts that a rank's own routers used, ``[R, C, K]``, as routes that it can replay; all but padding is there."""
-    present = packing.source[router_places(packing, spec)] >= 0
-    return RouteShard(experts, present, row_identities(packing, spec, samples, tokens), spec.columns)
+    rows = packing.rows(router_places(packing, spec))
+    return RouteShard(experts, rows.source >= 0, _identities(rows, samples, tokens), spec.columns)
 
 
 def _check_routings(routings: Sequence[Routing], packing: Packing, spec: ShardSpec) -> None:
@@ -271,12 +291,18 @@ def _check_routings(routings: Sequence[Routing], packing: Packing, spec: ShardSp
         raise RoutingError(f"column {spec.columns[-1]} asked of routes of {routings[0].moe_layers} MoE layers")
 
 
-def _columns(spec: ShardSpec) -> slice | list[int]:
-    """A slice where the columns are one run, so that the others are not even read."""
-    columns = list(spec.columns)
-    if columns and columns == list(range(columns[0], columns[-1] + 1)):
-        return slice(columns[0], columns[-1] + 1)
-    return columns
+def _runs(values: Index) -> list[tuple[slice, slice]]:
+    """Runs of rising neighbours, as slices of where they are and of what they hold: plain copies, not one by one.
+
+    >>> _runs(np.array([4, 5, 6, 9]))
+    [(slice(0, 3, None), slice(4, 7, None)), (slice(3, 4, None), slice(9, 10, None))]
+    """
+    bounds = [0, *(np.flatnonzero(np.diff(values) != 1) + 1).tolist(), len(values)]
+    return [
+        (slice(start, stop), slice(int(values[start]), int(values[start]) + stop - start))
+        for start, stop in pairwise(bounds)
+        if stop > start
+    ]
 
 
 def check_identity(
@@ -287,7 +313,8 @@ def check_identity(
 
     Raises RoutingError naming the sample and the token of the first that does not.
     """
-    wanted = row_identities(packing, spec, samples, tokens)
+    rows = packing.rows(router_places(packing, spec))
+    wanted = _identities(rows, samples, tokens)
     if shard.columns != spec.columns or shard.experts.shape[1] != len(spec.columns):
         raise RoutingError(
             f"samples {list(samples)}: routes came for the MoE layers {list(shard.columns)}, this rank has "
@@ -299,9 +326,8 @@ def check_identity(
             f"padding) of this rank"
         )
     if len(wrong := np.flatnonzero(wanted != shard.identity)):
-        place = router_places(packing, spec)[wrong[0]]
-        sequence, position = packing.sequence[place], packing.positions[place]
-        what = "padding" if packing.source[place] < 0 else f"token {position} (id {tokens[packing.source[place]]})"
+        sequence, position, source = rows.sequence[wrong[0]], rows.positions[wrong[0]], rows.source[wrong[0]]
+        what = "padding" if source < 0 else f"token {position} (id {tokens[source]})"
         raise RoutingError(
             f"sample {samples[sequence]}, {what}: the routes that came for it belong to another token "
             f"({len(wrong)} of {len(wanted)} rows do)"
@@ -318,7 +344,7 @@ def unshard(packing: Packing, specs: Sequence[ShardSpec], parts: Sequence[NDArra
     whole = np.zeros((tokens, layers, *parts[0].shape[2:]), parts[0].dtype)
     times = np.zeros((tokens, layers), np.uint8)
     for spec, part in zip(specs, parts, strict=True):
-        source = packing.source[router_places(packing, spec)]
+        source = packing.rows(router_places(packing, spec)).source
         if part.shape[:2] != (len(source), len(spec.columns)):
             raise RoutingError(f"{spec} should hold {[len(source), len(spec.columns)]} rows and columns, it holds "
                                f"{list(part.shape[:2])}")  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_rl.errors import TrainerError
@@ -65,6 +65,7 @@ def worlds(draw: Any) -> tuple[list[Sample], list[RankInfo]]:
     return [*samples, sample_of(9, infos[0].moe_layers, 77)], infos
 
 
+@settings(max_examples=60, deadline=None)
 @given(worlds())
 def test_what_ranks_hold_gives_the_routes_and_their_differences_back(
     world: tuple[list[Sample], list[RankInfo]],

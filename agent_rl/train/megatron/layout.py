@@ -54,9 +54,8 @@ class Layout:
         self.packing = Packing(tuple(batch.cu_seqlens.diff().tolist()), spec.multiple)
         self.context_size, self.chunks = spec.context_size, spec.chunks
         self.lengths = [length // spec.context_size for length in self.packing.padded_lengths]
-        places = context_places(self.packing, spec)
-        self.source = torch.from_numpy(self.packing.source[places])
-        self.positions = torch.from_numpy(self.packing.positions[places])
+        rows = self.packing.rows(context_places(self.packing, spec))
+        self.source, self.positions = torch.from_numpy(rows.source), torch.from_numpy(rows.positions)
         self._sample_ids, self._tokens = batch.sample_ids, batch.tokens.cpu().numpy()
 
     def take(self, rows: Tensor, padding: int) -> Tensor:
