@@ -16,7 +16,8 @@ from envs.mini.records import to_record
 from envs.mini.verify import verify_records
 from envs.swe.audit import audit_record
 from envs.swe.episode import SweEpisode, start_episode
-from envs.swe.records import SweRecord, parse_record, read_jsonl, write_jsonl
+from envs.swe.records import SweRecord, parse_record, write_jsonl
+from envs.swe.sources import read_jsonl
 from envs.types import Finding, Message, Task, TaskRecordError
 
 _SOURCES = ("templates", "functions", "generator", "records", "runner")

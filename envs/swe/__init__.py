@@ -5,7 +5,8 @@ from envs.swe.environment import SweEnvironment
 from envs.swe.episode import SweEpisode, grade_patch, start_episode, verify_record
 from envs.swe.grading import Verdict, judge, parse_summary
 from envs.swe.patches import diff_files
-from envs.swe.records import SweRecord, commit_content, read_jsonl, write_jsonl
+from envs.swe.records import SweRecord, commit_content, write_jsonl
+from envs.swe.sources import read_jsonl, read_records
 
 __all__ = [
     "SITE",
@@ -21,6 +22,7 @@ __all__ = [
     "judge",
     "parse_summary",
     "read_jsonl",
+    "read_records",
     "start_episode",
     "verify_record",
     "write_jsonl",

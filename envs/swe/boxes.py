@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shlex
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -10,16 +11,18 @@ from pathlib import Path
 
 from envs.context import EnvContext
 from envs.swe.patches import split_patch
-from envs.swe.records import SweRecord
+from envs.swe.records import SWEBENCH_SCRIPT, SweRecord
+from envs.swe.swebench import eval_script
 from envs.swe.witness import Report, Witness
 from envs.types import EnvsError
-from sandbox import ExecResult, Sandbox, SandboxLostError, SandboxSpec, SandboxStartError
+from sandbox import ExecResult, Sandbox, SandboxFileError, SandboxLostError, SandboxSpec, SandboxStartError
 
 WORKDIR = "/testbed"
 SITE = "/opt/agent-rl/site"
 MAX_PATCH_BYTES = 1 << 20
+_LOG = "/tmp/agent-rl-tests.log"
 _LOG_BYTES = 400_000
-_LOG_FILE_KIB = 256 * 1024
+_LOG_FILE_KIB = 64 * 1024
 _SETUP_TIMEOUT = 120.0
 _BEGIN = b"agent-rl: tests begin\n"
 
@@ -138,18 +141,31 @@ async def take_patch(sandbox: Sandbox, base: str) -> str:
 
 async def run_tests(context: EnvContext, record: SweRecord, spec: SandboxSpec, patch: str) -> TestRun:
     """Apply ``patch`` to the original repository in a fresh box and run the hidden tests there."""
-    witness = Witness(watched=sorted(record.tests) or ["r2e_tests"]) if record.runs_pytest else None
+    witness = Witness(watched=sorted(record.hidden) or ["r2e_tests"]) if record.runs_pytest else None
+    script = await asyncio.to_thread(eval_script, record) if record.swebench else ""
     async with context.box(spec) as sandbox:
         # Hidden tests may be written first: a screened patch touches none of them.
         files = {**_in_workdir({**record.files, **record.tests}), **(witness.files() if witness else {})}
+        if script:
+            files[SWEBENCH_SCRIPT] = script.encode()
         if files:
             await sandbox.write_files(files)
         command = _grade_command(record, patch, witness.exports if witness else "")
         result = await sandbox.exec(command, timeout=context.grade_timeout, cwd=WORKDIR, stdin=patch.encode())
         began = result.stdout.startswith(_BEGIN)
         report = await witness.read(sandbox) if witness and began else None
-    log = result.stdout[len(_BEGIN) :].decode(errors="replace") if began else ""
-    return TestRun(began, result, log, witness is not None, report)
+        log = result.stdout[len(_BEGIN) :] if began else b""
+        if script and began:  # its results stand between markers, the first of which may be far from the end
+            log = await _whole_log(sandbox)
+    return TestRun(began, result, log.decode(errors="replace"), witness is not None, report)
+
+
+async def _whole_log(sandbox: Sandbox) -> bytes:
+    """All that the tests printed; nothing where that is more than can be read, which makes a run without verdict."""
+    try:
+        return await sandbox.read_file(_LOG, max_bytes=_LOG_FILE_KIB << 10)
+    except SandboxFileError:
+        return b""
 
 
 def _grade_command(record: SweRecord, patch: str, exports: str) -> str:
@@ -161,9 +177,9 @@ def _grade_command(record: SweRecord, patch: str, exports: str) -> str:
     prepare = "" if record.is_local else _LINK_IMAGE_TESTS
     apply = "git apply --whitespace=nowarn - >&2 || exit\n" if patch else ""
     return (
-        f"{prepare}{apply}{exports}echo '{_BEGIN.decode().strip()}'; log=/tmp/agent-rl-$$.log\n"
-        f"( ulimit -f {_LOG_FILE_KIB}; eval {shlex.quote(record.command)} ) >$log 2>&1 </dev/null; code=$?\n"
-        f"tail -c {_LOG_BYTES} $log; exit $code"
+        f"{prepare}{apply}{exports}echo '{_BEGIN.decode().strip()}'\n"
+        f"( ulimit -f {_LOG_FILE_KIB}; eval {shlex.quote(record.command)} ) >{_LOG} 2>&1 </dev/null; code=$?\n"
+        f"tail -c {_LOG_BYTES} {_LOG}; exit $code"
     )
 
 

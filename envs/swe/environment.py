@@ -1,25 +1,32 @@
-"""The environment of software-engineering tasks kept in JSONL files."""
+"""The environment of software-engineering tasks kept in files and data sets."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
-from functools import cached_property
 from pathlib import Path
 
 from envs.context import EnvContext
 from envs.swe.audit import audit_record
 from envs.swe.episode import SweEpisode, start_episode
-from envs.swe.records import SweRecord, parse_record, read_jsonl
+from envs.swe.records import SweRecord, parse_record
+from envs.swe.sources import FILE_TYPES, Records, is_saved_data_set, read_records
+from envs.swe.swebench import check_gradable
 from envs.types import Finding, Task, TaskRecordError
+
+_log = logging.getLogger(__name__)
 
 
 class SweEnvironment:
-    """Tasks from ``path``: a JSONL file, or a folder with one file a split (``train.jsonl``, ``heldout.jsonl``, ...).
+    """Tasks from ``path``: a file (JSONL, JSON, Parquet), a folder with one file a split (``train.jsonl``,
+    ``heldout.jsonl``, ...), a saved data set's folder, or a data set's name on the Hugging Face hub.
 
-    The records of a single file are dealt out in their order: the last ``heldout`` tasks are the split "heldout", the
-    others "train"; with ``heldout`` None every split holds all of them (an evaluation set). Options:
-    ``repos`` keeps only tasks of these repositories, ``limit`` only the first so many of a split.
+    The records of a file or data set are dealt out in their order: the last ``heldout`` tasks are the split "heldout",
+    the others "train"; with ``heldout`` None every split holds all of them (an evaluation set). Options:
+    ``data_split`` says which split of a data set is read, where it has several, ``repos`` keeps only tasks of these
+    repositories, ``limit`` only the first so many of a split, ``skip_broken`` leaves out rows that are broken (counted
+    in the log and in :attr:`broken`) where otherwise the first look at them raises.
     """
 
     def __init__(
@@ -27,20 +34,26 @@ class SweEnvironment:
         context: EnvContext,
         path: str | Path | None = None,
         *,
+        data_split: str | None = None,
         heldout: int | None = None,
         repos: Sequence[str] = (),
         limit: int | None = None,
+        skip_broken: bool = False,
     ) -> None:
         if path is None:
             raise TaskRecordError(
-                "environment swe needs the option path: a JSONL file of task records, or a folder with one a split "
-                "(python -m envs.swe.real builds one)"
+                "environment swe needs the option path: a file of task records, a folder with one a split, or a data "
+                "set's name (python -m envs.swe.real builds a file)"
             )
         self._context = context
         self._path = Path(path)
+        self._source = str(path)
+        self._data_split = data_split
         self._heldout = heldout
         self._repos = frozenset(repos)
         self._limit = limit
+        self._skip_broken = skip_broken
+        self._read: dict[str, Records] = {}
 
     @property
     def name(self) -> str:
@@ -74,24 +87,41 @@ class SweEnvironment:
     def _record(task: Task) -> SweRecord:
         return parse_record(task.record, f"task {task.id}")
 
-    @cached_property
-    def _all(self) -> list[SweRecord]:
-        return read_jsonl(self._path)
+    @property
+    def broken(self) -> Sequence[str]:
+        """A line for every broken field of the rows that were skipped so far."""
+        return [problem for found in self._read.values() for problem in found.broken]
+
+    def _records(self, source: str) -> Sequence[SweRecord]:
+        """The records of ``source``, read once. Raises ``TaskRecordError`` for those that cannot be graded."""
+        if source not in self._read:
+            found = read_records(source, split=self._data_split, skip_broken=self._skip_broken)
+            check_gradable(source, found.records)
+            if found.broken:
+                rows = len({problem.partition(":")[0] for problem in found.broken})
+                _log.warning("%s: %d broken rows skipped, %d left", source, rows, len(found.records))
+            self._read[source] = found
+        return self._read[source].records
 
     def _split(self, split: str) -> Sequence[SweRecord]:
-        if self._path.is_dir():
-            return self._split_file(split)
+        if files := self._split_files():
+            if split not in files:
+                raise TaskRecordError(f"{self._path}: no split {split!r}; it holds: {', '.join(sorted(files))}")
+            return self._records(str(files[split]))
+        records = self._records(self._source)
         if self._heldout is None:
-            return self._all
-        cut = max(0, len(self._all) - self._heldout)
-        parts = {"train": self._all[:cut], "heldout": self._all[cut:]}
+            return records
+        cut = max(0, len(records) - self._heldout)
+        parts = {"train": records[:cut], "heldout": records[cut:]}
         if split not in parts:
             raise TaskRecordError(f"{self._path}: no split {split!r}; a single file has train and heldout")
         return parts[split]
 
-    def _split_file(self, split: str) -> Sequence[SweRecord]:
-        file = self._path / f"{split}.jsonl"
-        if not file.is_file():
-            known = ", ".join(sorted(found.stem for found in self._path.glob("*.jsonl"))) or "none"
-            raise TaskRecordError(f"{self._path}: no split {split!r}; it holds: {known}")
-        return read_jsonl(file)
+    def _split_files(self) -> dict[str, Path]:
+        """The files of a folder with one a split, by split; none where ``path`` is anything else."""
+        if not self._path.is_dir() or is_saved_data_set(self._path):
+            return {}
+        files = {file.stem: file for file in sorted(self._path.iterdir()) if file.suffix in FILE_TYPES}
+        if not files:
+            raise TaskRecordError(f"{self._path}: a folder without a file of task records ({', '.join(FILE_TYPES)})")
+        return files

@@ -64,7 +64,7 @@ async def grade_patch(context: EnvContext, record: SweRecord, patch: str, *, sit
     ``SandboxError``.
     """
     began = time.perf_counter()
-    screened = screen(patch, hidden=record.tests, allowed=patched_paths(record.gold))
+    screened = screen(patch, hidden=record.hidden, allowed=patched_paths(record.gold))
     if not screened.text and record.verified:
         return Grade(reward=0.0, resolved=False, patch=patch, suspected_hack=screened.undone)
     ruling = await rule(context, record, screened.text, site_root)

@@ -9,7 +9,7 @@ a claim of success is checked against a report that never was on the screen (:mo
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -99,16 +99,19 @@ def judge(log: str, expected: Mapping[str, str], keys: KeyMode = "node") -> Verd
     row means cannot be known.
     """
     statuses = parse_summary(log, expected if keys == "node" else ())
-    return None if statuses is None else judge_statuses(statuses, expected, keys)
-
-
-def judge_statuses(statuses: Mapping[str, str], expected: Mapping[str, str], keys: KeyMode = "node") -> Verdict:
-    """The verdict on statuses by full node id, as :func:`judge` gives it."""
-    named = _by_name(statuses, expected) if keys == "name" else statuses
+    if statuses is None:
+        return None
+    if keys == "name":
+        statuses = _by_name(statuses, expected)
     for test, status in expected.items():
-        if (got := named.get(test, "absent")) != status:
-            return Verdict(False, named, f"{test}: {got}, expected {status}")
-    return Verdict(True, named)
+        if (got := statuses.get(test, "absent")) != status:
+            return Verdict(False, statuses, f"{test}: {got}, expected {status}")
+    return Verdict(True, statuses)
+
+
+def as_summary(lines: Sequence[str]) -> str:
+    """Lines of statuses and node ids as a log that :func:`judge` reads."""
+    return "\n".join([f"{'=' * 25} short test summary info {'=' * 25}", *lines, ""])
 
 
 def _by_name(statuses: Mapping[str, str], expected: Collection[str]) -> dict[str, str]:

@@ -24,8 +24,9 @@ from envs.swe.boxes import box_spec, run_tests
 from envs.swe.episode import verify_record
 from envs.swe.grading import parse_summary
 from envs.swe.patches import diff_files
-from envs.swe.records import SweRecord, commit_content, read_jsonl, write_jsonl
+from envs.swe.records import SweRecord, commit_content, write_jsonl
 from envs.swe.releases import RELEASES, Release
+from envs.swe.sources import read_jsonl
 from envs.types import EnvsError
 from sandbox import SandboxError, SandboxSpec
 from sandbox.select import BACKENDS, open_backend

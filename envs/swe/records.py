@@ -1,6 +1,7 @@
 """The record of one software-engineering task: R2E-Gym's row, plus what a task without a container image needs.
 
-R2E-Gym's fields (https://github.com/R2E-Gym/R2E-Gym) keep their names and types, so its rows are read as they are. A
+R2E-Gym's fields (https://github.com/R2E-Gym/R2E-Gym) keep their names and types, so its rows are read as they are;
+SWE-bench's are brought into this shape (:mod:`.rows`). Where rows come from: :mod:`.sources`. A
 *local* task brings its repository along: ``files`` is what the working directory starts as, ``tests`` the hidden test
 files, ``test_command`` what runs them, ``gold_patch`` the true fix.
 """
@@ -16,12 +17,16 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails
 
 from envs.swe.patches import diff_files, is_test_path, patched_paths
+from envs.swe.rows import SwebenchSpec, normalise, parse_list
 from envs.types import TaskRecordError
 
 STATUSES = frozenset({"PASSED", "FAILED", "ERROR", "SKIPPED", "XFAIL", "XPASS"})
 R2E_TEST_COMMAND = "bash run_tests.sh"
+SWEBENCH_SCRIPT = "/tmp/agent-rl-eval.sh"
+SWEBENCH_TEST_COMMAND = f"bash {SWEBENCH_SCRIPT}"
 
 
 class SweRecord(BaseModel):
@@ -31,6 +36,8 @@ class SweRecord(BaseModel):
     full node id for a local task, and the node id without its file, joined by dots, for an R2E-Gym row.
     ``site_packages`` is a folder of Python packages for the box, relative to the file the record was read from.
     ``verified`` says that the gold patch was seen to resolve the task and an empty patch was seen not to.
+    ``swebench`` is there in SWE-bench's rows, which are graded by swebench's rules; their expected output says PASSED
+    of every test in FAIL_TO_PASS and PASS_TO_PASS.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -56,6 +63,7 @@ class SweRecord(BaseModel):
     gold_patch: str = ""
     site_packages: str = ""
     verified: bool = False
+    swebench: SwebenchSpec | None = None
 
     @field_validator("expected_output_json")
     @classmethod
@@ -74,7 +82,12 @@ class SweRecord(BaseModel):
     @field_validator("modified_files", "relevant_files", mode="before")
     @classmethod
     def _list_or_json_list(cls, value: Any) -> Any:
-        return json.loads(value) if isinstance(value, str) and value.startswith("[") else value
+        return parse_list(value)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_any_row(cls, value: Any) -> Any:
+        return normalise(value) if isinstance(value, Mapping) else value
 
     @field_validator("files", "tests")
     @classmethod
@@ -104,14 +117,20 @@ class SweRecord(BaseModel):
         return bool(self.files)
 
     @property
+    def hidden(self) -> frozenset[str]:
+        """The paths of the hidden tests, as far as the record names them."""
+        return self.swebench.hidden if self.swebench else frozenset(self.tests)
+
+    @property
     def command(self) -> str:
         """What runs the hidden tests in the working directory."""
-        return self.test_command or R2E_TEST_COMMAND
+        return self.test_command or (SWEBENCH_TEST_COMMAND if self.swebench else R2E_TEST_COMMAND)
 
     @property
     def runs_pytest(self) -> bool:
-        """Whether pytest runs the hidden tests, as far as the command tells; an image's script always uses it."""
-        return not self.is_local or re.search(r"\b(pytest|py\.test)\b", self.command) is not None
+        """Whether pytest runs the hidden tests, as far as the command tells; R2E-Gym's script always uses it."""
+        script = self.swebench.eval_script if self.swebench else self.command
+        return script == R2E_TEST_COMMAND or re.search(r"\b(pytest|py\.test)\b", script) is not None
 
     @property
     def expected(self) -> dict[str, str]:
@@ -179,27 +198,7 @@ def parse_record(row: Mapping[str, Any], where: str) -> SweRecord:
     try:
         return SweRecord.model_validate(row)
     except ValidationError as error:
-        raise TaskRecordError(f"{where}: {_explain(error)}") from None
-
-
-def read_jsonl(path: Path | str) -> list[SweRecord]:
-    """The records of a JSONL file, one a line. Raises ``TaskRecordError`` for the first broken row."""
-    path = Path(path)
-    if not path.is_file():
-        raise TaskRecordError(f"{path}: no such file; right would be a JSONL file of task records")
-    records: list[SweRecord] = []
-    seen: dict[str, int] = {}
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            record = parse_record(_row(line, f"{path}: row {number}"), f"{path}: row {number}")
-            if (first := seen.setdefault(record.id, number)) != number:
-                raise TaskRecordError(f"{path}: row {number}: task_id: {record.id!r} is row {first}'s; ids are unique")
-            records.append(record)
-    if not records:
-        raise TaskRecordError(f"{path}: holds no task record")
-    return records
+        raise TaskRecordError(f"{where}: {problems_of(error)[0]}") from None
 
 
 def write_jsonl(path: Path | str, records: Iterable[SweRecord]) -> int:
@@ -222,18 +221,12 @@ def write_jsonl(path: Path | str, records: Iterable[SweRecord]) -> int:
     return count
 
 
-def _row(line: str, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise TaskRecordError(f"{where}: not JSON ({error}); right would be one JSON object a line") from None
-    if not isinstance(row, dict):
-        raise TaskRecordError(f"{where}: a {type(row).__name__}; right would be one JSON object a line")
-    return row
+def problems_of(error: ValidationError) -> list[str]:
+    """What is wrong with a row: a line for each field, what would be right in it."""
+    return [_explain(problem) for problem in error.errors(include_url=False)]
 
 
-def _explain(error: ValidationError) -> str:
-    problem = error.errors(include_url=False)[0]
+def _explain(problem: ErrorDetails) -> str:
     field = ".".join(str(part) for part in problem["loc"]) or "record"
     if problem["type"] == "missing":
         return f"{field}: required, and not given"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from envs.context import EnvContext
 from envs.swe.boxes import TestRun, box_spec, run_tests
-from envs.swe.grading import KeyMode, Verdict, count_summaries, judge, judge_statuses
+from envs.swe.grading import Verdict, as_summary, count_summaries, judge
 from envs.swe.records import SweRecord
+from envs.swe.swebench import as_log, read_log
 from envs.swe.witness import NO_REPORT
 from envs.types import GradingError
 
@@ -29,63 +31,69 @@ async def rule(context: EnvContext, record: SweRecord, patch: str, site_root: Pa
     patch's run: doubts that the gold patch raises too are the task's own manner, the others are the patch's. Raises
     ``GradingError`` where the gold patch is not resolved either, or is not there to compare with.
     """
-    run = await run_tests(context, record, box_spec(context, record, site_root), patch)
-    verdict = read_run(record, run)
-    doubts = _doubts(record, run, verdict)
+    run, verdict, doubts = await _run(context, record, patch, site_root)
     if verdict is not None and not (verdict.resolved and doubts):
         return Ruling(verdict, doubts)
     if verdict is not None and patch == record.gold:
         return Ruling(verdict)
-    control = await _control(context, record, patch, site_root, run)
-    own = tuple(doubt for doubt in doubts if doubt not in control)
+    what = "no verdict" if verdict is None else "a success in doubt"
+    known = await _control(context, record, patch, site_root, f"task {record.id}: {what} ({run.account})")
+    own = tuple(doubt for doubt in doubts if doubt not in known)
     if verdict is None:
         return Ruling(Verdict(resolved=False, tests={}, difference=run.account), own)
-    if not own:
-        return Ruling(verdict)
-    return Ruling(Verdict(False, verdict.tests, own[0]), own)
+    return Ruling(Verdict(False, verdict.tests, own[0]) if own else verdict, own)
 
 
 def read_run(record: SweRecord, run: TestRun) -> Verdict | None:
     """The verdict on a run, or None where it says nothing. A run that was cut off says nothing, whatever it printed."""
     if not run.began or run.result.timed_out:
         return None
-    return judge(run.log, record.expected, _keys(record))
+    return _read(record, run.log)
 
 
-def _keys(record: SweRecord) -> KeyMode:
-    return "node" if record.is_local else "name"
+def _read(record: SweRecord, log: str) -> Verdict | None:
+    if record.swebench is not None:
+        return read_log(record, log)
+    return judge(log, record.expected, "node" if record.is_local else "name")
+
+
+async def _run(
+    context: EnvContext, record: SweRecord, patch: str, site_root: Path | None
+) -> tuple[TestRun, Verdict | None, tuple[str, ...]]:
+    """A run, its verdict, and the doubts that it raises. Logs are long: they are read in a thread."""
+    run = await run_tests(context, record, box_spec(context, record, site_root), patch)
+    verdict = await asyncio.to_thread(read_run, record, run)
+    return run, verdict, await asyncio.to_thread(_doubts, record, run, verdict)
 
 
 def _doubts(record: SweRecord, run: TestRun, verdict: Verdict | None) -> tuple[str, ...]:
     """What about a run an honest patch does not bring about, as far as its report tells."""
     if verdict is None:
-        quiet = run.began and run.result.exit_code == 0
-        return ("the test run ended with exit code 0 and no summary",) if quiet else ()
+        quiet = run.began and run.result.exit_code == 0 and not run.result.timed_out
+        return ("the test run ended with exit code 0 and no results",) if quiet else ()
     if not run.witnessed:
         return ()
     if run.report is None:
         return (NO_REPORT,)
     summaries = count_summaries(run.log)
     several = (f"the log holds {summaries} test summaries",) if summaries > 1 else ()
-    seen = judge_statuses(run.report.statuses, record.expected, _keys(record)).tests
-    differing = [test for test in record.expected if seen.get(test) != verdict.tests.get(test)]
+    # The report goes the way of the log, so that names are cut and grouped the same way.
+    lines = [f"{status} {test}" for test, status in run.report.statuses.items()]
+    seen = _read(record, as_log(lines) if record.swebench else as_summary(lines))
+    differing = [test for test in record.expected if seen is None or seen.tests.get(test) != verdict.tests.get(test)]
     told = [f"{test}: the summary and the test run's own report differ" for test in differing[:3]]
     return (*run.report.tampering, *several, *told)
 
 
 async def _control(
-    context: EnvContext, record: SweRecord, patch: str, site_root: Path | None, run: TestRun
+    context: EnvContext, record: SweRecord, patch: str, site_root: Path | None, what: str
 ) -> tuple[str, ...]:
     """The doubts that the gold patch's run raises. Raises ``GradingError`` where that run is not resolved."""
-    what = (
-        f"task {record.id}: {'no verdict' if read_run(record, run) is None else 'a success in doubt'} ({run.account})"
-    )
     if not record.gold or patch == record.gold:
         reason = "it is the gold patch" if record.gold else "the record has no gold patch to compare with"
         raise GradingError(f"{what}, and {reason}")
-    control = await run_tests(context, record, box_spec(context, record, site_root), record.gold)
-    verdict = read_run(record, control)
+    control, verdict, doubts = await _run(context, record, record.gold, site_root)
     if verdict is None or not verdict.resolved:
         why = control.account if verdict is None else verdict.difference
         raise GradingError(f"{what}, nor with the gold patch ({why})")
-    return _doubts(record, control, verdict)
+    return doubts
