@@ -1,0 +1,171 @@
+"""Rows from every place they come from, and all that is wrong with them told at once."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from envs import EnvContext, TaskRecordError
+from envs.swe import SweEnvironment, read_records
+from envs.swe.sources import BrokenRowsError
+from tests.envs.test_swe_records import LOCAL, R2E
+
+CLASSIC: dict[str, Any] = {
+    "repo": "psf/requests",
+    "instance_id": "psf__requests-1142",
+    "base_commit": "22623bd8c265b78b161542663ee980738441c307",
+    "patch": "diff --git a/r.py b/r.py\n--- a/r.py\n+++ b/r.py\n@@ -1 +1 @@\n-a\n+b\n",
+    "test_patch": "diff --git a/test_r.py b/test_r.py\n--- a/test_r.py\n+++ b/test_r.py\n@@ -1 +1 @@\n-a\n+b\n",
+    "problem_statement": "GET sends a Content-Length.",
+    "hints_text": "",
+    "created_at": "2013-01-25T05:19:16Z",
+    "version": "1.1",
+    "FAIL_TO_PASS": '["test_r.py::test_a"]',
+    "PASS_TO_PASS": '["test_r.py::test_b", "test_r.py::test_c"]',
+    "environment_setup_commit": "22623bd8c265b78b161542663ee980738441c307",
+}
+GRADABLE = {
+    **CLASSIC,
+    "image": "example/requests:1142",
+    "eval_script": "#!/bin/bash\npytest -rA test_r.py\n",
+    "log_parser": "parse_log_pytest",
+    "eval_type": "pass_and_fail",
+    "FAIL_TO_PASS": ["test_r.py::test_a"],
+    "difficulty": "15 min - 1 hour",
+}
+NO_BOXES = EnvContext(None)  # type: ignore[arg-type]
+
+
+def write(path: Path, *rows: Mapping[str, Any]) -> Path:
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def test_a_classic_row_takes_the_image_that_the_harness_publishes(tmp_path: Path) -> None:
+    (record,) = read_records(write(tmp_path / "a.jsonl", CLASSIC)).records
+    assert record.id == "psf__requests-1142"
+    assert record.docker_image == "swebench/sweb.eval.x86_64.psf_1776_requests-1142:latest"
+    assert (record.repo_name, record.commit_hash[:8], record.gold) == ("psf/requests", "22623bd8", CLASSIC["patch"])
+    assert record.hidden == {"test_r.py"}
+    assert record.expected == dict.fromkeys(("test_r.py::test_a", "test_r.py::test_b", "test_r.py::test_c"), "PASSED")
+    assert record.swebench is not None
+    assert record.swebench.missing == ("eval_script", "log_parser", "eval_type")
+
+
+def test_a_row_of_swebench_5_keeps_what_grades_it(tmp_path: Path) -> None:
+    (record,) = read_records(write(tmp_path / "a.jsonl", GRADABLE)).records
+    assert record.docker_image == "example/requests:1142"
+    assert record.swebench is not None
+    assert record.swebench.missing == ()
+    instance = record.swebench.instance(record.id, record.repo_name)
+    same = ("instance_id", "repo", "image", "eval_script", "log_parser", "eval_type", "version")
+    assert {key: instance[key] for key in same} == {key: GRADABLE[key] for key in same}
+    assert list(instance["PASS_TO_PASS"]) == json.loads(CLASSIC["PASS_TO_PASS"])
+    assert type(record).model_validate(record.model_dump()) == record  # as it goes through a Task
+
+
+def test_classic_rows_are_refused_where_they_would_have_to_be_graded(tmp_path: Path) -> None:
+    environment = SweEnvironment(NO_BOXES, write(tmp_path / "a.jsonl", GRADABLE, {**CLASSIC, "instance_id": "b__b-1"}))
+    with pytest.raises(
+        TaskRecordError, match=r"1 of 2 rows \(b__b-1, \.\.\.\) lack eval_script, log_parser, eval_type"
+    ):
+        environment.tasks("test")
+
+
+def test_json_and_parquet_files_and_saved_data_sets_hold_the_same_rows(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [R2E | {"relevant_files": ["sympy/a.py"]}, R2E | {"commit_hash": "fedcba", "relevant_files": None}]
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    data = datasets.Dataset.from_list(rows)
+    data.to_parquet(tmp_path / "a.parquet")
+    data.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": data, "dev": data.select([0])}).save_to_disk(tmp_path / "two")
+    wanted = list(read_records(write(tmp_path / "a.jsonl", *rows)).records)
+    assert [record.id for record in wanted] == ["sympy@0123456789ab", "sympy@fedcba"]
+    for name in ("a.json", "a.parquet", "one"):
+        assert list(read_records(tmp_path / name).records) == wanted, name
+    assert list(read_records(tmp_path / "two", split="train").records) == wanted
+    with pytest.raises(TaskRecordError, match="data_split is None; it has dev, train"):
+        read_records(tmp_path / "two")
+    assert len(SweEnvironment(NO_BOXES, tmp_path / "two", data_split="dev").tasks("heldout")) == 1
+
+
+def test_a_data_set_that_is_not_there_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("datasets")
+    with pytest.raises(TaskRecordError, match=r"nothing/here: no such data set, or it cannot be read \(") as told:
+        read_records(tmp_path / "nothing/here")
+    assert "\n" not in str(told.value)
+
+
+def test_a_file_that_is_no_parquet_is_told(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    (tmp_path / "a.parquet").write_text("hello")
+    with pytest.raises(TaskRecordError, match=r"a\.parquet: not Parquet \("):
+        read_records(tmp_path / "a.parquet")
+
+
+BROKEN = (
+    LOCAL,
+    {**LOCAL, "task_id": "demo-2", "expected_output_json": "{}", "problem_statement": ""},
+    R2E,
+    {**GRADABLE, "FAIL_TO_PASS": "[]"},
+    {key: value for key, value in CLASSIC.items() if key != "test_patch"},
+    {**GRADABLE, "FAIL_TO_PASS": "[oops"},
+    LOCAL,
+)
+PROBLEMS = (
+    "row 2: expected_output_json: empty",
+    "row 2: problem_statement: ",
+    "row 4: swebench.FAIL_TO_PASS: ",
+    "row 5: swebench.test_patch: required, and not given",
+    "row 6: swebench.FAIL_TO_PASS: not JSON",
+    "row 7: task_id: 'demo-1' is row 1's; ids are unique",
+    "row 8: not JSON",
+)
+
+
+def test_all_broken_rows_are_told_with_their_fields(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", *BROKEN)
+    path.write_text(path.read_text() + "{oops\n")
+    with pytest.raises(BrokenRowsError) as told:
+        read_records(path)
+    problems = told.value.problems
+    assert len(problems) == len(PROBLEMS), problems
+    for problem, start in zip(problems, PROBLEMS, strict=True):
+        assert problem.startswith(start)
+    assert str(told.value).startswith(f"{path}: 7 broken fields (skip_broken: true")
+
+
+def test_broken_rows_are_left_out_only_when_asked_and_then_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(tmp_path / "a.jsonl", *BROKEN)
+    environment = SweEnvironment(NO_BOXES, path, skip_broken=True)
+    with caplog.at_level(logging.WARNING):
+        assert [task.id for task in environment.tasks("train")] == ["demo-1", "sympy@0123456789ab"]
+    assert len(environment.broken) == len(PROBLEMS) - 1
+    assert f"{path}: 5 broken rows skipped, 2 left" in caplog.text
+    with pytest.raises(BrokenRowsError):
+        SweEnvironment(NO_BOXES, path).tasks("train")
+
+
+def test_a_file_of_nothing_but_broken_rows_is_no_source(tmp_path: Path) -> None:
+    with pytest.raises(TaskRecordError, match="holds no task record that is whole"):
+        read_records(write(tmp_path / "a.jsonl", {"repo_name": "x"}), skip_broken=True)
+
+
+def test_a_folder_with_a_file_a_split(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", LOCAL)
+    (tmp_path / "heldout.json").write_text(json.dumps([R2E]))
+    environment = SweEnvironment(NO_BOXES, tmp_path)
+    assert [task.id for task in environment.tasks("heldout")] == ["sympy@0123456789ab"]
+    with pytest.raises(TaskRecordError, match=r"no split 'test'; it holds: heldout, train"):
+        environment.tasks("test")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(TaskRecordError, match="a folder without a file of task records"):
+        SweEnvironment(NO_BOXES, tmp_path / "empty").tasks("train")
