@@ -64,7 +64,9 @@ class Completion:
     """What the engine answered to one request.
 
     ``tokens`` and ``logprobs``: the sampled tokens and each one's log-prob, ``[completion]``.
-    ``routing``: rows ``[routes_from, prompt + completion - 1)`` of the whole sequence, or None where none were asked.
+    ``routing``: rows ``[routes_from, prompt + completion - 1)`` of the whole sequence, or None where none were asked
+    for, or none came.
+    With ``finish`` ABORT they are what came before the engine gave the request up; ``routing`` is None with no tokens.
     """
 
     tokens: tuple[int, ...]
@@ -121,6 +123,17 @@ class Trajectory:
     suspected_hack: tuple[str, ...] = ()
     seconds: float = 0.0
     grade_seconds: float = 0.0
+
+    @property
+    def routes_needed(self) -> int:
+        """Rows of routes that a trainer replays: all but the last token's. None where nothing was sampled."""
+        return len(self.tokens) - 1 if self.loss_mask.any() else 0
+
+    @property
+    def routes_missing(self) -> int:
+        """How many of those the engine did not send."""
+        held = 0 if self.routing is None else int(self.routing.present[:-1].sum())
+        return self.routes_needed - held
 
 
 @dataclass(frozen=True, slots=True, eq=False)

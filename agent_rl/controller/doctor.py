@@ -79,7 +79,7 @@ async def _repeat(
     config: RunConfig, workshop: Workshop, policy: str, tasks: Sequence[Task], repeats: int, folder: Path, out: Display
 ) -> dict[str, list[EpisodeResult]]:
     """``repeats`` runs of ``policy`` on every task that it can be run on, by task."""
-    settings = RolloutSettings.from_config(config.rollout).for_evaluation(greedy=False)
+    settings = RolloutSettings.from_config(config).for_evaluation(greedy=False)
     able = [_as_new(task) for task in tasks if policy != "gold" or workshop.env.gold(task)]
     place = EvalFolder(folder / policy, {"policy": policy, "env": config.env.name, "options": _plain(config)})
     known = {task.id for task in able}

@@ -54,7 +54,7 @@ async def run_evaluation(
 ) -> None:
     """Evaluate ``policy`` and print Pass@1 with its interval; what was there of an earlier start in ``out`` is kept."""
     _check_policy(policy, model)
-    settings = RolloutSettings.from_config(config.rollout).for_evaluation(greedy=greedy)
+    settings = RolloutSettings.from_config(config).for_evaluation(greedy=greedy)
     split = split or config.eval.split
     folder = EvalFolder(
         out or config.run_dir / "eval" / _folder_name(policy, split, greedy),
@@ -180,7 +180,7 @@ async def roll_out(config: RunConfig, folder: Path, display: Display, *, tasks: 
     """Collect groups of ``tasks`` tasks with the config's model; write their trajectories as step 0 of ``folder``."""
     preflight.check(config)
     async with open_world(config, folder / "logs", display) as world:
-        policy = Policy(world.workshop, world.runner(RolloutSettings.from_config(config.rollout)))
+        policy = Policy(world.workshop, world.runner(RolloutSettings.from_config(config)))
         chosen = await _tasks(policy, split, tasks)
         display.stage("rollout", total=len(chosen))
         rollout = await collect_groups(

@@ -22,6 +22,7 @@ import numpy as np
 
 from agent_rl.config import RunConfig
 from agent_rl.controller import preflight
+from agent_rl.controller.routes import check_budget, probe_engines
 from agent_rl.controller.schedule import tasks_of_step
 from agent_rl.controller.state import RunState
 from agent_rl.controller.stop import cancel_on_sigterm
@@ -79,6 +80,7 @@ async def _parts(config: RunConfig, state: RunState, display: Display) -> AsyncI
         async with asyncio.TaskGroup() as starting:
             starting.create_task(trainer.start())
             world = await stack.enter_async_context(open_world(config, state.dir / "logs", display))
+            await probe_engines(config, world.engine, display)
             display.stage("starting the trainer")
         cancel_on_sigterm()
         yield world, trainer
@@ -90,7 +92,7 @@ class TrainingRun:
     def __init__(self, config: RunConfig, state: RunState, display: Display, world: World, trainer: RayTrainer) -> None:
         self.config, self.state, self.display = config, state, display
         self.world, self.trainer = world, trainer
-        self.settings = RolloutSettings.from_config(config.rollout)
+        self.settings = RolloutSettings.from_config(config)
         self.metrics = MetricsLog(state.dir)
 
     async def run(self) -> dict[str, object]:
@@ -131,7 +133,13 @@ class TrainingRun:
             async with clock.stage("rollout"):
                 rollout = await self._rollout(step, tasks)
             values = rollout_metrics(rollout)
-            prepared = samples_of(rollout.groups)
+            check_budget(step, rollout.groups, self.config.r3)
+            prepared = samples_of(
+                rollout.groups,
+                baseline=self.config.train.baseline,
+                scale=self.config.train.scale,
+                drop_missing=self.config.r3.missing == "drop_sample",
+            )
             values |= prepared.metrics
             if prepared.samples:
                 self.display.stage(f"step {step}: update")

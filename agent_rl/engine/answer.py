@@ -33,9 +33,11 @@ class Asked:
 def read_answer(body: bytes, asked: Asked, seconds: float) -> Completion:
     """Turn the body of a 200 answer into a Completion.
 
-    Of an aborted request it holds what was sampled before, which may be nothing, then without routes. Raises
-    EngineOverloaded for a request that was turned away, EngineRejected for an answer that is not SGLang's,
-    RoutesMissingError for routes that are absent, of the wrong row count, or not expert ids.
+    Of an aborted request it holds what was sampled before, which may be nothing, then without routes. ``routing`` is
+    None also where routes were asked for and the key is absent: whether that may be is the caller's to say.
+
+    Raises EngineOverloaded for a request that was turned away, EngineRejected for an answer that is not SGLang's,
+    RoutesMissingError for routes of the wrong row count, or that are not expert ids.
     """
     answer, payload = split_body(body, asked)
     meta = answer["meta_info"]

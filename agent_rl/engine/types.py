@@ -16,8 +16,8 @@ class Engine(Protocol):
         """Sample after ``tokens``.
 
         ``routes_from`` is the first row of routes wanted, or None for none; the answer's ``routing`` then has exactly
-        ``len(tokens) + len(completion) - 1 - routes_from`` rows. ``session`` names the episode (keeps it on its
-        engine).
+        ``len(tokens) + len(completion) - 1 - routes_from`` rows, or is None where the engine sent none: whether that
+        may be is the caller's to say. ``session`` names the episode (keeps it on its engine).
         A request that the engine gave up is answered with what came until then and ``finish`` ABORT.
         Raises one of :mod:`agent_rl.errors`' engine errors once the retry budget is spent.
         """

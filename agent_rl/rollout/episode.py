@@ -96,7 +96,13 @@ class _Run:
             tools.schemas(),
             describe_tools=self.settings.describe_tools,
         )
-        self.transcript = Transcript(opening, max_tokens=self.settings.max_tokens, routes=self.settings.routes)
+        self.transcript = Transcript(
+            opening,
+            max_tokens=self.settings.max_tokens,
+            routes=self.settings.routes,
+            source=self.settings.source,
+            allow_missing=self.settings.allow_missing,
+        )
 
     async def _act(self, tools: ToolSet) -> StopReason:
         limit = asyncio.timeout(self.settings.time_limit)

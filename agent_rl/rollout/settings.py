@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
-from agent_rl.config import RolloutConfig
+from agent_rl.config import RunConfig
 from agent_rl.types import SamplingParams
 
 
@@ -13,7 +14,8 @@ class RolloutSettings:
     """The limits of one episode. Times are in seconds, ``max_tokens`` counts prompt, sampled and observation tokens.
 
     ``describe_tools`` tells the agent its tools in the opening prompt; off for models trained on these very tools.
-    ``routes`` asks the engine for every token's routes; off for dense models and for evaluation.
+    ``routes`` asks the engine for every token's routes; off for dense models and for evaluation. ``source`` says which
+    are kept (the ``sampled`` ones, or the ``latest`` prefill's); ``allow_missing`` goes on where an answer has none.
     ``start_timeout`` and ``grade_timeout`` bound waits that ``time_limit`` doesn't cover, since starting and grading
     are the infrastructure's work: passing them is an infrastructure failure, not an ending of the policy's.
     """
@@ -27,21 +29,26 @@ class RolloutSettings:
     max_parse_failures: int = 3
     describe_tools: bool = True
     routes: bool = True
+    source: Literal["sampled", "latest"] = "sampled"
+    allow_missing: bool = False
     start_timeout: float = 600.0
     grade_timeout: float = 900.0
 
     @classmethod
-    def from_config(cls, config: RolloutConfig, *, routes: bool = True) -> RolloutSettings:
+    def from_config(cls, config: RunConfig) -> RolloutSettings:
+        """What ``rollout`` and ``r3`` of a config say."""
+        rollout = config.rollout
         return cls(
-            max_turns=config.max_turns,
-            max_tokens=config.max_tokens,
-            max_new_tokens=config.max_new_tokens,
-            temperature=config.temperature,
-            top_p=config.top_p,
-            time_limit=config.time_limit,
-            max_parse_failures=config.max_parse_failures,
-            describe_tools=config.describe_tools,
-            routes=routes,
+            max_turns=rollout.max_turns,
+            max_tokens=rollout.max_tokens,
+            max_new_tokens=rollout.max_new_tokens,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            time_limit=rollout.time_limit,
+            max_parse_failures=rollout.max_parse_failures,
+            describe_tools=rollout.describe_tools,
+            source=config.r3.source,
+            allow_missing=config.r3.missing != "error",
         )
 
     def for_evaluation(self, *, greedy: bool) -> RolloutSettings:

@@ -19,7 +19,15 @@ def rollout_metrics(rollout: Rollout) -> dict[str, float]:
     }
     if not trajectories:
         return metrics
+    if any(trajectory.routing is not None for trajectory in trajectories):
+        metrics["r3/missing_token_fraction"] = missing_token_fraction(trajectories)
     return metrics | _reward_metrics(rollout.groups, trajectories) | _work_metrics(rollout, trajectories)
+
+
+def missing_token_fraction(trajectories: Iterable[Trajectory]) -> float:
+    """Share of the tokens whose routes a trainer replays that the engine sent no routes of."""
+    counts = [(trajectory.routes_missing, trajectory.routes_needed) for trajectory in trajectories]
+    return sum(missing for missing, _ in counts) / max(1, sum(needed for _, needed in counts))
 
 
 def _reward_metrics(groups: Sequence[Group], trajectories: Sequence[Trajectory]) -> dict[str, float]:

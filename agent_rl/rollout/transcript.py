@@ -120,7 +120,8 @@ class Transcript:
             else:
                 number = self._stitcher.turns if self._stitcher else 0
                 raise RoutingError(
-                    f"turn {number}: expected rows [{start}, {turn['sequence'] - 1}) of routes, received none"
+                    f"turn {number}: expected rows [{start}, {turn['sequence'] - 1}) of routes, received none: "
+                    "`agent-rl r3 probe URL` says why, r3.missing what is done then"
                 )
         except RoutingError as error:
             raise RoutesMissingError(f"engine {completion.engine}: {error}") from error

@@ -1,61 +1,95 @@
-"""Groups to samples: GRPO's group-relative advantages. numpy only."""
+"""Groups to samples: group-relative advantages. numpy only."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agent_rl.errors import TrainerError
 from agent_rl.types import Group, Sample, Trajectory
+from r3.routing import Routing, Span, SpanKind
+
+Baseline = Literal["mean", "leave_one_out"]
+Scale = Literal["group", "batch", "none"]
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSamples:
-    """The samples of a step's groups, and how many groups taught nothing because all their rewards were equal."""
+    """The samples of a step's groups; how many groups taught nothing because all their rewards were equal; and how many
+    trajectories were left out for want of routes."""
 
     samples: tuple[Sample, ...]
     groups: int
     zero_variance_groups: int
+    dropped: int = 0
 
     @property
     def metrics(self) -> dict[str, float]:
-        """``train/zero_variance_groups`` and ``train/samples``."""
+        """``train/zero_variance_groups``, ``train/samples`` and ``r3/dropped_samples``."""
         return {
             "train/zero_variance_groups": float(self.zero_variance_groups),
             "train/samples": float(len(self.samples)),
+            "r3/dropped_samples": float(self.dropped),
         }
 
 
-def group_advantages(rewards: Sequence[float], *, eps: float = 1e-6) -> NDArray[np.float64]:
-    """``(r - mean) / (std + eps)`` with the population's std (GRPO, arXiv 2402.03300, section 4.1.2), ``[n]``.
+def group_advantages(
+    rewards: Sequence[float], *, baseline: Baseline = "mean", scale: Scale = "group", eps: float = 1e-6
+) -> NDArray[np.float64]:
+    """Each reward less its baseline, ``[n]``, divided by the group's standard deviation where ``scale`` is "group".
 
-    Exactly 0 where all rewards are equal, also where their mean is not representable.
+    ``mean``: ``(r - mean) / (std + eps)`` with the population's std (GRPO, arXiv 2402.03300, section 4.1.2); without
+    the division Dr.GRPO's (arXiv 2503.20783). ``leave_one_out``: the mean of the *other* rewards is the baseline (RLOO,
+    arXiv 2402.14740), which is n / (n - 1) times as far away. Exactly 0 where all rewards are equal, also where their
+    mean is not representable.
     """
     rewards_n = np.asarray(rewards, dtype=np.float64)
     if not np.isfinite(rewards_n).all():
         raise TrainerError(f"rewards must be finite numbers, got {list(rewards)}")
     if rewards_n.size == 0 or np.ptp(rewards_n) == 0:
         return np.zeros_like(rewards_n)
-    return (rewards_n - rewards_n.mean()) / (rewards_n.std() + eps)
+    centred_n = rewards_n - rewards_n.mean()
+    if baseline == "leave_one_out":
+        centred_n *= rewards_n.size / (rewards_n.size - 1)
+    return centred_n / (rewards_n.std() + eps) if scale == "group" else centred_n
 
 
-def samples_of(groups: Sequence[Group], *, eps: float = 1e-6) -> GroupSamples:
+def samples_of(
+    groups: Sequence[Group],
+    *,
+    baseline: Baseline = "mean",
+    scale: Scale = "group",
+    drop_missing: bool = False,
+    eps: float = 1e-6,
+) -> GroupSamples:
     """One sample a trajectory, its advantage taken within its group; groups without variance are dropped and counted.
 
-    Raises TrainerError where a trajectory has no reward: an infrastructure failure must not reach the trainer.
+    ``scale`` "batch" divides by the standard deviation of all the step's advantages (REINFORCE++'s baseline form, arXiv
+    2501.03262). A trajectory in which nothing was sampled counts for its group's advantages and is no sample. Where the
+    engine sent the routes of some tokens only, the others' rows are absent and the trainer routes those tokens itself;
+    with ``drop_missing`` such a trajectory is left out before advantages are taken, as if it had not been run, and a
+    group that keeps fewer than 2 teaches nothing. Raises TrainerError where a trajectory has no reward: an
+    infrastructure failure must not reach the trainer.
     """
-    samples: list[Sample] = []
-    zero_variance = 0
+    like = next((t.routing for group in groups for t in group.trajectories if t.routing is not None), None)
+    kept: list[tuple[Trajectory, float]] = []
+    zero_variance = dropped = 0
     for group in groups:
-        advantages = group_advantages([_reward(group, trajectory) for trajectory in group.trajectories], eps=eps)
+        members = [t for t in group.trajectories if not (drop_missing and t.routes_missing)]
+        dropped += len(group.trajectories) - len(members)
+        rewards = [_reward(group, trajectory) for trajectory in members]
+        advantages = group_advantages(rewards, baseline=baseline, scale=scale, eps=eps)
         if not advantages.any():
             zero_variance += 1
             continue
-        samples.extend(_sample(t, float(a)) for t, a in zip(group.trajectories, advantages, strict=True))
-    return GroupSamples(tuple(samples), len(groups), zero_variance)
+        kept.extend((t, a) for t, a in zip(members, advantages.tolist(), strict=True) if t.loss_mask.any())
+    spread = float(np.std([advantage for _, advantage in kept])) + eps if scale == "batch" and kept else 1.0
+    samples = tuple(_sample(t, advantage / spread, like) for t, advantage in kept if t.loss_mask.any())
+    return GroupSamples(samples, len(groups), zero_variance, dropped)
 
 
 def _reward(group: Group, trajectory: Trajectory) -> float:
@@ -64,11 +98,21 @@ def _reward(group: Group, trajectory: Trajectory) -> float:
     return trajectory.reward
 
 
-def _sample(trajectory: Trajectory, advantage: float) -> Sample:
+def _sample(trajectory: Trajectory, advantage: float, like: Routing | None) -> Sample:
+    """``like`` is another trajectory's routing, whose shape one that got no routes at all is given."""
+    routing = trajectory.routing
+    if routing is None and like is not None:
+        routing = _absent_rows(len(trajectory.tokens), like)
     return Sample(
         tokens=trajectory.tokens,
         loss_mask=trajectory.loss_mask,
         logprobs=trajectory.logprobs,
         advantage=advantage,
-        routing=trajectory.routing,
+        routing=routing,
     )
+
+
+def _absent_rows(tokens: int, like: Routing) -> Routing:
+    """A routing of ``tokens`` rows of which none is known, in the shape of ``like``."""
+    experts = np.zeros((tokens, like.moe_layers, like.top_k), like.experts.dtype)
+    return Routing(experts, np.zeros(tokens, np.bool_), (Span(0, tokens, "", "", SpanKind.MISSING),), like.num_experts)

@@ -149,7 +149,6 @@ async def test_a_session_moves_away_from_an_engine_that_fails() -> None:
 
 
 BAD_META: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"routed_experts": None}, RoutesMissingError, "expected 4 rows of routes, received no routed_experts"),
     ({"routed_experts": base64.b64encode(bytes(72)).decode()}, RoutesMissingError, "expected 4 rows .*received 3 rows"),
     ({"routed_experts": base64.b64encode(b"\x09" * 96).decode()}, RoutesMissingError, "names expert"),
     ({"routed_experts": base64.b64encode(bytes(96)).decode()}, RoutesMissingError, "names expert 0 twice"),
@@ -182,7 +181,12 @@ async def test_an_answer_that_does_not_line_up_names_its_request(
 ABORTED = {"type": "abort", "message": "by hand"}
 
 
-async def aborted(body: Callable[[dict[str, Any]], bytes]) -> Completion:
+async def test_whether_routes_may_be_absent_is_the_callers_to_say() -> None:
+    got = await answered(lambda request: answer(request, routed_experts=None))
+    assert (got.finish, got.tokens, got.routing) == (FinishReason.LENGTH, (7, 8), None)
+
+
+async def answered(body: Callable[[dict[str, Any]], bytes]) -> Completion:
     async def handler(path: str, request: dict[str, Any]) -> tuple[int, bytes]:
         return 200, body(request)
 
@@ -195,7 +199,7 @@ async def aborted(body: Callable[[dict[str, Any]], bytes]) -> Completion:
 
 
 async def test_an_aborted_request_gives_what_came_with_its_rows() -> None:
-    got = await aborted(lambda request: answer(request, finish_reason=ABORTED))
+    got = await answered(lambda request: answer(request, finish_reason=ABORTED))
     assert (got.finish, got.tokens, got.logprobs) == (FinishReason.ABORT, (7, 8), (-0.5, -0.25))
     assert got.routing is not None
     assert got.routing.tokens == 3
@@ -204,7 +208,7 @@ async def test_an_aborted_request_gives_what_came_with_its_rows() -> None:
 async def test_the_rows_of_an_aborted_request_are_counted_as_ever() -> None:
     short = base64.b64encode(bytes(72)).decode()
     with pytest.raises(RoutesMissingError, match=r"expected 3 rows .*received 6 rows"):
-        await aborted(lambda request: answer(request, finish_reason=ABORTED, routed_experts=short * 2))
+        await answered(lambda request: answer(request, finish_reason=ABORTED, routed_experts=short * 2))
 
 
 @pytest.mark.parametrize(
@@ -215,12 +219,12 @@ async def test_the_rows_of_an_aborted_request_are_counted_as_ever() -> None:
     ],
 )
 async def test_a_request_aborted_while_queued_gives_nothing(body: bytes) -> None:
-    got = await aborted(lambda request: body)
+    got = await answered(lambda request: body)
     assert (got.finish, got.tokens, got.routing, got.weight_version) == (FinishReason.ABORT, (), None, "3")
 
 
 async def test_what_a_retraction_left_without_routes_is_not_kept() -> None:
-    got = await aborted(lambda request: answer(request, finish_reason=ABORTED, routed_experts=None))
+    got = await answered(lambda request: answer(request, finish_reason=ABORTED, routed_experts=None))
     assert (got.finish, got.tokens, got.logprobs, got.routing) == (FinishReason.ABORT, (), (), None)
 
 

@@ -128,7 +128,7 @@ ALSO = {
     "leads by a row": {"start honoured", "siblings keep their rows"},
     "serves stale rows": {"siblings keep their rows"},
 }
-"""What else a fault may fail: what is rolled to the end of one answer is in another's middle; siblings may be cached."""
+"""What else a fault may fail: the end of one answer is the middle of another; siblings may find each other cached."""
 
 
 @pytest.mark.parametrize(("name", "fault", "expected"), FAULTS, ids=[case[0] for case in FAULTS])

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from agent_rl.rollout.group import DroppedGroup, Rollout
-from agent_rl.rollout.stats import rollout_metrics
+from agent_rl.rollout.stats import missing_token_fraction, rollout_metrics
 from agent_rl.types import Group, StopReason, Trajectory, Turn
+from r3.routing import Routing
 
 
 def turn(sampled: int, *, failure: str | None = None, seconds: float = 1.0) -> Turn:
@@ -87,3 +88,16 @@ def test_a_trajectory_without_reward_in_a_group_is_refused() -> None:
     broken = replace(trajectory(1.0, StopReason.SUBMITTED, (), 5), stop=StopReason.SANDBOX_FAILURE, reward=None)
     with pytest.raises(ValueError, match="without a reward"):
         rollout_metrics(Rollout((Group("a", (broken,)),), (), seconds=1.0))
+
+
+def test_the_share_of_tokens_without_routes() -> None:
+    known = np.array([True] * 30 + [False] * 10 + [True] * 20 + [False])
+    routing = Routing(np.zeros((61, 1, 1), np.uint8), known, (), 4)
+    sampled = {"loss_mask": np.ones(61, np.bool_), "tokens": np.zeros(61, np.int32)}
+    some = replace(trajectory(1.0, StopReason.SUBMITTED, (turn(10),), 61), routing=routing, **sampled)
+    idle = trajectory(0.0, StopReason.CONTEXT_FULL, (), 40)
+    metrics = rollout_metrics(Rollout((Group("a", (some, idle)),), (), seconds=1.0))
+    assert metrics["r3/missing_token_fraction"] == pytest.approx(10 / 60), "the last row is nobody's to send"
+    none = replace(some, routing=None)
+    assert missing_token_fraction([some, none]) == pytest.approx(70 / 120)
+    assert missing_token_fraction([]) == 0.0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,6 +12,19 @@ from hypothesis import strategies as st
 from agent_rl.errors import TrainerError
 from agent_rl.train.advantages import group_advantages, samples_of
 from agent_rl.types import Group, StopReason, Trajectory
+from r3.routing import Routing, Span, SpanKind, append_span, validate
+
+
+def routing(*present: bool) -> Routing:
+    """Rows of two layers, top-1 of four; absent where ``present`` says so."""
+    mask = np.array(present)
+    spans: list[Span] = []
+    for row, known in enumerate(present):
+        append_span(spans, Span(row, row + 1, "0", "e", SpanKind.SAMPLED if known else SpanKind.MISSING))
+    return Routing(np.where(mask, 3, 0).astype(np.uint8).repeat(2).reshape(-1, 2, 1), mask, tuple(spans), 4)
+
+
+WHOLE, HOLED = routing(True, True, True, False), routing(True, False, True, False)
 
 
 def trajectory(reward: float | None, token: int = 1) -> Trajectory:
@@ -58,7 +73,7 @@ def test_groups_without_variance_are_dropped_and_counted() -> None:
     result = samples_of([group(1, 0), group(1, 1), group(0, 0, 0), group(0, 1)])
     assert [sample.advantage for sample in result.samples] == pytest.approx([1, -1, -1, 1], rel=1e-5)
     assert [int(sample.tokens[0]) for sample in result.samples] == [0, 1, 0, 1]
-    assert result.metrics == {"train/zero_variance_groups": 2.0, "train/samples": 4.0}
+    assert result.metrics == {"train/zero_variance_groups": 2.0, "train/samples": 4.0, "r3/dropped_samples": 0.0}
 
 
 def test_a_trajectory_without_reward_never_passes() -> None:
@@ -69,3 +84,50 @@ def test_a_trajectory_without_reward_never_passes() -> None:
 def test_a_reward_that_is_no_number_is_refused() -> None:
     with pytest.raises(TrainerError, match="finite"):
         group_advantages([1.0, float("nan")])
+
+
+def test_leave_one_out_by_hand() -> None:
+    rewards = [1.0, 0.0, 0.5, 0.0]
+    expected = [r - (sum(rewards) - r) / 3 for r in rewards]
+    assert group_advantages(rewards, baseline="leave_one_out", scale="none") == pytest.approx(expected)
+
+
+def test_scales_by_hand() -> None:
+    groups = [group(1, 0), group(0.2, 0, 0.1)]
+    plain = [0.5, -0.5, 0.1, -0.1, 0.0]
+    assert [s.advantage for s in samples_of(groups, scale="none").samples] == pytest.approx(plain)
+    batch = [s.advantage for s in samples_of(groups, scale="batch").samples]
+    assert batch == pytest.approx([a / (np.std(plain) + 1e-6) for a in plain])
+
+
+def routed(*members: tuple[float, Routing | None]) -> Group:
+    return Group("t", tuple(replace(trajectory(reward), routing=routing) for reward, routing in members))
+
+
+def test_trajectories_without_routes_are_left_out_before_advantages_are_taken() -> None:
+    groups = [
+        routed((1, WHOLE), (0, HOLED), (0, WHOLE), (0, None)),
+        routed((1, HOLED), (0, WHOLE)),  # one is left: nothing to compare it with
+        routed((1, WHOLE), (0, WHOLE)),
+    ]
+    result = samples_of(groups, drop_missing=True)
+    assert [sample.advantage for sample in result.samples] == pytest.approx([1, -1, 1, -1], rel=1e-5)
+    assert all(sample.routing is WHOLE for sample in result.samples)
+    assert result.metrics == {"train/zero_variance_groups": 1.0, "train/samples": 4.0, "r3/dropped_samples": 3.0}
+    assert len(samples_of(groups).samples) == 8
+
+
+def test_a_trajectory_that_got_no_routes_at_all_has_absent_rows_beside_others_that_did() -> None:
+    first, second = samples_of([routed((1, HOLED), (0, None))]).samples
+    assert first.routing is HOLED
+    assert second.routing is not None
+    validate(second.routing)
+    assert second.routing.experts.shape == HOLED.experts.shape
+    assert not second.routing.present.any()
+    assert [sample.routing for sample in samples_of([routed((1, None), (0, None))]).samples] == [None, None]
+
+
+def test_where_nothing_was_sampled_there_is_a_reward_and_no_sample() -> None:
+    idle = replace(trajectory(0), loss_mask=np.zeros(4, np.bool_))
+    result = samples_of([Group("t", (trajectory(1), idle))])
+    assert [sample.advantage for sample in result.samples] == pytest.approx([1], rel=1e-5)

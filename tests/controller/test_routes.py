@@ -1,0 +1,106 @@
+"""What a run does with the routes that are missing, and with a probe that failed."""
+
+from __future__ import annotations
+
+import io
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from agent_rl.config import RunConfig
+from agent_rl.controller import routes
+from agent_rl.controller.routes import check_budget, probe_engines
+from agent_rl.engine.checks import Check, Verdict
+from agent_rl.engine.probe import ProbeReport
+from agent_rl.errors import RoutesMissingError
+from agent_rl.observe.display import Display
+from agent_rl.rollout.settings import RolloutSettings
+from agent_rl.types import Group, StopReason, Trajectory
+from r3.routing import Routing
+
+
+def config(**r3: Any) -> RunConfig:
+    return RunConfig(name="x", model="m", r3=r3)
+
+
+def trajectory(missing: int) -> Trajectory:
+    """A hundred rows are needed, ``missing`` of them absent."""
+    present = np.arange(101) >= missing
+    present[-1] = False
+    return Trajectory(
+        task_id="t", env="e", tokens=np.zeros(101, np.int32), loss_mask=np.ones(101, np.bool_),
+        logprobs=np.zeros(101, np.float32), routing=Routing(np.zeros((101, 1, 1), np.uint8), present, (), 4),
+        stop=StopReason.SUBMITTED, reward=1.0, resolved=True, turns=(), messages=(), weight_versions=("0",),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("missing", ["native", "drop_sample"])
+def test_the_budget_is_a_share_of_the_steps_tokens(missing: str) -> None:
+    groups = [Group("a", (trajectory(3), trajectory(0))), Group("b", (trajectory(0), trajectory(1)))]
+    check_budget(7, groups, config(missing=missing, missing_budget=0.01).r3)  # 4 of 400: exactly what it allows
+    with pytest.raises(RoutesMissingError, match=r"^step 7: 1.00% .*lack routes, r3.missing_budget=0.009 allows 0.90%"):
+        check_budget(7, groups, config(missing=missing, missing_budget=0.009).r3)
+
+
+def test_a_step_that_lost_all_its_groups_lacks_nothing() -> None:
+    check_budget(1, [], config(missing="native", missing_budget=0).r3)
+
+
+@pytest.mark.parametrize(
+    ("missing", "source", "allowed"),
+    [("error", "sampled", False), ("native", "latest", True), ("drop_sample", "sampled", True)],
+)
+def test_the_policy_reaches_the_episodes(missing: str, source: str, allowed: bool) -> None:
+    settings = RolloutSettings.from_config(config(missing=missing, source=source))
+    assert (settings.allow_missing, settings.source, settings.routes) == (allowed, source, True)
+
+
+SOUND = ("routes captured", Verdict.OK), ("key in every answer", Verdict.OK), ("start honoured", Verdict.OK)
+NO_START = SOUND[0], SOUND[1], ("start honoured", Verdict.FAILED)
+SOME_STRIPPED = SOUND[0], ("key in every answer", Verdict.FAILED), SOUND[2]
+
+
+async def probing(
+    monkeypatch: pytest.MonkeyPatch, found: tuple[tuple[str, Verdict], ...], chosen: RunConfig
+) -> tuple[list[str], str]:
+    """The servers probed, and what was shown; a report stands in for the real probe (tests/engine/test_probe.py)."""
+    probed, shown = list[str](), io.StringIO()
+
+    async def report(url: str, facts: object) -> ProbeReport:
+        probed.append(url)
+        return ProbeReport(url, tuple(Check(name, verdict, "as found", "mend it") for name, verdict in found), 13, 0.5)
+
+    monkeypatch.setattr(routes, "probe", report)
+    engine = SimpleNamespace(urls=("http://a", "http://b"), facts=None)
+    try:
+        await probe_engines(chosen, engine, Display("x", Console(file=shown, width=200)))  # type: ignore[arg-type]
+    finally:
+        assert shown.getvalue() == "" or "probing the engine's routes" in shown.getvalue()
+    return probed, shown.getvalue()
+
+
+async def test_a_probe_says_what_it_found_in_a_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    probed, shown = await probing(monkeypatch, SOUND, config())
+    assert probed == ["http://a", "http://b"]
+    assert shown.count("routes: 3 checks passed; 13 requests, 0.5 s") == 2
+
+
+async def test_a_failed_check_stops_the_run_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = r"^http://a: its routes can't be replayed \(start honoured: as found\): mend it; see .agent-rl r3 probe"
+    with pytest.raises(RoutesMissingError, match=expected):
+        await probing(monkeypatch, NO_START, config())
+
+
+async def test_routes_that_may_be_missing_may_be_missing_in_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RoutesMissingError, match="key in every answer"):
+        await probing(monkeypatch, SOME_STRIPPED, config())
+    _, shown = await probing(monkeypatch, SOME_STRIPPED, config(missing="native"))
+    assert "1 failed (key in every answer: as found)" in shown
+
+
+async def test_nothing_is_probed_where_nothing_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for chosen in (config(probe=False), RunConfig(name="x", model="m", train={"replay": "off"})):
+        assert await probing(monkeypatch, NO_START, chosen) == ([], "")
