@@ -253,6 +253,7 @@ class _StepChecker:
         self.of, self.step = step, step.plan.trace_step
         self.verify = step.plan.verify_forward or require_verify
         self.require_identity = require_identity
+        self.stopped = {rank for rank in step.ranks if (end := step.ends.get(rank)) is None or end.error is not None}
         self.breaks: list[Break] = []
         self.counts: Counter[tuple[HandOver, Stage | None]] = Counter()
 
@@ -282,10 +283,13 @@ class _StepChecker:
         found: Mapping[Any, Event],
         places: Callable[[Any], dict[str, Any]],
     ) -> list[Any]:
-        """The expected keys that are there; a break for each that is not and each that nothing announced."""
+        """The expected keys that are there; a break for each that is not and each that nothing announced.
+
+        What a rank that stopped early did not come to is no break of its own: that it stopped is one.
+        """
         keys = list(dict.fromkeys(expected))
         for key in keys:
-            if key not in found:
+            if key not in found and places(key)["rank"] not in self.stopped:
                 self._break(hand_over, "no record of it", **places(key))
         for key in found.keys() - set(keys):
             self._break(hand_over, "a record that the plan does not announce", **_places(found[key]))
@@ -356,7 +360,8 @@ class _StepChecker:
         for (_, name), fetch in ((k, f) for k, f in self.of.fetches.items() if k[0] == stage):
             places = _places(fetch)
             if name not in segments:
-                self._break(HandOver.SHARD, "the sample is in no micro-batch", **places)
+                if fetch.rank not in self.stopped:
+                    self._break(HandOver.SHARD, "the sample is in no micro-batch", **places)
                 continue
             shard, segment = segments.pop(name)
             if (shard.rank, shard.microbatch_idx) != (fetch.rank, fetch.microbatch_idx):

@@ -162,10 +162,9 @@ def _write_payloads(
 
 
 class RankTracer:
-    """Notes what one rank sees of a traced step. Arguments are numpy arrays of this rank's own rows.
+    """Notes what one rank sees of the micro-batches that it :meth:`traces`. Arrays hold this rank's own rows.
 
-    Micro-batches that are not traced are passed over, so a caller may report all of them. A context manager: the file
-    is written when it closes.
+    A context manager: the file is written when it closes.
     """
 
     def __init__(self, order: TraceOrder, rank: int, data_rank: int, spec: ShardSpec) -> None:
@@ -189,13 +188,16 @@ class RankTracer:
         self._given.clear()
 
     def traces(self, microbatch: int) -> bool:
-        """Whether the pass' micro-batch is traced at all."""
+        """Whether the pass' micro-batch is one to trace."""
         return bool(self._layers) and self._first + microbatch < len(self._micro_batches)
+
+    @property
+    def verifies(self) -> bool:
+        """Whether :meth:`used` is wanted."""
+        return self._order.verify_forward
 
     def fetched(self, microbatch: int, tokens: NDArray[np.integer], packing: Packing, shard: RouteShard) -> None:
         """What the rank holds as the pass begins: packed ``tokens`` and its share of their routes."""
-        if not self.traces(microbatch):
-            return
         index = self._first + microbatch
         starts = packing.cu_seqlens
         for sequence, sample, local, positions in self._parts(index, packing):
@@ -230,8 +232,6 @@ class RankTracer:
     ) -> None:
         """What the routers get: ``experts`` ``[R, C, K]``, the rows that are ``pinned`` to them, the tokens that the
         model is ``fed`` there. ``checked`` rows were compared with their tokens."""
-        if not self.traces(microbatch):
-            return
         index = self._first + microbatch
         routes = canonical(experts, pinned)
         self._given[index] = routes, pinned
@@ -269,8 +269,6 @@ class RankTracer:
 
     def assigned(self, layer: int, microbatch: int, experts: NDArray[np.integer]) -> None:
         """Layer ``layer`` (1-based) was given ``experts`` ``[R, K]``."""
-        if not self.traces(microbatch):
-            return
         index = self._first + microbatch
         routes, pinned = self._given[index]
         given = canonical(experts[:, None], pinned)[:, 0]
@@ -287,9 +285,8 @@ class RankTracer:
 
     def action(self, layer: int, microbatch: int, action: ReplayAction) -> None:
         """The layer's router was switched to ``action``."""
-        if self.traces(microbatch):
-            index = self._first + microbatch
-            self._writer.add(Action, stage=self._stage, microbatch_idx=index, layer_number=layer, action=action)
+        index = self._first + microbatch
+        self._writer.add(Action, stage=self._stage, microbatch_idx=index, layer_number=layer, action=action)
 
     def used(
         self,
@@ -301,8 +298,6 @@ class RankTracer:
         fallback_rows: int,
     ) -> None:
         """The layer's router has run; ``used`` and ``expected`` ``[R, K]``, each row ascending."""
-        if not self._order.verify_forward or not self.traces(microbatch):
-            return
         index = self._first + microbatch
         pinned = self._given[index][1]
         actual = used.astype("<i4")

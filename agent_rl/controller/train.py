@@ -143,7 +143,8 @@ class TrainingRun:
             values |= prepared.metrics
             if prepared.samples:
                 self.display.stage(f"step {step}: update")
-                values |= await self.trainer.step(prepared.samples, measure_native=self._measure_native(step))
+                native = self._measure_native(step)
+                values |= await self.trainer.step(prepared.samples, measure_native=native, step=step)
             values |= await self._publish(step, clock)
             await asyncio.to_thread(write_trajectories, self.state.dir, step, rollout.groups)
         values |= clock.values

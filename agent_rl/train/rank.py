@@ -22,9 +22,11 @@ from agent_rl.train.reports import Differing, MiniStepShare, RankReport, Update
 from agent_rl.train.settings import ModelSettings, OptimizerSettings, StepSettings
 from agent_rl.train.shards import RankInfo
 from agent_rl.train.step import grpo_step, packed, sample_logprobs
+from agent_rl.train.trace import rank_trace
 from agent_rl.types import Sample
 from r3.routing import narrowest_dtype
 from r3.shard import RouteShard
+from r3.trace_points import TraceOrder
 
 if TYPE_CHECKING:
     from agent_rl.train.megatron.model import PolicyModel
@@ -87,6 +89,7 @@ class TrainerRank:
             parameters=parameters,
             vocab_size=self._model.vocab_size,
             moe_layers=self._model.moe_layers,
+            layer_numbers=tuple(self._model.shape.moe_layers),
         )
 
     @property
@@ -105,11 +108,13 @@ class TrainerRank:
         samples: Mapping[int, Sample],
         shares: Sequence[MiniStepShare],
         settings: StepSettings,
+        trace: TraceOrder | None,
         *routes: RouteShard,
     ) -> tuple[RankReport | None, Differing | None]:
         """This rank's share of a GRPO global step: its data rank's samples, and its own share of every micro-batch's
         routes, in order, or none. The lead of a data rank reports. Collective."""
-        report, differs = grpo_step(self._model, self._optimizer, samples, shares, routes, settings)
+        with rank_trace(trace, self._ranks.rank, self._ranks.data_rank, self._model.shard) as tracer:
+            report, differs = grpo_step(self._model, self._optimizer, samples, shares, routes, settings, tracer)
         self._updates += len(report.updates)
         return report if self._lead else None, differs
 

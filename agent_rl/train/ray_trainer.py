@@ -41,6 +41,7 @@ from agent_rl.train.shards import (
     put_together,
     without_routes,
 )
+from agent_rl.train.trace import begin_trace, check_trace
 from agent_rl.types import Sample
 
 START_SECONDS = 600.0
@@ -58,6 +59,7 @@ class RayTrainer:
         from agent_rl.train.megatron.parallel import check_parallel
 
         check_parallel(config.train.parallel)
+        check_trace(config)
         self._config = config
         self._optimizer = optimizer or optimizer_settings(config.train)
         self._stack = ExitStack()
@@ -94,8 +96,13 @@ class RayTrainer:
             raise
         return self
 
-    async def step(self, samples: Sequence[Sample], *, measure_native: bool) -> Mapping[str, float]:
-        """One GRPO global step; without a sampled token (no group had any variance) nothing is updated."""
+    async def step(
+        self, samples: Sequence[Sample], *, measure_native: bool, step: int | None = None
+    ) -> Mapping[str, float]:
+        """One GRPO global step; without a sampled token (no group had any variance) nothing is updated.
+
+        ``step``: its number, by which ``r3.trace.steps`` names the steps to trace.
+        """
         if not any(sample.loss_mask[1:].any() for sample in samples):
             return {"train/updates": 0.0, "time/old_logprob": 0.0, "time/update": 0.0}
         self._check_running()
@@ -112,9 +119,10 @@ class RayTrainer:
             ranks=self.data_size,
         )
         micro_batches = [[ids for share in rank for ids in share.micro_batches] for rank in shares]
+        trace = await asyncio.to_thread(begin_trace, self._config, step, samples, micro_batches, self._infos)
         dealt = await asyncio.to_thread(self._deal, samples, micro_batches, routes=routes)
         arguments = [
-            (stored, shares[info.data_rank], settings, *shards)
+            (stored, shares[info.data_rank], settings, trace, *shards)
             for info, (stored, shards) in zip(self._infos, dealt, strict=True)
         ]
         answers = await self._each("grpo", arguments)

@@ -32,7 +32,7 @@ class RankInfo:
     """Where a rank stands: it gets the batches of its ``data_rank`` and, of their routes, what ``shard`` says.
 
     ``lead``: of the ranks that share a data rank, the one that reports what all of them know. ``parameters`` are this
-    rank's own; ``moe_layers`` are the whole model's.
+    rank's own; ``moe_layers`` are the whole model's, ``layer_numbers`` those layers' numbers, from 1.
     """
 
     rank: int
@@ -43,6 +43,7 @@ class RankInfo:
     parameters: int
     vocab_size: int
     moe_layers: int
+    layer_numbers: tuple[int, ...] = ()
 
 
 def have_routes(samples: Sequence[Sample], moe_layers: int) -> bool:

@@ -26,9 +26,11 @@ from agent_rl.train.megatron.batch import LossFn, PackedBatch, PassOutput, Route
 from agent_rl.train.packing import MicroBatch, pack
 from agent_rl.train.reports import Differing, MiniStepShare, RankReport, Update, UpdateSums, differing
 from agent_rl.train.settings import StepSettings
+from agent_rl.train.trace import PassTrace, traced_pass
 from agent_rl.types import Sample
 from r3.routing import narrowest_dtype
 from r3.shard import Packing, RouteShard, ShardSpec, own_routes
+from r3.trace_points import RankTracer
 
 Shards = Sequence[RouteShard] | None
 
@@ -38,6 +40,8 @@ class Model(Protocol):
 
     @property
     def shard(self) -> ShardSpec: ...
+
+    def observe(self, trace: PassTrace | None) -> None: ...
 
     @property
     def num_experts(self) -> int: ...
@@ -76,16 +80,19 @@ def grpo_step(
     shares: Sequence[MiniStepShare],
     rollout: Sequence[RouteShard],
     settings: StepSettings,
+    tracer: RankTracer | None = None,
 ) -> tuple[RankReport, Differing | None]:
     """Run this rank's share of a global step; every rank calls it with as many mini steps.
 
-    ``rollout``: this rank's share of every micro-batch's routes, in order, or none at all.
+    ``rollout``: this rank's share of every micro-batch's routes, in order, or none at all. ``tracer`` notes what
+    becomes of them, where the step is traced.
     """
     batches = [pack(samples, ids) for share in shares for ids in share.micro_batches]
     given: Shards = list(rollout) if settings.replay == "r3" else None
     record = bool(rollout) or settings.replay == "r2"
     started = time.perf_counter()
-    old = _forward(model, batches, given, settings, record=record)
+    with traced_pass(model, tracer, "prev-logprob", 0):
+        old = _forward(model, batches, given, settings, record=record)
     recorded = [_recorded(output) for output in old] if record else []
     after_old = time.perf_counter()
     native = _native(model, batches, old, settings) if settings.measure_native else None
@@ -95,7 +102,7 @@ def grpo_step(
     logprobs = [output.logprobs for output in old]
     natives = None if native is None else [output.logprobs for output in native]
     del old, native, recorded  # a step's routes are its largest part: none are kept that no pass replays
-    updates = _updates(model, optimizer, shares, batches, pinned, logprobs, settings)
+    updates = _updates(model, optimizer, shares, batches, pinned, logprobs, settings, tracer)
     report = RankReport(
         rollout_logprobs=_sampled(batches, [batch.logprobs_T for batch in batches]),
         trainer_logprobs=_sampled(batches, logprobs),
@@ -200,6 +207,7 @@ def _updates(
     routes: Shards,
     old_logprobs: Sequence[Tensor],
     settings: StepSettings,
+    tracer: RankTracer | None,
 ) -> list[UpdateSums]:
     updates, first = [], 0
     for share in shares:
@@ -208,10 +216,11 @@ def _updates(
         inputs = [
             _training_input(batch, logprobs) for batch, logprobs in zip(batches[part], old_logprobs[part], strict=True)
         ]
-        parts = model.train_microbatches(
-            inputs, routes[part] if routes is not None else None, grpo_loss(settings, share.sampled_tokens),
-            temperature=settings.temperature,
-        )  # fmt: skip
+        with traced_pass(model, tracer, "train", part.start):
+            parts = model.train_microbatches(
+                inputs, routes[part] if routes is not None else None, grpo_loss(settings, share.sampled_tokens),
+                temperature=settings.temperature,
+            )  # fmt: skip
         sums = {name: sum(float(values[name]) for values in parts) for name in ("loss", "clipped", "entropy", "kl")}
         _check_finite(sums)
         updates.append(UpdateSums(tokens=share.sampled_tokens, update=optimizer.step(), **sums))

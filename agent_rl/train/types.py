@@ -12,7 +12,9 @@ from agent_rl.types import Sample
 class Trainer(Protocol):
     """Owns the training weights, optimizer and schedule; ranks are Ray actors behind it. All methods are awaitable."""
 
-    async def step(self, samples: Sequence[Sample], *, measure_native: bool) -> Mapping[str, float]:
+    async def step(
+        self, samples: Sequence[Sample], *, measure_native: bool, step: int | None = None
+    ) -> Mapping[str, float]:
         """One GRPO global step: old log-probs (replayed), then the update(s) (replayed).
 
         ``measure_native`` also runs a pass without replay for the ``mismatch_native/*`` metrics. Returns metrics under

@@ -115,7 +115,10 @@ def trace_step(
             }
             for rank, share in fault.shares(stage, shares, micro_batch).items():
                 place = next(place for place in ranks if place.rank == rank)
-                one_rank(tracers[rank], place, stage, micro_batch, packing, packed, share, fault, recompute=recompute)
+                if tracers[rank].traces(micro_batch):
+                    one_rank(
+                        tracers[rank], place, stage, micro_batch, packing, packed, share, fault, recompute=recompute
+                    )
     for tracer in tracers.values():
         tracer.__exit__(None, None, None)
 
@@ -145,7 +148,7 @@ def one_rank(
         asked = np.sort(np.where(pinned[:, None], given, native), axis=-1)
         for action in ("replay_forward", "replay_backward") if stage == "train" else ("replay_forward",):
             tracer.action(layer, micro_batch, action)
-            if action == "replay_forward" or recompute:
+            if tracer.verifies and (action == "replay_forward" or recompute):
                 used = np.sort(fault.used(stage, action, place.rank, layer, asked.copy()), axis=-1)
                 tracer.used(layer, micro_batch, action, used, asked, int((~pinned).sum()))
 

@@ -20,6 +20,7 @@ from agent_rl.train.megatron.layout import shard_spec
 from agent_rl.train.megatron.parallel import Ranks, current_ranks
 from agent_rl.train.megatron.passes import Passes
 from agent_rl.train.megatron.shape import ModelShape
+from agent_rl.train.trace import PassTrace
 from r3.megatron import RouterReplayer
 
 
@@ -115,6 +116,10 @@ class PolicyModel:
     @property
     def vocab_size(self) -> int:
         return int(self.shape.config["vocab_size"])
+
+    def observe(self, trace: PassTrace | None) -> None:
+        """Tell ``trace`` what the following passes bring to the routers and what those use; None: nobody."""
+        self._passes.trace = self.replayer.observer = trace
 
     def forward_logprobs(
         self,

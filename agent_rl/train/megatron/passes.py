@@ -27,6 +27,7 @@ from agent_rl.train.megatron.layout import Layout
 from agent_rl.train.megatron.logprobs import token_logprobs
 from agent_rl.train.megatron.parallel import Ranks
 from agent_rl.train.megatron.shape import ModelShape
+from agent_rl.train.trace import PassTrace
 from r3.megatron import RouterReplayer, validate_routes
 from r3.shard import RouteShard, ShardSpec
 
@@ -56,6 +57,7 @@ class Passes:
     ) -> None:
         self.chunks, self.shape, self.ranks, self.device, self.replayer = list(chunks), shape, ranks, device, replayer
         self.shard = shard
+        self.trace: PassTrace | None = None
         # The schedule would divide by token counts; the loss function has already done that.
         chunks[0].config.finalize_model_grads_func = _finalize
 
@@ -153,22 +155,26 @@ class Passes:
         self, batches: Sequence[PackedBatch], routes: Sequence[Routes | None] | None, count: int
     ) -> Iterator[Microbatch]:
         for index, batch in enumerate(batches):
-            yield self._item(batch, routes[index] if routes else None, real=True)
-        for _ in range(count - len(batches)):
-            yield self._item(PackedBatch.from_sequences([[0, 0]]), None, real=False)
+            yield self._item(index, batch, routes[index] if routes else None, real=True)
+        for index in range(len(batches), count):
+            yield self._item(index, PackedBatch.from_sequences([[0, 0]]), None, real=False)
 
-    def _item(self, batch: PackedBatch, routes: Routes | None, *, real: bool) -> Microbatch:
+    def _item(self, index: int, batch: PackedBatch, routes: Routes | None, *, real: bool) -> Microbatch:
         layout = Layout(batch, self.shard)
         experts = present = None
         if routes is not None and self.shape.moe_layers:
             share = self._cut(routes, batch, layout) if isinstance(routes, PackedRoutes) else routes
-            layout.check(share)
+            if self.trace is not None:
+                self.trace.fetched(index, batch, layout, share)
+            checked = layout.check(share)
             # torch has no arithmetic on uint16 and no use for it here; int32 holds every expert id.
             experts = torch.tensor(share.experts.astype(np.int32) if share.experts.itemsize > 1 else share.experts)
             there = torch.tensor(share.present)
             self._validate(experts, there, layers=len(self.shard.columns))
             # Padding keeps the experts it came with: they are spread evenly, the router's own choice would not be.
             pinned = there | layout.router_padding
+            if self.trace is not None:
+                self.trace.handed(index, batch, layout, experts, pinned, checked)
             experts, present = experts.to(self.device), None if bool(pinned.all()) else pinned.to(self.device)
         return Microbatch(batch.to(self.device), layout, experts, present, real)
 
