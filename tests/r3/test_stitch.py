@@ -156,6 +156,133 @@ def test_appending_is_linear() -> None:
     assert copied < 2 * 4000
 
 
+def took(row: int, take: int) -> NDArray[np.uint8]:
+    """``rows`` of one row, which also says at which step it came."""
+    experts = rows(row, row + 1)
+    experts[0, 2] = (take, take + 1)
+    return experts
+
+
+def delta_of(start: int, stop: int, take: int) -> Routing:
+    experts = np.concatenate([np.empty((0, LAYERS, TOP_K), np.uint8), *(took(row, take) for row in range(start, stop))])
+    span = (Span(0, stop - start, f"v{take}", "e", SpanKind.SAMPLED),) if stop > start else ()
+    return Routing(experts, np.ones(stop - start, np.bool_), span, EXPERTS)
+
+
+Held = list[tuple[int, int] | None]
+"""A model of a stitcher: of each row, (row, the step it came at), or None where it never came."""
+
+
+def check_finished(stitched: RouteStitcher, held: Held) -> None:
+    assert stitched.next_row == len(held)
+    routing = stitched.fork(len(held)).finish(len(held) + 1)
+    validate(routing)
+    assert routing.present.tolist() == [row is not None for row in held] + [False]
+    versions = [span.weight_version for span in routing.spans for _ in range(span.start, span.stop)]
+    for at, row in enumerate(held):
+        if row is not None:
+            np.testing.assert_array_equal(routing.experts[at], took(*row)[0])
+            assert versions[at] == f"v{row[1]}"
+        else:
+            assert not routing.experts[at].any()
+            assert versions[at] == "lost"
+
+
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(["append", "partial", "again", "missing", "truncate", "fork"]),
+        st.integers(0, 9),  # rows that come
+        st.integers(0, 60),  # where rows are replaced, cut or forked
+        st.integers(0, 5),  # of which branch
+    ),
+    max_size=14,
+)
+
+
+@given(steps=steps, capacity=st.sampled_from([0, 7, 1000]))
+def test_any_history_holds_the_rows_that_were_given_last(steps: list[tuple[str, int, int, int]], capacity: int) -> None:
+    branches: list[tuple[RouteStitcher, Held]] = [(stitcher(capacity), [])]
+    for take, (what, count, where, which) in enumerate(steps):
+        stitched, held = branches[which % len(branches)]
+        at, turns = where % (len(held) + 1), stitched.turns
+        if what in ("append", "partial"):
+            new = delta_of(len(held), len(held) + count, take)
+            stitched.append(new, sequence=len(held) + count + 1, partial=what == "partial")
+            held += [(row, take) for row in range(len(held), len(held) + count)]
+            assert stitched.turns == turns + (what == "append")
+        elif what == "again":
+            stop = len(held) + count
+            stitched.append(delta_of(at, stop, take), sequence=stop + 1, start=at)
+            held[at:] = [(row, take) for row in range(at, stop)]
+        elif what == "missing":
+            stitched.append_missing(sequence=len(held) + count + 1, version="lost", engine="e")
+            held += [None] * count
+        elif what == "truncate":
+            stitched.truncate(at)
+            del held[at:]
+        else:
+            branches.append((stitched.fork(at), held[:at]))
+    for stitched, held in branches:
+        check_finished(stitched, held)
+
+
+@given(held=st.integers(0, 20), shift=st.integers(-20, 20).filter(bool), new=st.integers(0, 20))
+def test_rows_that_start_elsewhere_are_named(held: int, shift: int, new: int) -> None:
+    """The engine starts from another row than asked, up to the right end: too many or too few rows."""
+    stitched = stitcher()
+    stitched.append(delta(0, held), sequence=held + 1)
+    start, stop = held + shift, held + new
+    if not 0 <= start <= stop:
+        return
+    with pytest.raises(RoutingError, match=rf"turn 1: expected {new} rows \[{held}, {stop}\), received {new - shift}$"):
+        stitched.append(delta(start, stop), sequence=stop + 1)
+    assert (stitched.next_row, stitched.turns) == (held, 1)
+    np.testing.assert_array_equal(stitched.finish(held + 1).experts[:held], rows(0, held))
+
+
+def test_rows_cannot_come_again_from_beyond_those_held_or_end_before_them() -> None:
+    stitched = stitcher()
+    stitched.append(delta(0, 5), sequence=6)
+    with pytest.raises(RoutingError, match=r"turn 1: rows come from row 6 on, expected a start in \[0, 5\]"):
+        stitched.append(delta(6, 9), sequence=10, start=6)
+    with pytest.raises(RoutingError, match=r"expected a start in \[0, 5\]"):
+        stitched.append(delta(0, 9), sequence=10, start=-1)
+    for shorter in (lambda: stitched.append(delta(0, 4), sequence=5, start=0), lambda: missing(stitched, 5)):
+        with pytest.raises(RoutingError, match="turn 1: a sequence of 5 tokens has 4 rows, and 5 are held already"):
+            shorter()
+    assert stitched.next_row == 5
+
+
+def missing(stitched: RouteStitcher, sequence: int) -> None:
+    stitched.append_missing(sequence=sequence, version="v", engine="e")
+
+
+@pytest.mark.parametrize("rows_kept", [-1, 6])
+def test_only_rows_that_are_held_can_be_kept(rows_kept: int) -> None:
+    stitched = stitcher()
+    stitched.append(delta(0, 5), sequence=6)
+    for keep in (stitched.fork, stitched.truncate):
+        with pytest.raises(RoutingError, match=f"{rows_kept} rows to be kept of 5 held"):
+            keep(rows_kept)
+    assert stitched.next_row == 5
+
+
+def test_ids_of_another_width_are_refused() -> None:
+    wide = replace(delta(0, 5), experts=delta(0, 5).experts.astype(np.uint16))
+    with pytest.raises(RoutingError, match="turn 0: expected ids as uint8, received uint16"):
+        stitcher().append(wide, sequence=6)
+
+
+def test_a_capacity_is_no_promise_of_memory() -> None:
+    stitched = stitcher(capacity=1 << 40)
+    stitched.append(delta(0, 5), sequence=6)
+    routing = stitched.finish(6)
+    assert routing.experts.base is None, "a short sequence does not hold on to the buffer"
+    full = stitcher(capacity=6)
+    full.append(delta(0, 5), sequence=6)
+    assert full.finish(6).experts.base is full._buffer, "a full buffer is not copied"
+
+
 @given(length=st.integers(1, 60), cuts=st.lists(st.integers(0, 60), max_size=6))
 def test_slices_concatenate_to_the_whole(length: int, cuts: list[int]) -> None:
     whole = concat([delta(0, length // 2, "a"), delta(length // 2, length, "b")])
