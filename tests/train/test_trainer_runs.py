@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from agent_rl.errors import ConfigError, TrainerError
 from agent_rl.train.advantages import group_advantages
 from agent_rl.train.ray_trainer import RayTrainer
 from agent_rl.types import Sample
+from r3.report import differing_experts, route_mismatch
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 
@@ -135,6 +137,28 @@ async def test_two_data_ranks_equal_one(run_config: Config, make_sample: Make) -
             assert after[name] == pytest.approx(before[name], rel=1e-4, abs=1e-5), name
     for left, right in zip(logprobs_one, logprobs_two, strict=True):
         assert right == pytest.approx(left, abs=1e-5)
+
+
+async def test_ranks_replay_and_report_their_own_share_of_the_routes(run_config: Config, make_sample: Make) -> None:
+    """Two context ranks by two pipeline stages: what they use and report, put together, is the whole rollout's."""
+    data = samples(make_sample)
+    given = [sample.routing for sample in data if sample.routing is not None]
+    config = run_config(parallel={"world_size": 4, "context": 2, "pipeline": 2}, replay="r3", mini_steps=2)
+    async with RayTrainer(config) as trainer:
+        replayed = await trainer.routes(data, replay=True)
+        native = await trainer.routes(data, replay=False)
+        metrics = await trainer.step(data, measure_native=True)
+    differ = []
+    for routing, (_, used), (_, own) in zip(given, replayed, native, strict=True):
+        np.testing.assert_array_equal(used[:-1], routing.experts[:-1])
+        differ.append(differing_experts(routing, replace(routing, experts=own)))
+    expected = route_mismatch(np.concatenate(differ), np.repeat(np.arange(len(differ)), [len(d) for d in differ]), 2)
+    assert metrics["mismatch_native/router_mismatch"] == pytest.approx(expected.router)
+    assert metrics["mismatch_native/token_mismatch"] == pytest.approx(expected.token)
+    assert metrics["mismatch_native/sequence_mismatch"] == pytest.approx(expected.sequence)
+    assert metrics["r3/router_mismatch"] == 0
+    assert metrics["r3/coverage"] == 1
+    assert metrics["train/updates"] == 2
 
 
 async def test_a_dead_rank_ends_the_trainer_with_a_reason(run_config: Config, make_sample: Make) -> None:
