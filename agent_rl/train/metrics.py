@@ -63,6 +63,7 @@ def _train(reports: Sequence[RankReport]) -> dict[str, float]:
 def _differ(prefix: str, counts: RouteCounts) -> dict[str, float]:
     return {
         f"{prefix}/router_mismatch": counts.routers_differ / max(1, counts.routers),
+        f"{prefix}/router_mismatch_worst_layer": int(counts.layers_differ.max()) / max(1, counts.tokens),
         f"{prefix}/token_mismatch": counts.tokens_differ / max(1, counts.tokens),
         f"{prefix}/sequence_mismatch": counts.sequence_layers / max(1, counts.sequences),
     }

@@ -48,13 +48,14 @@ class UpdateSums:
     update: Update
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class RouteCounts:
     """Experts that a pass used against those the rollout used, compared as sets where the rollout's row is present.
 
     ``needed`` rows are all but each sequence's last (it feeds no prediction); ``present`` of them came with the
     rollout. ``routers``: (token, layer) pairs compared, ``routers_differ`` of them differ. ``tokens_differ``: tokens
     with a differing layer. ``sequence_layers``: the sum over sequences of the mean number of differing layers a token.
+    ``layers_differ`` ``[L]``: ``routers_differ`` by layer.
     """
 
     needed: int
@@ -67,10 +68,11 @@ class RouteCounts:
     sequence_layers: float
     stored_bytes: int
     stored_tokens: int
+    layers_differ: NDArray[np.int64]
 
     @classmethod
-    def none(cls) -> RouteCounts:
-        return cls(*(0 for _ in cls.__slots__))
+    def none(cls, layers: int) -> RouteCounts:
+        return cls(0, 0, 0, 0, 0, 0, 0, 0.0, 0, 0, np.zeros(layers, np.int64))
 
     def __add__(self, other: RouteCounts) -> RouteCounts:
         return RouteCounts(*(getattr(self, name) + getattr(other, name) for name in RouteCounts.__slots__))
@@ -143,4 +145,5 @@ def count_routes(
         sequence_layers=float(sum(means)),
         stored_bytes=stored_bytes,
         stored_tokens=len(present_T),
+        layers_differ=differs_TL.sum(axis=0),
     )

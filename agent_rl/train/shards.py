@@ -99,7 +99,7 @@ def count_differing(
     differs: Sequence[Sequence[NDArray[np.bool_]]],
 ) -> RouteCounts:
     """The counts of one data rank; ``differs[rank][micro_batch]`` bool ``[R, C]``: experts unlike the rollout's."""
-    total = RouteCounts.none()
+    total = RouteCounts.none(infos[0].moe_layers)
     for at, ids in enumerate(micro_batches):
         differs_TL = put_together(samples, ids, infos, [rank[at] for rank in differs])
         routings = [_routing(samples[index]) for index in ids]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from agent_rl.errors import TrainerError
 from agent_rl.train.packing import plan
-from agent_rl.train.reports import Differing, count_routes, differing
+from agent_rl.train.reports import Differing, RouteCounts, count_routes, differing
 from agent_rl.train.shards import (
     RankInfo,
     by_sample,
@@ -103,6 +103,7 @@ def test_what_ranks_hold_gives_the_routes_and_their_differences_back(
     assert total.tokens == expected.tokens
     assert total.sequences == expected.sequences
     assert total.routers_differ / total.routers == pytest.approx(expected.router)
+    assert (total.layers_differ / total.tokens).tolist() == pytest.approx(expected.by_layer.tolist())
     assert total.tokens_differ / total.tokens == pytest.approx(expected.token)
     assert total.sequence_layers / total.sequences == pytest.approx(expected.sequence)
     assert total.needed == sum(a.tokens - 1 for a, _ in whole_routes)
@@ -116,6 +117,7 @@ def test_counts_by_hand() -> None:
     counts = count_routes(differs, present, np.array([0, 4, 6], np.int32), stored_bytes=24)
     assert (counts.needed, counts.present, counts.tokens, counts.tokens_differ) == (4, 4, 4, 3)
     assert (counts.routers, counts.routers_differ) == (8, 4)
+    assert (RouteCounts.none(layers=2) + counts + counts).layers_differ.tolist() == [4, 4]
     assert (counts.sequences, counts.sequence_layers) == (2, 3 / 3 + 1 / 1)
 
 
