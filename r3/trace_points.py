@@ -204,7 +204,7 @@ class RankTracer:
             fields = sample_rows(
                 _key(self._order.step, sample, self._rank),
                 positions,
-                self._layers,
+                [self._order.moe_layers[column] for column in shard.columns],
                 tokens[starts[sequence] + positions],
                 shard.experts[local],
                 shard.present[local],

@@ -126,7 +126,7 @@ FAULTS: dict[str, tuple[Layout, Fault, HandOver, dict[str, Any], str]] = {
     ),
     "ranks exchanged": (
         Layout(pipeline=2), Exchanged(), HandOver.FETCH,
-        {"stage": "prev-logprob", "rank": 2, "sample": 3, "layer": 2, "row": 0}, "other routes came",
+        {"stage": "prev-logprob", "rank": 2, "sample": 3}, "layers [5, 6] came, expected [2, 3]",
     ),
     "layers swapped": (
         Layout(), LayersSwapped(), HandOver.SHARD,

@@ -3,21 +3,29 @@ spoiled on their way (the driver deals out wrong ones) fail it, naming the place
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import socket
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from agent_rl.config import R3Config, RunConfig, TraceConfig
+from agent_rl.config import ParallelConfig, R3Config, RunConfig, TraceConfig
 from agent_rl.errors import ConfigError, TrainerError
 from agent_rl.train import ray_trainer
-from agent_rl.train.ray_trainer import RayTrainer
+from agent_rl.train.ray_trainer import RayTrainer, split_step
+from agent_rl.train.settings import ModelSettings, OptimizerSettings, step_settings
+from agent_rl.train.shards import cut, without_routes
+from agent_rl.train.trace import begin_trace
 from agent_rl.types import Sample
 from r3.check import CheckReport, HandOver, check_folder
 from r3.shard import RouteShard, ShardSpec
 from r3.trace import STAGES
+
+if TYPE_CHECKING:
+    from agent_rl.train.rank import TrainerRank
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 
@@ -44,19 +52,46 @@ def tally(report: CheckReport, hand_over: HandOver) -> dict[str | None, int]:
     return {row.stage: row.checked for row in report.tallies if row.hand_over is hand_over}
 
 
-async def test_a_step_on_one_rank_holds(run_config: Config, make_sample: Make, tmp_path: Path) -> None:
-    """Two updates, native routes measured between; only the steps asked for are traced."""
-    config = traced(run_config(mini_steps=2), tmp_path / "trace", 3)
+@pytest.fixture(scope="module")
+def rank(tiny_moe: Path) -> Iterator[TrainerRank]:
+    """A world of one rank in this process, so that faults can be put inside it."""
+    import torch
+
+    from agent_rl.train.rank import TrainerRank
+
+    threads, listener = torch.get_num_threads(), socket.create_server(("127.0.0.1", 0))
+    settings = ModelSettings(tiny_moe, ParallelConfig(), "float32", "cpu", "full", (), seed=0, threads=1)
+    port = listener.getsockname()[1]
+    optimizer = OptimizerSettings(lr=1e-3)
+    ready = TrainerRank(settings, optimizer, 0, master_addr="127.0.0.1", master_port=port, listener=listener.detach())
+    yield ready
+    ready.close()
+    torch.set_num_threads(threads)
+
+
+def traced_step(rank: TrainerRank, config: RunConfig, data: Sequence[Sample], step: int) -> None:
+    """What RayTrainer does with one rank."""
+    info = rank.info()
+    shares = split_step(data, mini_steps=config.train.mini_steps, budget=config.train.microbatch_tokens, ranks=1)
+    batches = [ids for share in shares[0] for ids in share.micro_batches]
+    order = begin_trace(config, step, data, [batches], [info])
+    routes = [cut(data, ids, info.shard) for ids in batches]
+    rank.grpo(
+        without_routes(data, batches), shares[0], step_settings(config, measure_native=True), order, *routes
+    )  # fmt: skip
+
+
+def test_a_step_on_one_rank_holds(rank: TrainerRank, run_config: Config, make_sample: Make, tmp_path: Path) -> None:
+    """Two updates, a native pass between, rows without routes; only the step asked for is traced."""
+    config = traced(run_config(mini_steps=2, recompute="full"), tmp_path / "trace", 3)
     data = samples(make_sample)
     assert data[2].routing is not None
     present = data[2].routing.present.copy()
     present[4:7] = False
     data[2] = replace(data[2], routing=replace(data[2].routing, present=present))
-    async with RayTrainer(config) as trainer:
-        await trainer.step(data, measure_native=True)
-        await trainer.step(data, measure_native=True, step=2)
-        assert not (tmp_path / "trace").exists()
-        await trainer.step(data, measure_native=True, step=3)
+    traced_step(rank, config, data, 2)
+    assert not (tmp_path / "trace").exists()
+    traced_step(rank, config, data, 3)
     report = check(tmp_path / "trace")
     assert report.holds, str(report.breaks[0])
     assert report.steps == (3,)
@@ -65,6 +100,62 @@ async def test_a_step_on_one_rank_holds(run_config: Config, make_sample: Make, t
     routers = tally(report, HandOver.ROUTER)
     assert routers["prev-logprob"] == routers["train"] >= 2 * 3, "two layers, at least three micro-batches"
     assert tally(report, HandOver.BACKWARD) == {"train": routers["train"]}
+
+
+def given_late(original: Any) -> Any:
+    """Layer 2 is given each row one place too late."""
+
+    def begin(self: Any, microbatch: int, experts: Any, present: Any, *, backward: bool) -> None:
+        late = experts.roll(1, 0) if self.layer_number == 2 and experts is not None else experts
+        original(self, microbatch, late, present, backward=backward)
+
+    return begin
+
+
+def chosen_natively(original: Any) -> Any:
+    """Layer 1's router overrules what it was given."""
+
+    def forward(self: Any, scores: Any, topk: int, native: Any) -> Any:
+        given = original(self, scores, topk, native)
+        return native() if self.layer_number == 1 else given
+
+    return forward
+
+
+def recomputed_late(original: Any) -> Any:
+    """In layer 2's recomputation each row takes the experts of the row before."""
+
+    def backward(self: Any, scores: Any) -> Any:
+        kept = original(self, scores)
+        return kept.roll(1, 0) if self.layer_number == 2 else kept
+
+    return backward
+
+
+@pytest.mark.parametrize(
+    ("method", "fault", "hand_over", "stage", "layer"),
+    [
+        ("begin", given_late, HandOver.ROUTER, "prev-logprob", 2),
+        ("_forward", chosen_natively, HandOver.FORWARD, "prev-logprob", 1),
+        ("_backward", recomputed_late, HandOver.BACKWARD, "train", 2),
+    ],
+)
+def test_a_fault_inside_a_rank_is_found(
+    rank: TrainerRank, run_config: Config, make_sample: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    method: str, fault: Callable[[Any], Any], hand_over: HandOver, stage: str, layer: int,
+) -> None:  # fmt: skip
+    from r3.megatron import LayerReplay
+
+    monkeypatch.setattr(LayerReplay, method, fault(getattr(LayerReplay, method)))
+    traced_step(rank, traced(run_config(recompute="full"), tmp_path, 1), samples(make_sample), 1)
+    first = check(tmp_path).breaks[0]
+    assert (first.hand_over, first.stage, first.rank, first.layer) == (hand_over, stage, 0, layer), str(first)
+    assert (first.step, first.microbatch) == (1, 0)
+    assert first.sample is not None
+    assert first.row is not None
+
+
+def test_only_the_rollouts_routes_are_traced(run_config: Config, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"train\.replay is r2: only r3"):
         RayTrainer(traced(run_config(replay="r2"), tmp_path, 1))
 
@@ -112,7 +203,7 @@ async def test_spoiled_routes_are_found_between_context_ranks(
     run_config: Config, make_sample: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = run_config(parallel={"world_size": 2, "context": 2}, recompute="full")
-    data, cut = samples(make_sample), ray_trainer.cut
+    data = samples(make_sample)
     faults = {"shifted": shifted_rows, "swapped": swapped_layers, "exchanged": exchanged_ranks}
     reports = {}
     async with RayTrainer(traced(config, tmp_path, 1)) as trainer:
