@@ -358,11 +358,11 @@ def split_step(
     shares: list[list[MiniStepShare]] = [[] for _ in range(ranks)]
     for part in parts:
         ids = part.tolist()
-        tokens = sum(int(samples[index].loss_mask[1:].sum()) for index in ids)
+        sampled = [int(samples[index].loss_mask[1:].sum()) for index in ids]
         local = plan([len(samples[index].tokens) for index in ids], budget=budget, ranks=ranks)
         for rank, micro_batches in enumerate(local):
             named = tuple(tuple(ids[i] for i in micro) for micro in micro_batches)
-            shares[rank].append(MiniStepShare(named, tokens))
+            shares[rank].append(MiniStepShare(named, sum(sampled), sum(map(bool, sampled))))
     return tuple(tuple(share) for share in shares)
 
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agent_rl.errors import TrainerError
-from agent_rl.train.losses import policy_loss
+from agent_rl.train.losses import Counts, PolicyLoss, policy_loss
 from agent_rl.train.megatron.batch import LossFn, PackedBatch, PassOutput, Routes
 from agent_rl.train.packing import MicroBatch, pack
 from agent_rl.train.reports import Differing, MiniStepShare, RankReport, Update, UpdateSums, differing
@@ -33,6 +33,8 @@ from r3.shard import Packing, RouteShard, ShardSpec, own_routes
 from r3.trace_points import RankTracer
 
 Shards = Sequence[RouteShard] | None
+SUMS = ("loss", "clipped", "entropy", "kl", "correction", "dropped")
+"""What the loss function adds up over micro-batches: the fields of :class:`UpdateSums`."""
 
 
 class Model(Protocol):
@@ -214,14 +216,15 @@ def _updates(
         part = slice(first, first + len(share.micro_batches))
         first = part.stop
         inputs = [
-            _training_input(batch, logprobs) for batch, logprobs in zip(batches[part], old_logprobs[part], strict=True)
+            _training_input(batch, logprobs, settings)
+            for batch, logprobs in zip(batches[part], old_logprobs[part], strict=True)
         ]
         with traced_pass(model, tracer, "train", part.start):
             parts = model.train_microbatches(
-                inputs, routes[part] if routes is not None else None, grpo_loss(settings, share.sampled_tokens),
+                inputs, routes[part] if routes is not None else None, grpo_loss(settings, share),
                 temperature=settings.temperature,
             )  # fmt: skip
-        sums = {name: sum(float(values[name]) for values in parts) for name in ("loss", "clipped", "entropy", "kl")}
+        sums = {name: sum(float(values[name]) for values in parts) for name in SUMS}
         _check_finite(sums)
         updates.append(UpdateSums(tokens=share.sampled_tokens, update=optimizer.step(), **sums))
     return updates
@@ -232,18 +235,23 @@ def _check_finite(sums: Mapping[str, float]) -> None:
         raise TrainerError(f"the loss is {sums['loss']}: no update was made")
 
 
-def _training_input(batch: MicroBatch, old_logprobs: Tensor) -> PackedBatch:
+def _training_input(batch: MicroBatch, old_logprobs: Tensor, settings: StepSettings) -> PackedBatch:
+    rollout = torch.from_numpy(batch.logprobs_T).to(old_logprobs)
+    lengths = torch.from_numpy(np.diff(batch.cu_seqlens)).long()
     return packed(
         batch,
         mask=torch.from_numpy(batch.mask_T),
         advantages=torch.from_numpy(batch.advantages_T),
         weights=torch.from_numpy(batch.weights_T),
-        old_logprobs=old_logprobs.detach(),
+        sequence=torch.repeat_interleave(torch.arange(len(lengths)), lengths),
+        old_logprobs=rollout if settings.old_logprobs == "rollout" else old_logprobs.detach(),
+        log_ratio=old_logprobs.detach() - rollout,
     )
 
 
-def grpo_loss(settings: StepSettings, batch_tokens: int) -> LossFn:
-    """The loss function of one mini step, normalised by its sampled tokens over all ranks."""
+def grpo_loss(settings: StepSettings, share: MiniStepShare) -> LossFn:
+    """The loss function of one mini step, normalised by its tokens or sequences over all ranks."""
+    counts = Counts(share.sampled_tokens, share.sequences)
 
     def loss_fn(
         logprobs_T: Tensor, entropy_T: Tensor | None, batch: PackedBatch
@@ -251,18 +259,23 @@ def grpo_loss(settings: StepSettings, batch_tokens: int) -> LossFn:
         result = policy_loss(
             logprobs_T,
             batch.extras["old_logprobs"],
+            batch.extras["log_ratio"],
             batch.extras["advantages"],
             batch.extras["mask"],
+            batch.extras["sequence"],
             entropy_T=torch.zeros_like(logprobs_T) if entropy_T is None else entropy_T,
             weights_T=batch.extras["weights"],
-            eps_low=settings.eps_low,
-            eps_high=settings.eps_high,
-            batch_tokens=max(1, batch_tokens),
+            settings=settings.loss,
+            counts=counts,
         )
-        sums = {"clipped": result.clipped, "entropy": result.entropy, "kl": result.approx_kl}
-        return result.loss, {"loss": result.loss.detach(), **sums}
+        sums = zip(SUMS, (result.loss.detach(), *_reported(result)), strict=True)
+        return result.loss, dict[str, float | Tensor](sums)
 
     return loss_fn
+
+
+def _reported(result: PolicyLoss) -> tuple[Tensor, ...]:
+    return result.clipped, result.entropy, result.approx_kl, result.correction, result.dropped
 
 
 def _sampled(batches: Sequence[MicroBatch], values: Sequence[Tensor | NDArray[np.float32]]) -> NDArray[np.float32]:
