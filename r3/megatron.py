@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
@@ -213,11 +214,13 @@ class RouterReplayer:
 
     def _adopt_chunk(self, chunk: torch.nn.Module) -> list[LayerReplay]:
         adopted = []
+        _take_off_shared_list(chunk)
+        for module in (module for module in chunk.modules() if isinstance(module, MoELayer)):
+            check_experts(module)
         for router, place in _decoder_routers(chunk):
             check_supported(router.config)
             if router.layer_number not in self._columns:
                 raise ReplayError(f"layer {router.layer_number} has a router, the model says it has no experts")
-            _take_off_shared_list(router)
             layer = LayerReplay(router.layer_number, recomputed=is_recomputed(router.config, place))
             router.router_replay = layer
             router.register_forward_hook(layer.routed)
@@ -282,7 +285,6 @@ def _decoder_routers(chunk: torch.nn.Module) -> Iterator[tuple[TopKRouter, int]]
                 yield router, place
     for name, router in chunk.named_modules():
         if isinstance(router, TopKRouter) and router not in known:
-            _take_off_shared_list(router)
             if not any(isinstance(chunk.get_submodule(part), MultiTokenPredictionLayer) for part in _parents(name)):
                 raise ReplayError(f"{name} is a router outside the decoder's layers, and has no routes")
             router.router_replay = None
@@ -293,10 +295,11 @@ def _parents(name: str) -> list[str]:
     return [".".join(parts[:count]) for count in range(1, len(parts))]
 
 
-def _take_off_shared_list(router: TopKRouter) -> None:
-    """Megatron's constructor put the router's replay object on a list of the whole process."""
+def _take_off_shared_list(chunk: torch.nn.Module) -> None:
+    """Megatron's constructor put every router's replay object on a list of the whole process."""
+    own = {id(module.router_replay) for module in chunk.modules() if isinstance(module, TopKRouter)}
     shared = RouterReplay.global_router_replay_instances
-    shared[:] = [other for other in shared if other is not router.router_replay]
+    shared[:] = [other for other in shared if id(other) not in own]
 
 
 def is_recomputed(config: Any, place: int) -> bool:
@@ -309,6 +312,25 @@ def is_recomputed(config: Any, place: int) -> bool:
     if config.recompute_granularity == "full":
         return config.recompute_method == "uniform" or place < config.recompute_num_layers
     return config.recompute_granularity == "selective" and "moe" in config.recompute_modules
+
+
+def check_experts(layer: MoELayer) -> None:
+    """Refuse experts whose gradients Megatron-core 0.16.1 would reduce wrongly. Raises ReplayError.
+
+    Tensor ranks route different tokens (sequence parallelism). Where each holds whole experts, and expert parallelism
+    is 1, Megatron's own experts are reduced with the dense weights, over data ranks alone: those of the tensor ranks
+    drift apart in silence. Experts that say ``allreduce=False`` are reduced over both.
+    """
+    config = layer.config
+    alone = config.expert_model_parallel_size == 1 and config.expert_tensor_parallel_size == 1
+    if config.tensor_model_parallel_size == 1 or not alone:
+        return
+    if any(getattr(parameter, "allreduce", True) for parameter in layer.experts.parameters()):
+        raise ReplayError(
+            f"layer {layer.layer_number}: with tensor parallelism {config.tensor_model_parallel_size} and expert "
+            "parallelism 1 the experts' gradients would not be summed over the tensor ranks "
+            f"(set expert_model_parallel_size to {config.tensor_model_parallel_size})"
+        )
 
 
 _BALANCING_THAT_REPLAYS = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss")

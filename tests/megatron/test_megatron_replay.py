@@ -404,6 +404,19 @@ def test_routers_that_cannot_replay_are_refused(build: Build, change: dict[str, 
         check_supported(SimpleNamespace(**fields | change))
 
 
+def test_experts_that_tensor_ranks_would_not_reduce_are_refused(build: Build) -> None:
+    from r3.megatron import ReplayError, RouterReplayer
+
+    model = build()
+    model.config.tensor_model_parallel_size = 2
+    with pytest.raises(ReplayError, match="layer 1: with tensor parallelism 2 and expert parallelism 1"):
+        RouterReplayer(model.modules, model.shape.moe_layers)
+    for layer in model.modules[0].decoder.layers:
+        for parameter in layer.mlp.experts.parameters():
+            parameter.allreduce = False
+    RouterReplayer(model.modules, model.shape.moe_layers)
+
+
 def test_routes_of_one_pass_replay_in_the_next(build: Build, batch: PackedBatch) -> None:
     """R2: the routes recorded in the old-log-prob pass pin the update, whatever the weights have become."""
     model = build()
