@@ -43,7 +43,7 @@ class DockerBackend:
     """Boxes in a container engine. Raises ``SandboxUnavailableError`` where none answers."""
 
     def __init__(self, *, run_id: str) -> None:
-        self._api = connect()
+        self._api = connect(self.name)
         self._disk = Path(self._api.info()["DockerRootDir"])
         self._owner = Owner.current(run_id)
         self._lease = EngineLease(self._api, self._owner)
@@ -123,21 +123,35 @@ class DockerBackend:
                 working_dir=spec.workdir,
                 hostname="box",
                 entrypoint=[],
+                # Not only a network mode of "none": docker 20.10 would still keep accounts of the box's (missing) network,
+                # whose locks end in a deadlock of the whole engine when boxes start and go side by side.
+                network_disabled=True,
                 environment=dict(spec.env),
                 labels={**spec.labels, RUN_LABEL: self._owner.run_id, OWNER_LABEL: self._owner.to_json()},
                 host_config=self._host_config(spec),
             )["Id"]
         except docker.errors.ImageNotFound:
-            build = f"python -m sandbox.image --name {image}" if image == DEFAULT_IMAGE else f"docker pull {image}"
-            raise ImageMissingError(f"image {image!r} is not on this machine: get it with: {build}") from None
+            build = f"python -m sandbox.image --engine {self.name}"
+            get = build if image == DEFAULT_IMAGE else f"{self.name} pull {image}"
+            raise ImageMissingError(f"image {image!r} is not on this machine: get it with: {get}") from None
         box = DockerBox(container, spec, self._api, self)
         try:
+            self._prepare(container, spec)
             self._api.start(container)
         except BaseException:
             box.remove()
             raise
         self._boxes[box.id] = box
         return box
+
+    def _prepare(self, container: str, spec: SandboxSpec) -> None:
+        """Put in place what the engine would not, before the container starts."""
+
+    def _ulimits(self) -> list[Ulimit]:
+        return [
+            Ulimit(name="core", soft=0, hard=0),
+            Ulimit(name="fsize", soft=FILE_SIZE_LIMIT, hard=FILE_SIZE_LIMIT),
+        ]
 
     def _host_config(self, spec: SandboxSpec) -> Any:
         return self._api.create_host_config(
@@ -149,10 +163,7 @@ class DockerBackend:
             cap_drop=["ALL"],
             security_opt=["no-new-privileges"],
             init=True,
-            ulimits=[
-                Ulimit(name="core", soft=0, hard=0),
-                Ulimit(name="fsize", soft=FILE_SIZE_LIMIT, hard=FILE_SIZE_LIMIT),
-            ],
+            ulimits=self._ulimits(),
             log_config=LogConfig(type=LogConfig.types.NONE),
             binds=[f"{source}:{target}:ro" for source, target in spec.ro_binds.items()],
         )

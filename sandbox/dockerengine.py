@@ -23,12 +23,16 @@ T = TypeVar("T")
 
 THREADS = 64
 """Calls to the engine at once; a running command is one."""
+_START = {
+    "docker": "apt-get install docker.io; dockerd",
+    "podman": "apt-get install podman catatonit; podman system service --time 0",
+}
 _PROBE_SECONDS = 5
 _CALL_SECONDS = 120
 
 
 class EngineClient(docker.APIClient):
-    """The ``docker`` package's client, with the one option that its ``put_archive`` leaves out."""
+    """The ``docker`` package's client, with what its calls for archives leave out."""
 
     def unpack(self, container: str, data: bytes) -> None:
         """Unpack a tar at the container's root. A file in the place of a folder is refused, not put over it."""
@@ -36,21 +40,40 @@ class EngineClient(docker.APIClient):
         response = self._put(url, params={"path": "/", "noOverwriteDirNonDir": "1"}, data=data)
         self._raise_for_status(response)
 
+    def has_path(self, container: str, path: str) -> bool:
+        """Whether ``path`` exists in the container, which need not run."""
+        url = self._url("/containers/{0}/archive", container)
+        response = self.head(url, params={"path": path}, timeout=self.timeout)
+        if response.status_code == requests.codes.not_found:
+            return False
+        self._raise_for_status(response)
+        return True
 
-def connect() -> EngineClient:
-    """A client of the engine. Raises ``SandboxUnavailableError`` where none answers within seconds."""
+
+def connect(engine: str = "docker") -> EngineClient:
+    """A client of ``engine``. Raises ``SandboxUnavailableError`` where none answers within seconds."""
+    where = _address(engine)
     try:
         api = EngineClient(
-            **docker.utils.kwargs_from_env(), version="auto", timeout=_PROBE_SECONDS, max_pool_size=THREADS
+            **{**docker.utils.kwargs_from_env(), "base_url": where},
+            version="auto",
+            timeout=_PROBE_SECONDS,
+            max_pool_size=THREADS,
         )
     except (docker.errors.DockerException, requests.RequestException) as error:
-        where = os.environ.get("DOCKER_HOST", "/var/run/docker.sock")
         raise SandboxUnavailableError(
-            f"no container engine answers at {where} ({_short(error)}): install and start one "
-            f"(apt-get install docker.io; dockerd)"
+            f"no container engine answers at {where} ({_short(error)}): install and start one ({_START[engine]})"
         ) from None
     api.timeout = _CALL_SECONDS
     return api
+
+
+def _address(engine: str) -> str:
+    """Where ``engine`` listens: as its own clients are told by the environment, or else at its usual socket."""
+    if engine == "docker":
+        return os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"
+    runtime = "/run" if os.geteuid() == 0 else os.environ.get("XDG_RUNTIME_DIR", f"/run/user/{os.geteuid()}")
+    return os.environ.get("CONTAINER_HOST") or f"unix://{runtime}/podman/podman.sock"
 
 
 def _short(error: BaseException) -> str:

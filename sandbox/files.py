@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from sandbox.errors import SandboxDiskFullError, SandboxFileError, SandboxLostError
 from sandbox.types import Sandbox
@@ -46,12 +46,17 @@ async def write_through(box: Sandbox, files: Mapping[str, bytes]) -> None:
         raise SandboxFileError(text)
 
 
-def archive(files: Mapping[str, bytes]) -> bytes:
-    """``files`` (absolute path -> bytes) as an uncompressed tar whose members are relative to /."""
+def archive(files: Mapping[str, bytes], *, folders: Iterable[str] = ()) -> bytes:
+    """``files`` (absolute path -> bytes) and ``folders`` as an uncompressed tar whose members are relative to /."""
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w") as tar:
+        for path in folders:
+            member = tarfile.TarInfo(path.lstrip("/"))
+            member.type, member.mode = tarfile.DIRTYPE, 0o755
+            tar.addfile(member)
         for path, data in files.items():
             member = tarfile.TarInfo(path.lstrip("/"))
             member.size, member.mode = len(data), 0o644
             tar.addfile(member, io.BytesIO(data))
-    return stream.getvalue()
+    # Without the padding after the end mark: podman stops reading there, and fails on what is still being sent.
+    return stream.getvalue()[: tar.offset]

@@ -35,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from sandbox.docker import DEFAULT_IMAGE
 
     parser = argparse.ArgumentParser(prog="python -m sandbox.image", description="Build the default sandbox image.")
+    parser.add_argument("--engine", choices=("docker", "podman"), default="docker", help="default %(default)s")
     parser.add_argument("--name", default=DEFAULT_IMAGE, help="the image's name (default %(default)s)")
     parser.add_argument("--rootfs", type=Path, help="make this folder, for bubblewrap, and no container image")
     parser.add_argument("--suite", help="the distribution's release (default: this machine's)")
@@ -48,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.rootfs is not None:
             build_rootfs(options.rootfs, options.suite, options.mirror, options.pip, force=options.force)
         else:
-            build_image(options.name, options.suite, options.mirror, options.pip, force=options.force)
+            source = (options.suite, options.mirror, options.pip)
+            build_image(options.name, *source, force=options.force, engine=options.engine)
     except SandboxError as error:
         print(f"sandbox image: {error}", file=sys.stderr)
         return 2
@@ -56,14 +58,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_image(
-    name: str, suite: str | None = None, mirror: str | None = None, pip: Sequence[str] = (), *, force: bool = False
+    name: str,
+    suite: str | None = None,
+    mirror: str | None = None,
+    pip: Sequence[str] = (),
+    *,
+    force: bool = False,
+    engine: str = "docker",
 ) -> None:
-    """Build the container image ``name`` unless the engine has it. Raises ``SandboxError``."""
+    """Build the container image ``name`` unless ``engine`` has it; podman takes docker's. Raises ``SandboxError``."""
     from sandbox.dockerengine import connect
 
-    api = connect()
+    api = connect(engine)
     if not force and api.images(name):
         _say(f"{name} is there already")
+        return
+    if not force and engine == "podman" and _copy_from_docker(api, name):
         return
     with tempfile.TemporaryDirectory(prefix="agent-rl-image-") as scratch:
         rootfs = Path(scratch) / "rootfs"
@@ -134,6 +144,24 @@ def _add_python_packages(folder: Path, requirements: Sequence[str]) -> None:
         *(f"--python-version=3.{version}", f"--target={target}", "--upgrade"),
         *requirements,
     )
+
+
+def _copy_from_docker(api: Any, name: str) -> bool:
+    """Load docker's image ``name``; False where docker has none."""
+    from sandbox.dockerengine import connect
+
+    try:
+        docker = connect("docker")
+    except SandboxUnavailableError:
+        return False
+    if not docker.images(name):
+        return False
+    with _step(f"copying {name} from docker"), tempfile.TemporaryFile() as file:
+        for chunk in docker.get_image(name):
+            file.write(chunk)
+        file.seek(0)
+        list(api.load_image(file))
+    return True
 
 
 def _import(api: Any, rootfs: Path, name: str) -> None:

@@ -17,7 +17,7 @@ from functools import partial
 from sandbox.errors import SandboxError, SandboxUnavailableError
 from sandbox.lease import Lease
 
-KINDS = ("bubblewrap", "docker")
+KINDS = ("bubblewrap", "docker", "podman")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def _open(kind: str) -> Place:
     from sandbox.dockerengine import connect, converted
     from sandbox.dockerlease import engine_leases, remove_lease
 
-    api = connect()
+    api = connect(kind)
     return Place(
         lambda: converted(partial(engine_leases, api, kind), SandboxError),
         lambda lease: converted(partial(remove_lease, api, lease), SandboxError),

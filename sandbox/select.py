@@ -32,11 +32,17 @@ def _docker(run_id: str) -> SandboxBackend:
     return DockerBackend(run_id=run_id)
 
 
+def _podman(run_id: str) -> SandboxBackend:
+    from sandbox.podman import PodmanBackend
+
+    return PodmanBackend(run_id=run_id)
+
+
 def _bubblewrap(run_id: str) -> SandboxBackend:
     from sandbox.bubblewrap import BubblewrapBackend
 
     return BubblewrapBackend(run_id=run_id)
 
 
-_OPENERS = {"docker": _docker, "bubblewrap": _bubblewrap}
+_OPENERS = {"docker": _docker, "podman": _podman, "bubblewrap": _bubblewrap}
 BACKENDS = ("auto", *_OPENERS)

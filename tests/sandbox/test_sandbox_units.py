@@ -193,8 +193,11 @@ def test_no_backend_is_one_line_that_says_what_to_install(monkeypatch: pytest.Mo
     assert "apt-get install bubblewrap" in text
     with pytest.raises(SandboxUnavailableError, match=r"none\.sock \(no such file or directory\)"):
         open_backend("docker", run_id="none")
-    with pytest.raises(SandboxUnavailableError, match=r"podman.*auto, docker, bubblewrap"):
+    monkeypatch.setenv("CONTAINER_HOST", f"unix://{tmp_path}/none.sock")
+    with pytest.raises(SandboxUnavailableError, match=r"none\.sock.*apt-get install podman"):
         open_backend("podman", run_id="none")
+    with pytest.raises(SandboxUnavailableError, match=r"lxc.*auto, docker, podman, bubblewrap"):
+        open_backend("lxc", run_id="none")
 
 
 @pytest.mark.bubblewrap
