@@ -320,6 +320,6 @@ async def test_entering_finds_an_engine_without_capture() -> None:
         return 200, answer(request, routed_experts=None)
 
     async with serving(handler) as url:
-        with pytest.raises(RoutesMissingError, match="engine started without route capture; start it with"):
+        with pytest.raises(RoutesMissingError, match="the engine sends no routes: start it with --enable"):
             async with client(url):
                 pass
