@@ -27,7 +27,7 @@ PROMPT = 160
 COMPLETION = 8
 LONG = 1024
 """Tokens of the request that is aborted as soon as it runs."""
-RETRACTED = (32, 512)
+RETRACTED = (32, 256)
 """Tokens of the request that is retracted, and of another where the first had ended before it was told."""
 VARIANTS = 3
 REQUEST_SECONDS = 60.0

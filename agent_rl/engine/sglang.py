@@ -232,8 +232,8 @@ class SGLangEngine:
             _, payload = split_body(answer, asked)
             if payload is None:
                 raise RoutesMissingError(
-                    f"{url}: the engine sends no routes: start it with --enable-return-routed-experts, or take away the "
-                    f"router that drops them; `agent-rl r3 probe {url}` says which it is"
+                    f"{url}: the engine sends no routes: start it with --enable-return-routed-experts, or take the "
+                    f"router away that drops them; `agent-rl r3 probe {url}` says which it is"
                 )
             read_answer(answer, asked, 0.0)
 
