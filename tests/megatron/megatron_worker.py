@@ -132,7 +132,7 @@ def whole_routes(model: Any, items: list[PackedBatch], local: list[Tensor], rank
         if data_rank == ranks.data_rank:
             for routes, (rows, places, found) in zip(whole, held, strict=True):
                 for place, column in enumerate(places):
-                    routes[rows[rows >= 0], column] = found[rows >= 0, place]
+                    routes[rows[rows >= 0], column] = found[rows >= 0, place].to(routes.dtype)
     return [PackedRoutes(found, torch.ones(len(found), dtype=torch.bool)) for found in whole]
 
 
