@@ -70,7 +70,7 @@ def owned(engine_config: EngineConfig, model: Path, tmp_path_factory: pytest.Tem
 @pytest.mark.sglang
 @pytest.mark.slow
 async def test_a_server_without_capture_is_found_out(owned: Owned, model: Path) -> None:
-    with pytest.raises(RoutesMissingError, match="the engine sends no routes: start it with --enable-return-routed-experts"):
+    with pytest.raises(RoutesMissingError, match="the engine sends no routes: start it with --enable"):
         async with SGLangEngine(owned.url, read_facts(model)):
             pass
 
