@@ -153,19 +153,15 @@ class Rows:
 class RouteShard:
     """A rank's share of one micro-batch's routes, in the order its routers see the tokens.
 
-    ``experts`` ``[R, C, K]`` as in :class:`r3.routing.Routing`; rows that are padding or absent hold distinct experts.
+    ``experts`` ``[R, C, K]``: ids; rows that are padding or absent hold distinct experts that mean nothing.
     ``present`` bool ``[R]``: rows the engine recorded. ``identity`` uint32 ``[R]``: whose each row is
     (:func:`identify`); ``columns``: which MoE layers these are, as in :class:`ShardSpec`.
     """
 
-    experts: NDArray[np.unsignedinteger]
+    experts: NDArray[np.integer]
     present: NDArray[np.bool_]
     identity: NDArray[np.uint32]
     columns: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return int(self.experts.nbytes + self.present.nbytes + self.identity.nbytes)
 
 
 def context_places(packing: Packing, spec: ShardSpec) -> Index:
@@ -271,7 +267,7 @@ def cut_routes(
 
 
 def own_routes(
-    experts: NDArray[np.unsignedinteger],
+    experts: NDArray[np.integer],
     samples: Sequence[int],
     tokens: NDArray[np.integer],
     packing: Packing,

@@ -131,8 +131,8 @@ class TrainerRank:
         found, used = sample_logprobs(
             self._model, samples, micro_batches, routes, temperature=temperature, record=record
         )  # fmt: skip
-        dtype = narrowest_dtype(self._model.num_experts) if used else None
-        return found if self._lead else {}, [experts.astype(dtype) for experts in used]
+        dtype = narrowest_dtype(max(1, self._model.num_experts))
+        return found if self._lead else {}, [experts.astype(dtype, copy=False) for experts in used]
 
     def supervise(
         self,

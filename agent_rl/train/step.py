@@ -28,7 +28,6 @@ from agent_rl.train.reports import Differing, MiniStepShare, RankReport, Update,
 from agent_rl.train.settings import StepSettings
 from agent_rl.train.trace import PassTrace, traced_pass
 from agent_rl.types import Sample
-from r3.routing import narrowest_dtype
 from r3.shard import Packing, RouteShard, ShardSpec, own_routes
 from r3.trace_points import RankTracer
 
@@ -44,9 +43,6 @@ class Model(Protocol):
     def shard(self) -> ShardSpec: ...
 
     def observe(self, trace: PassTrace | None) -> None: ...
-
-    @property
-    def num_experts(self) -> int: ...
 
     def forward_logprobs(
         self,
@@ -90,7 +86,7 @@ def grpo_step(
     becomes of them, where the step is traced.
     """
     batches = [pack(samples, ids) for share in shares for ids in share.micro_batches]
-    given: Shards = list(rollout) if settings.replay == "r3" else None
+    given: Shards = (rollout or None) if settings.replay == "r3" else None
     record = bool(rollout) or settings.replay == "r2"
     started = time.perf_counter()
     with traced_pass(model, tracer, "prev-logprob", 0):
@@ -125,7 +121,7 @@ def sample_logprobs(
     *,
     temperature: float,
     record: bool,
-) -> tuple[dict[int, NDArray[np.float32]], list[NDArray[np.int16]]]:
+) -> tuple[dict[int, NDArray[np.float32]], list[NDArray[np.integer]]]:
     """Log-probs of every token given those before it, by the sample's index; this data rank's.
 
     ``routes``: this rank's shares to replay, one a micro-batch, or none. With ``record`` also the experts that this
@@ -169,18 +165,20 @@ def _native(
     return _forward(model, batches, None, settings, record=True) if settings.replay == "r3" else old
 
 
-def _recorded(output: PassOutput) -> NDArray[np.int16]:
+def _recorded(output: PassOutput) -> NDArray[np.integer]:
     if output.routes is None:
         raise TrainerError("a recording pass gave no routes")
     return output.routes.numpy()
 
 
-def _as_shards(model: Model, batches: Sequence[MicroBatch], recorded: Sequence[NDArray[np.int16]]) -> list[RouteShard]:
+def _as_shards(
+    model: Model, batches: Sequence[MicroBatch], recorded: Sequence[NDArray[np.integer]]
+) -> list[RouteShard]:
     """The experts of a pass as routes to replay."""
-    dtype, spec = narrowest_dtype(model.num_experts), model.shard
+    spec = model.shard
     packings = [Packing(tuple(np.diff(batch.cu_seqlens).tolist()), spec.multiple) for batch in batches]
     return [
-        own_routes(used.astype(dtype), batch.sample_ids, batch.tokens_T, packing, spec)
+        own_routes(used, batch.sample_ids, batch.tokens_T, packing, spec)
         for used, batch, packing in zip(recorded, batches, packings, strict=True)
     ]
 
@@ -188,7 +186,7 @@ def _as_shards(model: Model, batches: Sequence[MicroBatch], recorded: Sequence[N
 def _differing(
     model: Model,
     rollout: Sequence[RouteShard],
-    recorded: Sequence[NDArray[np.int16]],
+    recorded: Sequence[NDArray[np.integer]],
     native: Sequence[PassOutput] | None,
 ) -> Differing | None:
     """Recorded routes against the rollout's; None where the rollout has none."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import megatron_tiny as tiny
@@ -13,8 +14,14 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed (the train extra)")
 import torch
 
+from agent_rl.config import RunConfig
 from agent_rl.errors import TrainerError
 from agent_rl.train.megatron.batch import PackedBatch, PackedRoutes
+from agent_rl.train.ray_trainer import split_step
+from agent_rl.train.reports import differing
+from agent_rl.train.settings import OptimizerSettings, step_settings
+from agent_rl.train.shards import cut
+from agent_rl.types import Sample
 from r3.routing import Routing
 from r3.shard import Packing, RouteShard, ShardSpec, cut_routes
 
@@ -41,7 +48,7 @@ def test_a_shard_is_used_as_whole_routes_are(build: Callable[..., Any], dtype: t
     cut = model.forward_logprobs([batch], [shard], record=True)[0]
     assert torch.equal(cut.logprobs, whole.logprobs)
     assert torch.equal(cut.routes, whole.routes)
-    assert torch.equal(cut.routes[present], experts[present].to(torch.int16))
+    assert torch.equal(cut.routes[present], experts[present])
 
 
 def test_routes_of_other_tokens_are_refused(build: Callable[..., Any]) -> None:
@@ -57,3 +64,70 @@ def test_routes_of_other_tokens_are_refused(build: Callable[..., Any]) -> None:
     with pytest.raises(TrainerError, match=r"routes came for the MoE layers \[1\], this rank has \[0, 1, 2, 3\]"):
         model.forward_logprobs([batch], [shard_of(batch, experts, present, ShardSpec((1,)))])
     model.forward_logprobs([batch], [shard])  # a refusal leaves nothing behind
+
+
+class Assigned:
+    """The experts that routers are handed, by layer number."""
+
+    def __init__(self) -> None:
+        self.experts: dict[int, torch.Tensor] = {}
+
+    def assigned(self, layer_number: int, microbatch: int, experts: torch.Tensor) -> None:
+        self.experts[layer_number] = experts.clone()
+
+    def action(self, *_: Any) -> None: ...
+
+    def forwarded(self, *_: Any) -> None: ...
+
+
+def step(model: Any, samples: list[Sample], shards: list[RouteShard], replay: str) -> Any:
+    from agent_rl.train.optimizer import PolicyOptimizer
+    from agent_rl.train.step import grpo_step
+
+    settings = {"replay": replay, "device": "cpu"}
+    config = RunConfig.model_validate({"name": "test", "model": model.folder, "train": settings})
+    optimizer = PolicyOptimizer(model.chunks, OptimizerSettings(lr=1e-3), torch.float32)
+    (shares,) = split_step(samples, mini_steps=1, budget=1000, ranks=1)
+    return grpo_step(
+        model, optimizer, dict(enumerate(samples)), shares, shards, step_settings(config, measure_native=True)
+    )
+
+
+def samples_of(routes: bool) -> list[Sample]:
+    samples = []
+    for tokens in tiny.sequences(lengths=(17, 30)):
+        mask, zeros = np.arange(len(tokens)) > 3, np.zeros(len(tokens), np.float32)
+        experts = tiny.random_routes(len(tokens), seed=len(tokens)).numpy()
+        routing = Routing(experts, np.arange(len(tokens)) % 4 != 3, (), tiny.EXPERTS)
+        samples.append(Sample(tokens.numpy().astype(np.int32), mask, zeros, 1.0, routing if routes else None))
+    return samples
+
+
+@pytest.mark.parametrize("replay", ["r3", "r2"])
+def test_a_step_replays_its_own_share(build: Callable[..., Any], replay: str) -> None:
+    """R3: the rollout's rows, in both passes. R2: those of the old-log-prob pass, which never left the rank."""
+    model, samples = build(), samples_of(routes=True)
+    ((share,),) = split_step(samples, mini_steps=1, budget=1000, ranks=1)
+    (ids,) = share.micro_batches
+    shard = cut(samples, ids, model.shard)
+    batch = PackedBatch.from_sequences([torch.from_numpy(samples[index].tokens) for index in ids])
+    own = model.forward_logprobs([batch], None, record=True)[0].routes.numpy()
+    model.replayer.observer = watch = Assigned()
+    _, differs = step(model, samples, [shard], replay)
+    for column, number in enumerate(model.shape.moe_layers):
+        given = shard.experts if replay == "r3" else own
+        np.testing.assert_array_equal(watch.experts[number].numpy(), given[:, column])
+    (replayed,), (native,) = differs.unpacked(differs.replayed), differs.unpacked(differs.native)
+    np.testing.assert_array_equal(native, differing(shard, own))
+    np.testing.assert_array_equal(replayed, native if replay == "r2" else np.zeros_like(native))
+    assert native.any()
+
+
+@pytest.mark.parametrize("replay", ["r3", "r2", "off"])
+def test_a_dense_model_has_nothing_to_replay(build: Callable[..., Any], tmp_path: Path, replay: str) -> None:
+    tiny.make(tmp_path / "dense", dense=True)
+    model = build(tmp_path / "dense")
+    report, differs = step(model, samples_of(routes=False), [], replay)
+    assert differs is None
+    np.testing.assert_array_equal(report.trainer_logprobs, report.native_logprobs)
+    assert report.updates[0].update.grad_norm > 0

@@ -140,10 +140,10 @@ async def test_two_data_ranks_equal_one(run_config: Config, make_sample: Make) -
 
 
 async def test_ranks_replay_and_report_their_own_share_of_the_routes(run_config: Config, make_sample: Make) -> None:
-    """Two context ranks by two pipeline stages: what they use and report, put together, is the whole rollout's."""
+    """Two pipeline stages, one layer each: what they use and report, put together, is the whole rollout's."""
     data = samples(make_sample)
     given = [sample.routing for sample in data if sample.routing is not None]
-    config = run_config(parallel={"world_size": 4, "context": 2, "pipeline": 2}, replay="r3", mini_steps=2)
+    config = run_config(parallel={"world_size": 2, "pipeline": 2}, replay="r3", mini_steps=2)
     async with RayTrainer(config) as trainer:
         replayed = await trainer.routes(data, replay=True)
         native = await trainer.routes(data, replay=False)

@@ -89,8 +89,9 @@ class PassOutput:
     """What a forward pass gives: ``logprobs`` and ``entropy`` float32 ``[T]``, and ``routes``.
 
     Entry i belongs to the distribution token i was drawn from; it is 0 for the first token of a sequence.
-    ``entropy`` is detached. ``routes``: the experts that this rank's own routers used, int16 ``[rows, columns, top_k]``
-    on the CPU, rows and columns as in :class:`r3.shard.RouteShard` (padding included): on one rank all of the batch's.
+    ``entropy`` is detached. ``routes``: the experts that this rank's own routers used, ``[rows, columns, top_k]`` on
+    the CPU, uint8 for up to 256 experts, else int32; rows and columns as in :class:`r3.shard.RouteShard` (padding
+    included): on one rank all of the batch's.
     """
 
     logprobs: Tensor

@@ -243,9 +243,10 @@ class Passes:
     def _collect(self, used: dict[int, Tensor], layout: Layout) -> Tensor:
         """The experts that this chunk's routers used, in the order of their columns; see ``PassOutput.routes``."""
         rows, top_k = len(layout.router_padding), self.shape.config.get("num_experts_per_tok", 0)
-        routes = torch.zeros(rows, len(used), top_k, dtype=torch.int16)
+        dtype = torch.uint8 if self.shape.config.get("num_experts", 0) <= 256 else torch.int32
+        routes = torch.zeros(rows, len(used), top_k, dtype=dtype)
         for place, column in enumerate(sorted(used)):  # a chunk's columns need not start at 0
-            routes[:, place] = used[column].to("cpu", torch.int16)
+            routes[:, place] = used[column].to("cpu", dtype)
         return routes
 
     def _share(self, data: list[Any]) -> list[Any]:
