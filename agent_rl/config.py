@@ -48,6 +48,10 @@ class SandboxConfig(Section):
     cpus: float = Field(1.0, gt=0, description="CPU limit of one box.")
     max_starts: int = Field(8, gt=0, description="Boxes being started at once.")
     max_execs: int = Field(64, gt=0, description="Commands running in boxes at once.")
+    pull: bool = Field(False, description="Fetch container images that are not on the machine.")
+    image_budget_gb: float | None = Field(
+        None, gt=0, description="Disk for fetched images, in GB; those used longest ago are removed. None: no limit."
+    )
     warm: int = Field(0, ge=0, description="Idle boxes kept ready, like those asked for lately; each is used once.")
 
 

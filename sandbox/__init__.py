@@ -2,6 +2,7 @@
 
 from sandbox.errors import (
     ImageMissingError,
+    ImagePullError,
     SandboxDiskFullError,
     SandboxError,
     SandboxFileError,
@@ -11,11 +12,13 @@ from sandbox.errors import (
 )
 from sandbox.pool import SandboxPool
 from sandbox.select import open_backend
-from sandbox.types import ExecResult, Sandbox, SandboxBackend, SandboxSpec
+from sandbox.types import ExecResult, ImagePolicy, Sandbox, SandboxBackend, SandboxSpec
 
 __all__ = [
     "ExecResult",
     "ImageMissingError",
+    "ImagePolicy",
+    "ImagePullError",
     "Sandbox",
     "SandboxBackend",
     "SandboxDiskFullError",

@@ -23,10 +23,11 @@ from sandbox.dockerbox import DockerBox
 from sandbox.dockerengine import THREADS, EngineClient, connect, converted
 from sandbox.dockerlease import OWNER_LABEL, RUN_LABEL, EngineLease, engine_leases, remove_lease
 from sandbox.errors import ImageMissingError, SandboxDiskFullError, SandboxError, SandboxStartError
+from sandbox.images import ImageStore, ledger_of
 from sandbox.lease import Heartbeat
 from sandbox.owner import Owner
 from sandbox.shield import shielded
-from sandbox.types import SandboxSpec
+from sandbox.types import ImagePolicy, SandboxSpec
 
 T = TypeVar("T")
 
@@ -42,12 +43,15 @@ _LEAST_FREE = 16 << 20
 class DockerBackend:
     """Boxes in a container engine. Raises ``SandboxUnavailableError`` where none answers."""
 
-    def __init__(self, *, run_id: str) -> None:
+    def __init__(self, *, run_id: str, images: ImagePolicy | None = None) -> None:
         self._api = connect(self.name)
-        self._disk = Path(self._api.info()["DockerRootDir"])
+        info = self._api.info()
+        self._disk = Path(info["DockerRootDir"])
         self._owner = Owner.current(run_id)
         self._lease = EngineLease(self._api, self._owner)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="docker")
+        self._policy = images or ImagePolicy()
+        self._images = ImageStore(self._api, self._policy, self.call, ledger_of(info))
         self._boxes: dict[str, DockerBox] = {}
         self._closed = False
         self._heartbeat = Heartbeat(self._lease.renew)
@@ -62,16 +66,16 @@ class DockerBackend:
         return "the container engine's control groups"
 
     async def start(self, spec: SandboxSpec) -> DockerBox:
-        """Start a box. Raises ``ImageMissingError`` or ``SandboxStartError``."""
+        """Start a box. Raises ``ImageMissingError``, ``ImagePullError`` or ``SandboxStartError``."""
         if self._closed:
             raise SandboxStartError("the backend is closed")
-        starting = asyncio.ensure_future(self.call(partial(self._start, spec), SandboxStartError))
         try:
-            return await asyncio.shield(starting)
-        except asyncio.CancelledError:
-            # The engine goes on with what it was asked for, so wait for the container in order to remove it.
-            await shielded(self._discard(starting))
-            raise
+            return await self._started(spec)
+        except ImageMissingError:
+            if not self._policy.pull or spec.image == "host":
+                raise
+            await self._images.fetch(spec.image)
+            return await self._started(spec)
 
     async def reap(self) -> int:
         """Remove the containers of dead runs, of this machine or another that shares the engine; return how many."""
@@ -96,12 +100,22 @@ class DockerBackend:
     def forget(self, box: DockerBox) -> None:
         self._boxes.pop(box.id, None)
 
+    async def _started(self, spec: SandboxSpec) -> DockerBox:
+        starting = asyncio.ensure_future(self.call(partial(self._start, spec), SandboxStartError))
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            # The engine goes on with what it was asked for, so wait for the container in order to remove it.
+            await shielded(self._discard(starting))
+            raise
+
     async def _discard(self, starting: asyncio.Future[DockerBox]) -> None:
         await asyncio.wait({starting})
         if starting.exception() is None:
             await starting.result().close()
 
     async def _close(self) -> None:
+        await self._images.close()
         async with asyncio.TaskGroup() as group:
             for box in list(self._boxes.values()):
                 group.create_task(box.close())
@@ -123,8 +137,8 @@ class DockerBackend:
                 working_dir=spec.workdir,
                 hostname="box",
                 entrypoint=[],
-                # Not only a network mode of "none": docker 20.10 would still keep accounts of the box's (missing) network,
-                # whose locks end in a deadlock of the whole engine when boxes start and go side by side.
+                # Not only a network mode of "none": docker 20.10 keeps accounts of that network, whose locks end in a
+                # deadlock of the whole engine when boxes start and go side by side.
                 network_disabled=True,
                 environment=dict(spec.env),
                 labels={**spec.labels, RUN_LABEL: self._owner.run_id, OWNER_LABEL: self._owner.to_json()},
@@ -142,6 +156,8 @@ class DockerBackend:
             box.remove()
             raise
         self._boxes[box.id] = box
+        if self._policy.pull:
+            self._images.used(image)
         return box
 
     def _prepare(self, container: str, spec: SandboxSpec) -> None:

@@ -5,6 +5,7 @@
     SandboxError                 the box broke: infrastructure, never the policy's fault
     ├── SandboxUnavailableError  no container engine and no bubblewrap answers here
     ├── ImageMissingError        the image or root file system is not on this machine
+    ├── ImagePullError           the image could not be pulled, its retries spent
     ├── SandboxStartError        the box could not be started (worth a retry)
     ├── SandboxLostError         the box died under a command
     ├── SandboxDiskFullError     no room left on the host
@@ -24,6 +25,10 @@ class SandboxUnavailableError(SandboxError):
 
 class ImageMissingError(SandboxError):
     """The spec's image is not on this machine."""
+
+
+class ImagePullError(SandboxError):
+    """A registry did not give an image, however often it was asked."""
 
 
 class SandboxStartError(SandboxError):

@@ -59,6 +59,18 @@ class SandboxSpec:
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class ImagePolicy:
+    """``pull``: fetch missing images, ``pulls_at_once`` at a time. ``budget_gb``: GB that pulled images may take."""
+
+    pull: bool = False
+    budget_gb: float | None = None
+    pulls_at_once: int = 2
+    attempts: int = 6
+    first_wait: float = 2.0
+    """Seconds of the first wait between attempts; they double, with jitter, up to a minute."""
+
+
 @runtime_checkable
 class Sandbox(Protocol):
     """One isolated box. Made by a :class:`SandboxBackend`, closed by whoever started it."""

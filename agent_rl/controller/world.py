@@ -22,7 +22,7 @@ from agent_rl.types import Trajectory
 from envs import Environment, Task
 from envs.context import EnvContext
 from envs.registry import load_environment
-from sandbox import SandboxBackend, SandboxPool, SandboxSpec, open_backend
+from sandbox import ImagePolicy, SandboxBackend, SandboxPool, SandboxSpec, open_backend
 from tools.formats import ToolCallFormat, tool_format
 
 
@@ -82,7 +82,8 @@ def box_limits(config: SandboxConfig) -> SandboxSpec:
 
 
 def _pool(config: SandboxConfig) -> SandboxPool:
-    backend = open_backend(config.backend, run_id=uuid.uuid4().hex[:12])
+    images = ImagePolicy(pull=config.pull, budget_gb=config.image_budget_gb)
+    backend = open_backend(config.backend, run_id=uuid.uuid4().hex[:12], images=images)
     return SandboxPool(backend, max_starts=config.max_starts, max_execs=config.max_execs, warm=config.warm)
 
 
