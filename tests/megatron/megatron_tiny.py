@@ -56,7 +56,13 @@ def random_routes(tokens: int, layers: int = LAYERS, seed: int = 2) -> torch.Ten
     return torch.rand(tokens, layers, EXPERTS, generator=generator).argsort(-1)[..., :TOP_K].to(torch.uint8)
 
 
+def reserved_port() -> socket.socket:
+    """A socket bound to a free port of the loopback: the port is nobody else's while it is open."""
+    holder = socket.socket()
+    holder.bind(("127.0.0.1", 0))
+    return holder
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+    with reserved_port() as probe:
         return int(probe.getsockname()[1])

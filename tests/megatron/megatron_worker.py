@@ -185,10 +185,8 @@ def resume(rank: int, case: dict[str, Any], parallel: ParallelConfig, results: P
     model = ModelSettings(Path(case["folder"]), parallel, "float32", "cpu", "full", (), seed=0, threads=1)
     sequences = [(batch.tokens.int().numpy(), torch.ones(len(batch)).numpy()) for batch in batches()]
     states = []
-    for port in case["ports"]:
-        trainer = TrainerRank(
-            model, OptimizerSettings(lr=0.01), rank, master_addr="127.0.0.1", master_port=port
-        )  # fmt: skip
+    for place in case["places"]:
+        trainer = TrainerRank(model, OptimizerSettings(lr=0.01), rank, **meeting(place, rank))
         if states:
             trainer.load(results)
         else:
@@ -200,8 +198,14 @@ def resume(rank: int, case: dict[str, Any], parallel: ParallelConfig, results: P
     torch.save(states, results / f"{case['name']}-{rank}.pt")
 
 
+def meeting(place: list[int], rank: int) -> dict[str, Any]:
+    """Where the ranks meet: ``place`` is a port and rank 0's open socket on it."""
+    port, listener = place
+    return {"master_addr": "127.0.0.1", "master_port": port, "listener": listener if rank == 0 else None}
+
+
 def main() -> None:
-    """Plan: a list of worlds ``{port, parallel, runs}``; a run is ``{name, folder, forward, options}``, or what
+    """Plan: a list of worlds ``{place, parallel, runs}``; a run is ``{name, folder, forward, options}``, or what
     :func:`resume` is given."""
     rank, results, plan = int(sys.argv[1]), Path(sys.argv[2]), json.loads(Path(sys.argv[3]).read_text())
     torch.set_num_threads(1)
@@ -211,8 +215,7 @@ def main() -> None:
         if "resume" in world:
             resume(rank, world["resume"], parallel, results)
             continue
-        address = {"master_addr": "127.0.0.1", "master_port": world["port"]}
-        ranks = init_parallel(parallel, rank, device=device, timeout=60, **address)
+        ranks = init_parallel(parallel, rank, device=device, timeout=60, **meeting(world["place"], rank))
         from agent_rl.train.megatron.model import PolicyModel
 
         mine = slice(ranks.data_rank, None, ranks.data_size)

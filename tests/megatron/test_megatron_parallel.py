@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed (the train extra)")
 import megatron_tiny as tiny
 import torch
-from megatron_tiny import free_port
+from megatron_tiny import reserved_port
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 
@@ -56,10 +56,16 @@ def folders(tmp_path_factory: pytest.TempPathFactory, checkpoint: tuple[Path, An
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory, folders: dict[str, Path]) -> Path:
     """Two processes run all cases one after another and leave their results here."""
-    folder = tmp_path_factory.mktemp("results")
+    folder, held = tmp_path_factory.mktemp("results"), list[Any]()
+
+    def place() -> list[int]:
+        """A port that stays ours until its world comes to it, and the socket that holds it."""
+        held.append(reserved_port())
+        return [held[-1].getsockname()[1], held[-1].fileno()]
+
     plan = [
         {
-            "port": free_port(),
+            "place": place(),
             "parallel": parallel,
             "runs": [
                 {"name": f"{of}-{run}", "folder": str(folders[run]), "forward": run == "none", "options": RUNS[run]}
@@ -69,12 +75,16 @@ def results(tmp_path_factory: pytest.TempPathFactory, folders: dict[str, Path]) 
         }
         for layout, parallel in LAYOUTS.items()
     ]
-    resumed = {"name": "resumed", "folder": str(folders["none"]), "ports": [free_port(), free_port()]}
+    resumed = {"name": "resumed", "folder": str(folders["none"]), "places": [place(), place()]}
     plan.append({"parallel": LAYOUTS["virtual"], "resume": resumed})
     (folder / "plan.json").write_text(json.dumps(plan))
     command = [sys.executable, "-W", "ignore", str(Path(__file__).parent / "megatron_worker.py")]
     ranks = [
-        subprocess.Popen([*command, str(rank), str(folder), str(folder / "plan.json")], stderr=subprocess.PIPE)
+        subprocess.Popen(
+            [*command, str(rank), str(folder), str(folder / "plan.json")],
+            stderr=subprocess.PIPE,
+            pass_fds=[] if rank else [socket.fileno() for socket in held],
+        )
         for rank in range(2)
     ]
     try:
@@ -84,6 +94,8 @@ def results(tmp_path_factory: pytest.TempPathFactory, folders: dict[str, Path]) 
     finally:
         for rank in ranks:
             rank.kill()
+        for socket in held:
+            socket.close()
     return folder
 
 
