@@ -212,8 +212,9 @@ def context_order(packing: Packing, spec: ShardSpec) -> Index:
 
 
 def identify(sample: Any, position: Any, token: Any) -> NDArray[np.uint32]:
-    """32 bits that tell a row from any other: of its sample's index, its position there and its token id (-1: padding).
+    """32 bits mixed from a row's sample (its index), its position there and its token id (-1 for padding).
 
+    Two rows of different tokens have equal bits with probability 2 ** -32.
     Three rounds of the splitmix64 finaliser (Steele et al., "Fast splittable pseudorandom number generators", 2014).
     """
     state = np.zeros(np.broadcast(sample, position, token).shape, np.uint64)
@@ -225,14 +226,8 @@ def identify(sample: Any, position: Any, token: Any) -> NDArray[np.uint32]:
     return (state >> np.uint64(32)).astype(np.uint32)
 
 
-def row_identities(
-    packing: Packing, spec: ShardSpec, samples: Sequence[int], tokens: NDArray[np.integer]
-) -> NDArray[np.uint32]:
-    """:func:`identify` of every row a rank's routers see; ``samples`` names the sequences, ``tokens`` is packed."""
-    return _identities(packing.rows(router_places(packing, spec)), samples, tokens)
-
-
 def _identities(rows: Rows, samples: Sequence[int], tokens: NDArray[np.integer]) -> NDArray[np.uint32]:
+    """:func:`identify` of ``rows``; ``samples`` names the sequences, ``tokens`` is packed."""
     token = np.where(rows.source < 0, -1, np.asarray(tokens)[rows.source])
     return identify(np.asarray(samples)[rows.sequence], rows.positions, token)
 
