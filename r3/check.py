@@ -353,12 +353,12 @@ class _StepChecker:
         ]
         segments: dict[str, tuple[Shard, SampleRows]] = {}
         for key in self._same_keys(HandOver.SHARD, expected, found, _place_names):
-            self._count(HandOver.SHARD, stage)
             shard = found[key]
             self._shard_alone(shard)
             segments |= {segment.key: (shard, segment) for segment in shard.segments}
         for (_, name), fetch in ((k, f) for k, f in self.of.fetches.items() if k[0] == stage):
             places = _places(fetch)
+            self._count(HandOver.SHARD, stage)
             if name not in segments:
                 if fetch.rank not in self.stopped:
                     self._break(HandOver.SHARD, "the sample is in no micro-batch", **places)

@@ -56,6 +56,7 @@ def test_a_sound_step_holds(tmp_path: Path, layout: Layout, recompute: bool) -> 
         for s in STAGES), (HandOver.BACKWARD, "train"),
     }  # fmt: skip
     assert checked[HandOver.PAYLOAD, None] == len(LENGTHS)
+    assert checked[HandOver.FETCH, "train"] == checked[HandOver.SHARD, "train"] >= len(LENGTHS)
     ranks, micro_batches = len(layout.specs()), 3
     assert checked[HandOver.ROUTER, "train"] == micro_batches * ranks * len(MOE_LAYERS) // layout.pipeline
 
