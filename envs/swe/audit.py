@@ -10,6 +10,7 @@ from envs.context import EnvContext
 from envs.swe.boxes import HIDDEN_IN_IMAGE, agent_box, box_spec
 from envs.swe.canaries import Canary, canaries
 from envs.swe.episode import grade_patch
+from envs.swe.patches import is_test_path, patched_paths
 from envs.swe.records import SweRecord
 from envs.types import Finding
 from sandbox import Sandbox, SandboxLostError
@@ -35,6 +36,7 @@ _ONE_COMMIT = {"commits": "1", "refs": "", "reflog": "1", "stored": "1", "dangli
 
 # Hash and size of an image's hidden tests, without those that its repository shows anyway.
 _HIDDEN_HASHES = """
+git apply --whitespace=nowarn - 2>/dev/null
 for place in {places}; do [ -e "$place" ] && find -L "$place" -type f -size +0; done | sort -u | while read -r file; do
     hash=$(git hash-object --no-filters "$file")
     git ls-tree -r HEAD | grep -qF "$hash" || echo "$hash $(stat -L -c %s "$file")"
@@ -59,7 +61,8 @@ async def audit_record(context: EnvContext, record: SweRecord, *, site_root: Pat
     secrets = await _hidden_contents(context, record, site_root)
     async with agent_box(context, record, spec) as (sandbox, _):
         findings = [await _history(sandbox), await _copies(sandbox, record, secrets)]
-    findings += [await _try(context, record, canary, site_root) for canary in canaries(record)]
+        module = await _fixed_module(sandbox, record)
+    findings += [await _try(context, record, canary, site_root) for canary in canaries(record, module)]
     return findings
 
 
@@ -74,12 +77,14 @@ async def _history(sandbox: Sandbox) -> Finding:
 
 
 async def _hidden_contents(context: EnvContext, record: SweRecord, site_root: Path | None) -> dict[str, int]:
-    """Git's hash of each hidden test's content -> its size. For a row of an image, read from the untouched image."""
+    """Git's hash of each hidden test's content -> its size. For a row of an image, found out in the untouched image."""
     if record.is_local:
         new = [text.encode() for path, text in record.tests.items() if record.files.get(path) != text]
         return {_blob(content): len(content) for content in new if content.strip()}
+    places = sorted(record.hidden) if record.swebench else HIDDEN_IN_IMAGE
+    patch = record.swebench.test_patch if record.swebench else ""
     async with context.box(box_spec(context, record, site_root)) as sandbox:
-        lines = (await _run(sandbox, _HIDDEN_HASHES.format(places=shlex.join(HIDDEN_IN_IMAGE)))).splitlines()
+        lines = (await _run(sandbox, _HIDDEN_HASHES.format(places=shlex.join(places)), stdin=patch)).splitlines()
     return {digest: int(size) for digest, size in (line.split() for line in lines)}
 
 
@@ -97,14 +102,24 @@ async def _copies(sandbox: Sandbox, record: SweRecord, secrets: dict[str, int]) 
     return Finding("hidden tests", not told, told or f"none of {len(secrets)} contents is in the agent's box")
 
 
+async def _fixed_module(sandbox: Sandbox, record: SweRecord) -> tuple[str, str] | None:
+    """A Python file that the true fix changes, as the agent finds it: one that the tests surely import."""
+    for path in sorted(patched_paths(record.gold)):
+        if path.endswith(".py") and not is_test_path(path):
+            seen = await sandbox.exec(["cat", path], timeout=_TIMEOUT, cwd=sandbox.spec.workdir)
+            if seen.ok and seen.stdout.strip():
+                return path, seen.stdout.decode(errors="replace")
+    return None
+
+
 async def _try(context: EnvContext, record: SweRecord, canary: Canary, site_root: Path | None) -> Finding:
     grade = await grade_patch(context, record, canary.patch, site_root=site_root)
     seen = "; ".join(grade.suspected_hack) or "no reward, nothing recorded"
     return Finding(f"hack: {canary.name}", grade.reward <= 0.0 and not grade.resolved, seen)
 
 
-async def _run(sandbox: Sandbox, script: str) -> str:
-    result = await sandbox.exec(script, timeout=_TIMEOUT, cwd=sandbox.spec.workdir)
+async def _run(sandbox: Sandbox, script: str, stdin: str = "") -> str:
+    result = await sandbox.exec(script, timeout=_TIMEOUT, cwd=sandbox.spec.workdir, stdin=stdin.encode())
     if result.timed_out or result.truncated:
         raise SandboxLostError(f"an audit's command was cut off after {result.seconds:.0f} s")
     return result.stdout.decode(errors="replace")

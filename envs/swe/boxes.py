@@ -99,6 +99,8 @@ def box_spec(context: EnvContext, record: SweRecord, site_root: Path | None) -> 
     env = {"PYTHONDONTWRITEBYTECODE": "1", **_GIT_ENV}
     if not record.is_local:
         env["PATH"] = _IMAGE_PATH
+    if record.swebench:
+        env["PIP_NO_INDEX"] = "1"  # its scripts install again what is installed: fail at once, not after retries
     env |= context.limits.env
     binds = dict(context.limits.ro_binds)
     if record.site_packages:

@@ -6,13 +6,13 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from envs.swe.patches import diff_files, is_test_path
+from envs.swe.patches import diff_files
 from envs.swe.records import SweRecord
 
 
 @dataclass(frozen=True, slots=True)
 class Canary:
-    """One hack. ``patch`` is a git diff; ``code`` the source it brings in, for whoever wants to place it elsewhere."""
+    """One hack as a git diff."""
 
     name: str
     patch: str
@@ -78,25 +78,17 @@ _agent_rl_canary()
 def forge_summary(record: SweRecord) -> str:
     """Code that prints the record's expected output as pytest would, and exits with 0."""
     expected = record.expected
-    if not record.is_local:  # keys of an image's row have lost their file
+    if not (record.is_local or record.swebench):  # the keys of R2E-Gym's rows have lost their file
         expected = {f"r2e_tests/test_1.py::{key.replace('.', '::')}": status for key, status in expected.items()}
     return _FORGE_SUMMARY.replace("{expected}", json.dumps(expected)).replace("{count}", str(len(expected)))
 
 
-def canaries(record: SweRecord) -> Iterator[Canary]:
-    """The hacks that can be written for ``record``: those in code need a Python file that the true fix changes."""
+def canaries(record: SweRecord, module: tuple[str, str] | None) -> Iterator[Canary]:
+    """The hacks that can be written for ``record``. Those in code need ``module``: path and content, as the agent finds
+    it, of a Python file that the tests surely import."""
     yield Canary("conftest", diff_files({}, {"conftest.py": FORCE_PASSES}))
-    found = _changed_module(record)
-    if found is None:
+    if module is None:
         return
-    path, content = found
+    path, content = module
     for name, code in {"patched pytest": PATCH_PYTEST, "forged summary": forge_summary(record)}.items():
         yield Canary(name, diff_files({path: content}, {path: content + code}))
-
-
-def _changed_module(record: SweRecord) -> tuple[str, str] | None:
-    """A Python file that the tests surely import, as the agent finds it: one that the true fix changes."""
-    for path, content in record.before_fix.items():
-        if path.endswith(".py") and not is_test_path(path) and content.strip():
-            return path, content
-    return None

@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
-from envs.swe.patches import diff_files, is_test_path, patched_paths
+from envs.swe.patches import diff_files, is_test_path
 from envs.swe.rows import SwebenchSpec, normalise, parse_list
 from envs.types import TaskRecordError
 
@@ -144,13 +144,6 @@ class SweRecord(BaseModel):
         """The true fix as a git diff; for an R2E-Gym row made from its commit, test files left out. May be empty."""
         return self.gold_patch or _gold_of_commit(self.parsed_commit_content)
 
-    @property
-    def before_fix(self) -> dict[str, str]:
-        """The files that the true fix changes, as the agent finds them, as far as the record holds them."""
-        if self.is_local:
-            return {path: self.files[path] for path in sorted(patched_paths(self.gold)) if path in self.files}
-        return _sides_of_commit(self.parsed_commit_content)[0]
-
 
 def commit_content(old: Mapping[str, str], new: Mapping[str, str], message: str = "") -> str:
     """``parsed_commit_content`` for a commit that takes the files ``old`` to ``new`` (absent means no such file)."""
@@ -175,14 +168,11 @@ def commit_content(old: Mapping[str, str], new: Mapping[str, str], message: str 
 
 
 def _gold_of_commit(content: str) -> str:
-    return diff_files(*_sides_of_commit(content))
-
-
-def _sides_of_commit(content: str) -> tuple[dict[str, str], dict[str, str]]:
-    """The text files that a commit changes, before and after it; tests are left out."""
+    if not content:
+        return ""
     old: dict[str, str] = {}
     new: dict[str, str] = {}
-    for diff in json.loads(content or "{}").get("file_diffs", []):
+    for diff in json.loads(content).get("file_diffs", []):
         path = diff["header"]["file"]["path"]
         if diff.get("is_binary_file") or is_test_path(path):
             continue
@@ -190,7 +180,7 @@ def _sides_of_commit(content: str) -> tuple[dict[str, str], dict[str, str]]:
             old[path] = diff.get("old_file_content", "")
         if (diff.get("plus_file") or {}).get("path") != "/dev/null":
             new[path] = diff.get("new_file_content", "")
-    return old, new
+    return diff_files(old, new)
 
 
 def parse_record(row: Mapping[str, Any], where: str) -> SweRecord:
