@@ -29,7 +29,7 @@ LONG = 1024
 """Tokens of the request that is aborted as soon as it runs."""
 RETRACTED = (32, 256)
 """Tokens of the request that is retracted, and of another where the first had ended before it was told."""
-VARIANTS = 3
+VARIANTS = 8
 REQUEST_SECONDS = 60.0
 PROBE_SECONDS = 180.0
 
@@ -124,8 +124,8 @@ class _Questions:
         prompt = self._tokens(self._length)
         cold = await self._ask(prompt)
         cached = await self._ask(prompt, new_tokens=1)
-        changed_at = self._length * 3 // 4
-        variants = [await self._ask(self._changed(prompt, changed_at), new_tokens=1) for _ in range(VARIANTS)]
+        changed_at = np.linspace(self._length // 4, self._length * 3 // 4, VARIANTS).astype(int).tolist()
+        variants = [await self._ask(self._changed(prompt, at), new_tokens=1) for at in changed_at]
         siblings, retold = await self._siblings()
         retracted, untried = await self._retract(busy)
         return Answers(
@@ -134,7 +134,7 @@ class _Questions:
             cached=cached,
             late=await self._ask(prompt, start=self._length // 2, new_tokens=1),
             variants=tuple(variants),
-            changed_at=changed_at,
+            changed_at=tuple(changed_at),
             stopped=await self._ask(prompt, stop=_late_token(cold.tokens)),
             siblings=siblings,
             retold=retold,
