@@ -129,14 +129,15 @@ def extract_payload(body: bytes) -> tuple[memoryview, bytes] | None:
 
     The routes are nearly all of the body, and a JSON parser would walk, copy and validate them for nothing. Inside a
     JSON string the key's quotes are escaped, so the key can't be mistaken for text. None unless it occurs exactly once
-    with a string value: the caller then parses the whole body. The payload is a view, not a copy.
+    with a string value free of escapes: the caller then parses the whole body. The payload is a view, not a copy.
     """
     at = body.find(_KEY)
     if at < 0:
         return None
     start = at + len(_KEY)
     stop = body.find(b'"', start)
-    # The payload holds no quote, so a second key can only come after it; searching it would cost more than decoding it.
-    if stop < 0 or body.find(_KEY, stop) >= 0:
+    # A server may escape base64's slashes. As the payload holds no quote, a second key can only come after it; searching
+    # the payload for the key too would cost more than decoding it.
+    if stop < 0 or body.find(b"\\", start, stop) >= 0 or body.find(_KEY, stop) >= 0:
         return None
     return memoryview(body)[start:stop], body[:start] + body[stop:]
