@@ -239,8 +239,8 @@ def probe(
 ) -> None:
     """Ask a running engine for routes in every way that training will, and say whether they can be replayed.
 
-    A dozen short requests (one of up to 1,024 tokens, aborted as it starts): a training that uses the engine meanwhile
-    is slowed by that much, its cache is left alone, and nothing is retracted while others' requests run.
+    Some twenty short requests (one of up to 1,024 tokens, aborted as it starts): a training that uses the engine
+    meanwhile is slowed by that much, its cache is left alone, and nothing is retracted while others' requests run.
     Exit code 0: all is right, 1: a check failed, 2: no answer.
     """
     from rich.console import Console
