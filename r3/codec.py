@@ -136,7 +136,7 @@ def extract_payload(body: bytes) -> tuple[memoryview, bytes] | None:
         return None
     start = at + len(_KEY)
     stop = body.find(b'"', start)
-    # A server may escape base64's slashes. As the payload holds no quote, a second key can only come after it; searching
+    # A server may escape base64's slashes. A second key can only come after the payload, which holds no quote; to search
     # the payload for the key too would cost more than decoding it.
     if stop < 0 or body.find(b"\\", start, stop) >= 0 or body.find(_KEY, stop) >= 0:
         return None
