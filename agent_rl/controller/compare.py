@@ -32,7 +32,7 @@ from agent_rl.observe.display import Display
 from agent_rl.observe.files import write_atomic, write_json
 from agent_rl.rollout.records import read_trajectories, steps_on_disk
 from agent_rl.train.ray_trainer import RayTrainer
-from agent_rl.types import Sample, Trajectory
+from agent_rl.types import Group, Sample, Trajectory
 from r3.breakdown import Mismatch, MismatchReport, Pair, mismatch_report
 from r3.figures import differing_routers, f_tau_curves, probability_scatter
 from r3.report import TOKEN_VALUES, Estimate, estimate_ratios, log_ratios, per_sequence
@@ -80,7 +80,7 @@ async def run_compare(
             groups = (await roll_out(config, out, display, tasks=tasks, split=split)).groups
         else:
             check_model(config.model)
-            groups = tuple(g for step in steps_on_disk(trajectories) for g in read_trajectories(trajectories, step))
+            groups = read_all(trajectories)
         kept = comparable([trajectory for group in groups for trajectory in group.trajectories])
         async with AsyncExitStack() as stack:
             display.stage("starting the trainer")
@@ -108,6 +108,14 @@ def config_of(source: Path, overrides: Sequence[str]) -> RunConfig:
 
 def _folder(source: Path, config: RunConfig) -> Path:
     return source if source.is_dir() else config.run_dir
+
+
+def read_all(folder: Path) -> tuple[Group, ...]:
+    """The trajectories of all steps in ``folder``. Raises ConfigError where there are none."""
+    steps = steps_on_disk(folder)
+    if not steps:
+        raise ConfigError(f"--trajectories {folder}: no trajectories there; name a run's folder, or a comparison's")
+    return tuple(group for step in steps for group in read_trajectories(folder, step))
 
 
 def comparable(trajectories: Sequence[Trajectory]) -> list[Trajectory]:

@@ -11,7 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent_rl.controller.compare import TrainerPass, chunks, comparable, compare, config_of, run_compare, turns_of
+from agent_rl.controller.compare import (
+    TrainerPass,
+    chunks,
+    comparable,
+    compare,
+    config_of,
+    read_all,
+    run_compare,
+    turns_of,
+)
 from agent_rl.errors import ConfigError
 from agent_rl.model.shipped import install_model
 from agent_rl.types import StopReason, Trajectory, Turn
@@ -103,6 +112,8 @@ def test_what_cannot_be_compared_is_told_in_a_line(tmp_path: Path) -> None:
         comparable([silent])
     with pytest.raises(ConfigError, match="task-0 was kept without its routes"):
         comparable([replace(data[0], routing=None)])
+    with pytest.raises(ConfigError, match="no trajectories there"):
+        read_all(tmp_path)
     (tmp_path / "config.yaml").write_text("name: half\nmodel: there\n")
     with pytest.raises(ConfigError, match="the run has not finished"):
         config_of(tmp_path, ())
