@@ -136,8 +136,8 @@ def extract_payload(body: bytes) -> tuple[memoryview, bytes] | None:
         return None
     start = at + len(_KEY)
     stop = body.find(b'"', start)
-    # A server may escape base64's slashes. A second key can only come after the payload, which holds no quote: searching
-    # the payload for it too would cost more than decoding it.
+    # A server may escape base64's slashes. A second key can only come after the payload, which holds no quote, and
+    # searching the payload for it too would cost more than decoding it.
     if stop < 0 or body.find(b"\\", start, stop) >= 0 or body.find(_KEY, stop) >= 0:
         return None
     return memoryview(body)[start:stop], body[:start] + body[stop:]

@@ -12,7 +12,12 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+# How long an example takes says more about what else the machine does than about us.
+hypothesis.settings.register_profile("no_deadline", deadline=None)
+hypothesis.settings.load_profile("no_deadline")
 
 ROOT = Path(__file__).resolve().parent.parent
 
