@@ -48,14 +48,27 @@ export GIT_AUTHOR_DATE={_DATE} GIT_COMMITTER_DATE={_DATE}
 git -c gc.auto=0 commit -q --no-verify --allow-empty -m 'Start of the task'
 git rev-parse HEAD"""
 
-# R2E-Gym's images keep the hidden tests and their script in the box: the agent's box loses them, and the history too.
-HIDDEN_IN_IMAGE = ("/r2e_tests", "/root/r2e_tests", "/root/run_tests.sh", "r2e_tests", "run_tests.sh")
-_STRIP_IMAGE = f"rm -rf {' '.join(HIDDEN_IN_IMAGE)} .git\n"
+# R2E-Gym's images keep the hidden tests and their script in the box: the agent's box loses them, the history, and
+# bytecode, which may have been compiled from the fixed code. Scripts of theirs look for the environment in /root.
+HIDDEN_IN_IMAGE = (
+    *("/r2e_tests", "/root/r2e_tests", "r2e_tests"),
+    *("/run_tests.sh", "/root/run_tests.sh", "run_tests.sh"),
+)
+_LINK_ENVIRONMENT = 'if [ -d .venv ] && [ ! -e /root/.venv ]; then ln -s "$PWD/.venv" /root/.venv; fi\n'
+_STRIP_IMAGE = f"""rm -rf {" ".join(HIDDEN_IN_IMAGE)} .git
+left=$(ls -d {" ".join(HIDDEN_IN_IMAGE)} .git 2>/dev/null)
+if [ -n "$left" ]; then echo "not to be removed from the agent's sight: $left"; exit 1; fi
+find . -name .venv -prune -o \\( -name __pycache__ -o -name '*.pyc' \\) -print0 | xargs -0 rm -rf
+{_LINK_ENVIRONMENT}"""
 _IMAGE_PATH = (
     "/testbed/.venv/bin:/root/.venv/bin:/root/.local/bin:/opt/miniconda3/envs/testbed/bin:"
     "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 )
-_LINK_IMAGE_TESTS = "if [ -d /r2e_tests ]; then rm -rf r2e_tests; ln -s /r2e_tests r2e_tests; fi\n"
+_LINK_IMAGE_TESTS = f"""{_LINK_ENVIRONMENT}for place in / /root/; do
+    if [ -d "${{place}}r2e_tests" ]; then rm -rf r2e_tests; ln -s "${{place}}r2e_tests" r2e_tests; fi
+    if [ ! -e run_tests.sh ] && [ -f "${{place}}run_tests.sh" ]; then cp "${{place}}run_tests.sh" .; fi
+done
+"""
 
 _DIFF = """rm -f .git/index.lock
 git add -A -- . ':(exclude,glob)**/__pycache__/**' ':(exclude,glob)**/*.pyc' &&

@@ -28,7 +28,7 @@ def test_every_status_is_read_with_its_full_node_id() -> None:
         "SKIPPED [2] tests/test_a.py:9: needs a network",
         "SKIPPED tests/test_a.py::test_unfolded - why",
         "XFAIL tests/test_a.py::test_known - reason - with a dash",
-        "XPASS tests/test_a.py::test_surprise",
+        "XPASS tests/test_a.py::test_surprise ",
         "FAILED tests/test_a.py::test_two - AssertionError: assert [1] == [2]",
         "ERROR tests/test_b.py - SyntaxError: invalid syntax",
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
 import tarfile
 import uuid
 from collections.abc import AsyncIterator, Iterator
@@ -21,19 +20,12 @@ from envs.swe.witness import NO_REPORT
 from sandbox import SandboxSpec, SandboxUnavailableError
 from sandbox.docker import DEFAULT_IMAGE
 from sandbox.select import open_backend
+from tests.envs.images import BUILT, GIT_WITH_A_FUTURE, folder_image, limits_with_pytest
 from tests.envs.test_swe_sources import GRADABLE
 
 pytest.importorskip("swebench")
-BUILT = Path(__file__).parents[2] / ".cache/tasks/real.jsonl"
 TASKS = ("pathspec-0.12.1", "voluptuous-0.14.2")
 
-# What an image holds is history with a future, as the harness's images have it.
-SET_UP = """
-set -e
-export GIT_AUTHOR_NAME=a GIT_AUTHOR_EMAIL=a GIT_COMMITTER_NAME=a GIT_COMMITTER_EMAIL=a
-git init -q . && git add -A && git commit -qm base
-git commit -q --allow-empty -m 'the future fix' && git branch future && git reset -q --hard HEAD~1
-"""
 EVAL = """#!/bin/bash
 set -uxo pipefail
 cd /testbed
@@ -98,7 +90,7 @@ def rows(backend_name: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
             if backend_name == "docker":
                 image = images.enter_context(container_image(records[name]))
             else:
-                image = str(folder_image(folder / name, records[name]))
+                image = str(folder_image(folder / name, records[name].files, GIT_WITH_A_FUTURE))
             out.write(json.dumps(row_of(records[name], image)) + "\n")
         out.flush()
         yield folder / "test.jsonl"
@@ -115,7 +107,11 @@ def container_image(record: SweRecord) -> Iterator[str]:
     image = f"agent-rl-test-swebench-{record.id}:1"
     context = io.BytesIO()
     recipe = f"FROM {DEFAULT_IMAGE}\nCOPY testbed /testbed\nCOPY set-up /set-up\nRUN cd /testbed && bash /set-up\n"
-    files = {"Dockerfile": recipe, "set-up": SET_UP, **{f"testbed/{path}": text for path, text in record.files.items()}}
+    files = {
+        "Dockerfile": recipe,
+        "set-up": GIT_WITH_A_FUTURE,
+        **{f"testbed/{path}": text for path, text in record.files.items()},
+    }
     with tarfile.open(fileobj=context, mode="w") as archive:
         for name, text in files.items():
             member = tarfile.TarInfo(name)
@@ -128,20 +124,6 @@ def container_image(record: SweRecord) -> Iterator[str]:
     client.close()
 
 
-def folder_image(root: Path, record: SweRecord) -> Path:
-    """An image for bubblewrap: the machine's own system folders, and the repository."""
-    (root / "testbed").mkdir(parents=True)
-    for name in ("usr", "etc"):
-        (root / name).symlink_to(f"/{name}")
-    for name in ("bin", "sbin", "lib", "lib64"):
-        (root / name).symlink_to(f"usr/{name}")
-    for path, text in record.files.items():
-        (root / "testbed" / path).parent.mkdir(parents=True, exist_ok=True)
-        (root / "testbed" / path).write_bytes(text.encode())
-    subprocess.run(["bash", "-c", SET_UP], cwd=root / "testbed", check=True, timeout=60)
-    return root
-
-
 @pytest.fixture
 async def boxes(backend_name: str) -> AsyncIterator[EnvContext]:
     """A context whose boxes have pytest: the container image brings it, a folder is lent that of the real tasks."""
@@ -149,8 +131,7 @@ async def boxes(backend_name: str) -> AsyncIterator[EnvContext]:
         backend = open_backend(backend_name, run_id=f"test-{uuid.uuid4().hex[:8]}")
     except SandboxUnavailableError as error:
         pytest.skip(str(error))
-    site = {"ro_binds": {str(BUILT.parent / "site"): "/opt/site"}, "env": {"PYTHONPATH": "/opt/site"}}
-    limits = SandboxSpec(memory_mb=1024, **(site if backend_name == "bubblewrap" else {}))
+    limits = limits_with_pytest(1024) if backend_name == "bubblewrap" else SandboxSpec(memory_mb=1024)
     try:
         yield EnvContext(backend, limits=limits, grade_timeout=120.0)
     finally:

@@ -1,0 +1,120 @@
+"""Rows of R2E-Gym in boxes laid out as its images: what the agent finds there, how the row's own script is graded."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from envs import EnvContext, GradingError
+from envs.swe import SweRecord, commit_content, grade_patch, start_episode, verify_record
+from envs.swe.audit import audit_record
+from envs.swe.canaries import PATCH_PYTEST
+from envs.swe.patches import diff_files
+from envs.swe.witness import Witness
+from sandbox import SandboxStartError
+from tests.envs.images import BUILT, GIT_WITH_A_FUTURE, folder_image, limits_with_pytest
+
+pytestmark = [
+    pytest.mark.bubblewrap,
+    pytest.mark.skipif(not BUILT.is_file(), reason="the real tasks' pytest is not there (make real-tasks)"),
+]
+
+OLD = {"pkg/__init__.py": "", "pkg/m.py": "def half(a):\n    return a // 2\n"}
+NEW = {**OLD, "pkg/m.py": "def half(a):\n    return a / 2\n"}
+TESTS = """import sys
+sys.path.insert(0, "/testbed")
+from pkg.m import half
+
+def test_half(): assert half(3) == 1.5
+
+class TestEven:
+    def test_even(self): assert half(4) == 2
+"""
+SCRIPT = "PYTHONWARNINGS='ignore::UserWarning' .venv/bin/python -W ignore -m pytest -rA r2e_tests\n"
+# An environment of its own in the repository; hidden tests and script put there by hand; bytecode of the fixed code.
+SET_UP = f"""{GIT_WITH_A_FUTURE}
+mkdir -p .venv/bin pkg/__pycache__ r2e_tests
+ln -s /usr/bin/python3 .venv/bin/python
+cat > r2e_tests/test_1.py <<'EOF'
+{TESTS}EOF
+cat > run_tests.sh <<'EOF'
+{SCRIPT}EOF
+touch pkg/__pycache__/m.cpython-39.pyc
+"""
+
+
+@pytest.fixture
+def row(tmp_path: Path) -> SweRecord:
+    return SweRecord(
+        repo_name="pkg",
+        docker_image=str(folder_image(tmp_path / "image", OLD, SET_UP)),
+        commit_hash="abc",
+        parsed_commit_content=commit_content(OLD, NEW),
+        expected_output_json=json.dumps({"test_half": "PASSED", "TestEven.test_even": "PASSED"}),
+        problem_statement="[ISSUE]\nhalf(3) gives 1\n[/ISSUE]",
+    )
+
+
+@pytest.fixture
+def boxes(context: EnvContext) -> EnvContext:
+    return dataclasses.replace(context, limits=limits_with_pytest(512), start_retries=0)
+
+
+async def test_the_agents_box_has_the_environment_and_nothing_that_was_hidden(
+    boxes: EnvContext, row: SweRecord
+) -> None:
+    async with start_episode(boxes, row) as episode:
+        place = await episode.sandbox.exec("which python; readlink /root/.venv; ls -A; ls -A pkg", timeout=30)
+        assert place.text.split() == [
+            *("/testbed/.venv/bin/python", "/testbed/.venv"),
+            *(".git", ".venv", "pkg"),
+            *("__init__.py", "m.py"),
+        ]
+        log = await episode.sandbox.exec("git log --all --format=%s; git status --short", timeout=30)
+        assert log.text == "Start of the task\n"
+        assert (await episode.sandbox.exec("sed -i 's:a // 2:a / 2:' pkg/m.py", timeout=20)).ok
+        grade = await episode.grade()
+    assert (grade.resolved, grade.suspected_hack) == (True, ())
+    assert grade.tests == row.expected
+
+
+async def test_the_rows_own_script_verifies_and_a_patched_pytest_does_not_get_past_it(
+    boxes: EnvContext, row: SweRecord
+) -> None:
+    assert (await verify_record(boxes, row)).verified
+    forced = diff_files(OLD, {**OLD, "pkg/m.py": OLD["pkg/m.py"] + PATCH_PYTEST})
+    grade = await grade_patch(boxes, row, forced)
+    assert grade.reward == 0.0
+    assert any("from_item_and_call: replaced" in told for told in grade.suspected_hack)
+
+
+async def test_the_audit_of_an_image_row(boxes: EnvContext, row: SweRecord) -> None:
+    findings = await audit_record(boxes, row)
+    assert [finding.ok for finding in findings] == [True] * 5, findings
+
+
+async def test_two_files_with_a_test_of_the_same_name_are_no_verdict(boxes: EnvContext, row: SweRecord) -> None:
+    again = Path(row.docker_image) / "testbed/r2e_tests/test_2.py"
+    again.write_text("def test_half(): assert False\n")
+    with pytest.raises(GradingError, match=r"test name 'test_half' is both r2e_tests/test_1\.py::test_half and r2e"):
+        await grade_patch(boxes, row, row.gold)
+
+
+async def test_hidden_tests_that_cannot_be_removed_stop_the_start(boxes: EnvContext, row: SweRecord) -> None:
+    """A folder image's top is read-only: the agent would see them."""
+    (Path(row.docker_image) / "r2e_tests").mkdir()
+    with pytest.raises(SandboxStartError, match="not to be removed from the agent's sight: /r2e_tests"):
+        async with start_episode(boxes, row):
+            pass
+
+
+def test_what_runs_in_the_box_is_written_for_an_old_python() -> None:
+    (source,) = [data for path, data in Witness(watched=()).files().items() if path.endswith(".py")]
+    tree = ast.parse(source, feature_version=(3, 6))
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    assert imported == {"hashlib", "json", "os", "sys"}
+    assert not [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom | ast.NamedExpr)]
