@@ -235,12 +235,15 @@ def probe(
     model: Annotated[
         Path | None, typer.Option(help="Folder with the model's config.json, where the server's own is not here.")
     ] = None,
+    retract: Annotated[
+        bool, typer.Option("--retract", help="Also put running requests back once: on an engine nobody else uses.")
+    ] = False,
     json: Annotated[Path | None, typer.Option(help="Write the findings here as JSON.")] = None,
 ) -> None:
     """Ask a running engine for routes in every way that training will, and say whether they can be replayed.
 
     Some twenty short requests (one of up to 1,024 tokens, aborted as it starts): a training that uses the engine
-    meanwhile is slowed by that much, its cache is left alone, and nothing is retracted while others' requests run.
+    meanwhile is slowed by that much; its cache is left alone, and nothing of it is aborted or retracted.
     Exit code 0: all is right, 1: a check failed, 2: no answer.
     """
     from rich.console import Console
@@ -250,7 +253,7 @@ def probe(
     from agent_rl.engine.probe import probe as probe_server
     from agent_rl.observe.files import write_json
 
-    report = _run_async(probe_server(url, read_facts(model) if model else None))
+    report = _run_async(probe_server(url, read_facts(model) if model else None, retract=retract))
     assert isinstance(report, ProbeReport)
     Console().print(table(report))
     typer.echo(report.line())

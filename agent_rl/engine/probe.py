@@ -83,8 +83,11 @@ def table(report: ProbeReport) -> Table:
     return shown
 
 
-async def probe(url: str, facts: ModelFacts | None = None) -> ProbeReport:
+async def probe(url: str, facts: ModelFacts | None = None, *, retract: bool = False) -> ProbeReport:
     """Probe the server at ``url``, which serves the model of ``facts`` (by default what its own folder says).
+
+    With ``retract`` every running request of the server is put back once: only for an engine that is the caller's
+    alone, since resuming it in the middle of another's weight update would spoil that.
 
     Raises EngineUnreachable where nobody answers or the answers take too long, another engine error for one that is
     refused, ConfigError where the model's facts can't be found.
@@ -93,7 +96,7 @@ async def probe(url: str, facts: ModelFacts | None = None) -> ProbeReport:
     try:
         async with asyncio.timeout(PROBE_SECONDS), RawServer(url, timeout=REQUEST_SECONDS) as server:
             known = facts or _facts_of(server.url, await server.model_path())
-            answers = await _Questions(server, known).ask()
+            answers = await _Questions(server, known, retract).ask()
             checks = check_all(answers, known)
             return ProbeReport(server.url, checks, server.requests, perf_counter() - started)
     except TimeoutError:
@@ -112,8 +115,8 @@ def _facts_of(url: str, folder: str) -> ModelFacts:
 class _Questions:
     """The requests of one probe."""
 
-    def __init__(self, server: RawServer, facts: ModelFacts) -> None:
-        self._server, self._facts = server, facts
+    def __init__(self, server: RawServer, facts: ModelFacts, retract: bool) -> None:
+        self._server, self._facts, self._may_retract = server, facts, retract
         self._rng = np.random.default_rng()
         self._length = min(PROMPT, facts.max_positions // 4)
 
@@ -153,6 +156,8 @@ class _Questions:
 
     async def _retract(self, busy: int | None) -> tuple[RawAnswer | None, str]:
         """Retraction is of all requests at once, so it is only tried where there is none of others'."""
+        if not self._may_retract:
+            return None, "only done where asked for"
         if busy is None:
             return None, "the server does not say whether others use it"
         if busy:

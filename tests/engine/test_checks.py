@@ -1,0 +1,153 @@
+"""The probe's checks on answers made up here: what is rounding, what is a fault, and what can't be told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from agent_rl.engine.checks import Answers, Check, Verdict, check_all
+from agent_rl.engine.facts import ModelFacts
+from agent_rl.engine.raw import RawAnswer
+
+LAYERS, EXPERTS, TOP_K, PROMPT = 24, 64, 4, 80
+FACTS = ModelFacts(LAYERS, tuple(range(1, LAYERS)), EXPERTS, TOP_K, 1000, 4096)
+Rows = NDArray[np.int32]
+
+
+def routes(tokens: list[int], alike: float) -> Rows:
+    """``[T, layers, top_k]``: routes of a token in its place; a share ``alike`` of the sets is every token's."""
+    return np.stack([row_of(token, place, alike) for place, token in enumerate(tokens)])
+
+
+@cache
+def row_of(token: int, place: int, alike: float) -> Rows:
+    own, common = np.random.default_rng((token, place)), np.random.default_rng(place)
+    experts = np.tile(np.arange(EXPERTS, dtype=np.int32), (LAYERS, 1))
+    same = own.random((LAYERS, 1)) < alike
+    return np.where(same, common.permuted(experts, axis=1), own.permuted(experts, axis=1))[:, :TOP_K]
+
+
+class Server:
+    """Answers as a sound server would, with ``rounding`` in rows that are computed anew and ``change`` over all."""
+
+    def __init__(self, rounding: float = 0.0, alike: float = 0.0, change: Callable[[Rows], Rows] = lambda r: r) -> None:
+        self.rng, self.rounding, self.alike, self.change = np.random.default_rng(0), rounding, alike, change
+
+    def answer(
+        self, prompt: list[int], count: int, *, start: int = 0, cached: int = 0, finish: str = "length"
+    ) -> RawAnswer:
+        tokens = [int(token) for token in np.random.default_rng(len(prompt) + count).integers(0, 1000, count)]
+        rows = routes([*prompt, *tokens][:-1], self.alike)
+        flipped = self.rng.random(rows.shape[:2]) < self.rounding
+        flipped[:cached] = False
+        rows[flipped] = np.arange(TOP_K)
+        rows[:, 0] = 0
+        rows = self.change(rows)[start:]
+        return RawAnswer(tuple(prompt), start, tuple(tokens), finish, cached, 0, count, "7", rows.nbytes, rows)
+
+    def answers(self, **changes: Any) -> Answers:
+        rng = np.random.default_rng(5)
+        prompt, other = rng.integers(0, 1000, PROMPT).tolist(), rng.integers(0, 1000, PROMPT).tolist()
+        places = tuple(range(20, 60, 5))
+        siblings = (self.answer(other, 8), self.answer(other, 7))
+        found = Answers(
+            captures=True,
+            cold=self.answer(prompt, 8),
+            cached=self.answer(prompt, 1, cached=PROMPT - 1),
+            late=self.answer(prompt, 1, start=40, cached=PROMPT - 1),
+            variants=tuple(
+                self.answer([*prompt[:at], *rng.integers(0, 1000, PROMPT - at).tolist()], 1) for at in places
+            ),
+            changed_at=places,
+            stopped=self.answer(prompt, 3, finish="stop"),
+            siblings=siblings,
+            retold=tuple(self.answer([*other, *one.tokens], 1, start=PROMPT - 1) for one in siblings),
+            aborted=self.answer(prompt, 5, finish="abort"),
+            retracted=replace(self.answer(prompt, 5), retractions=1),
+            untried="",
+        )
+        return replace(found, **changes)
+
+
+def found(answers: Answers) -> dict[str, Check]:
+    return {check.name: check for check in check_all(answers, FACTS)}
+
+
+def not_ok(answers: Answers) -> dict[str, Verdict]:
+    return {name: check.verdict for name, check in found(answers).items() if check.verdict is not Verdict.OK}
+
+
+@pytest.mark.parametrize(("rounding", "alike"), [(0.0, 0.0), (0.024, 0.0), (0.024, 0.8), (0.04, 0.5)])
+def test_rounding_is_no_fault_and_tokens_that_route_alike_are_none(rounding: float, alike: float) -> None:
+    server = Server(rounding, alike)
+    cold = server.answers()
+    # What is stored is served as it is: the cached rows are the cold ones.
+    stored = {
+        name: replace(answer, wire_TLK=cold.cold.wire_TLK[answer.start : PROMPT])
+        for name, answer in (("cached", cold.cached), ("late", cold.late))
+        if cold.cold.wire_TLK is not None
+    }
+    assert not_ok(replace(cold, **stored)) == {}
+
+
+def test_a_stored_row_that_differs_in_one_layer_is_found() -> None:
+    answers = Server().answers()
+    assert answers.cached.wire_TLK is not None
+    answers.cached.wire_TLK[17, 3] = [1, 2, 3, 5]
+    assert list(not_ok(answers)) == ["cold and cached alike"]
+    assert "first in row 17" in found(answers)["cold and cached alike"].found
+
+
+@pytest.mark.parametrize("off", [-2, -1, 1, 2])
+def test_rows_out_of_step_are_named_with_their_distance(off: int) -> None:
+    check = found(Server(alike=0.6, change=lambda rows: np.roll(rows, off, axis=0)).answers())["row i is token i's"]
+    assert check.verdict is Verdict.FAILED
+    assert check.found.endswith(f"part {abs(off)} {'after' if off > 0 else 'before'} its row")
+
+
+def test_a_dense_layers_zeros_are_no_fault_and_a_moe_layers_are() -> None:
+    def zeroed(rows: Rows) -> Rows:
+        rows[:, 5] = 0
+        return rows
+
+    assert not_ok(Server(change=zeroed).answers()) == {"no all-zero MoE layer": Verdict.FAILED}
+
+
+def test_what_can_not_be_told_is_not_called_right() -> None:
+    sound = Server().answers()
+    uncached = replace(sound.cached, cached_tokens=0)
+    assert not_ok(replace(sound, cached=uncached)) == {"cold and cached alike": Verdict.SKIPPED}
+    untold = replace(sound, retracted=None, untried="3 requests of others are running")
+    assert not_ok(untold) == {"rows after a retraction": Verdict.SKIPPED}
+    assert found(untold)["rows after a retraction"].found == "not provoked: 3 requests of others are running"
+    ended = replace(sound, aborted=replace(sound.aborted, finish="length"))
+    assert not_ok(ended) == {"rows after an abort": Verdict.SKIPPED}
+    newer = replace(sound, cached=replace(sound.cached, weight_version="8"))
+    assert set(not_ok(newer).values()) == {Verdict.SKIPPED}
+    assert "the weights changed between two answers" in found(newer)["cold and cached alike"].found
+
+
+@pytest.mark.parametrize(
+    ("captures", "failing"), [(True, "key in every answer"), (False, "routes captured"), (None, "routes captured")]
+)
+def test_a_router_that_strips_and_an_engine_that_does_not_capture_are_told_apart(
+    captures: bool | None, failing: str
+) -> None:
+    def stripped(answer: RawAnswer) -> RawAnswer:
+        return replace(answer, payload_bytes=None, wire_TLK=None)
+
+    sound = Server().answers()
+    single = {
+        name: stripped(getattr(sound, name)) for name in ("cold", "cached", "late", "stopped", "aborted", "retracted")
+    }
+    several = {name: tuple(map(stripped, getattr(sound, name))) for name in ("variants", "siblings", "retold")}
+    bare = replace(sound, captures=captures, **single, **several)
+    assert [name for name, verdict in not_ok(bare).items() if verdict is Verdict.FAILED] == [failing]
+    assert found(bare)["log-probs"].verdict is Verdict.OK
+    assert found(bare)["distinct ids in range"].verdict is Verdict.SKIPPED
