@@ -295,7 +295,7 @@ async def test_a_completion_without_tokens_is_a_turn_that_said_nothing(
 def test_an_interrupted_episode_is_the_uninterrupted_one(kit: SimpleNamespace) -> None:
     turn = st.one_of(st.just(kit.FIX), st.just(kit.SUBMIT), st.lists(st.integers(0, 256), min_size=1, max_size=20))
 
-    @settings(max_examples=80, deadline=None)
+    @settings(max_examples=60)
     @given(
         turns=st.lists(turn, min_size=1, max_size=4),
         cuts=st.lists(st.one_of(st.none(), st.integers(0, 30)), max_size=8).filter(
