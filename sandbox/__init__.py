@@ -12,7 +12,16 @@ from sandbox.errors import (
 )
 from sandbox.pool import SandboxPool
 from sandbox.select import open_backend
-from sandbox.types import ExecResult, ImagePolicy, Sandbox, SandboxBackend, SandboxSpec
+from sandbox.session import open_session
+from sandbox.types import (
+    ExecResult,
+    ImagePolicy,
+    Sandbox,
+    SandboxBackend,
+    SandboxSpec,
+    SessionResult,
+    ShellSession,
+)
 
 __all__ = [
     "ExecResult",
@@ -29,5 +38,8 @@ __all__ = [
     "SandboxSpec",
     "SandboxStartError",
     "SandboxUnavailableError",
+    "SessionResult",
+    "ShellSession",
     "open_backend",
+    "open_session",
 ]

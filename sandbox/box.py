@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 
-from sandbox.errors import SandboxLostError
+from sandbox.errors import SandboxFileError, SandboxLostError
 from sandbox.shield import shielded
-from sandbox.types import SandboxSpec
+from sandbox.types import ExecResult, SandboxSpec
 
 
 class BaseBox:
@@ -42,6 +42,16 @@ class BaseBox:
         """The argument list of ``command`` and the folder that it runs in."""
         argv = ["bash", "-c", command] if isinstance(command, str) else list(command)
         return argv, str(PurePosixPath(self._spec.workdir) / (cwd or ""))
+
+    def _unspeakable(self, *texts: str) -> ExecResult | None:
+        """The answer to a command whose texts no program can be given; None where they can be."""
+        if any("\0" in text for text in texts):
+            return ExecResult(126, b"", b"a command can't hold a null byte\n", seconds=0.0)
+        return None
+
+    def _check_path(self, path: str) -> None:
+        if "\0" in path:
+            raise SandboxFileError(f"{path!r}: a path can't hold a null byte")
 
     def _check_open(self) -> None:
         if self._closed:

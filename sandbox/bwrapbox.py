@@ -64,6 +64,8 @@ class BubblewrapBox(BaseBox):
     ) -> ExecResult:
         """Run ``command``; see :class:`sandbox.types.Sandbox`. What it leaves running ends with it."""
         argv, folder = self._invocation(command, cwd)
+        if (refused := self._unspeakable(*argv, folder, *(env or {}).values())) is not None:
+            return refused
         kills_before = self.cgroup.oom_kills() if self.cgroup else 0
         finished, started = await self._run(argv, timeout, folder, env or {}, stdin)
         oom = self.cgroup is not None and self.cgroup.oom_kills() > kills_before
@@ -84,6 +86,7 @@ class BubblewrapBox(BaseBox):
     async def read_file(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
         """The file's bytes. A path through a symbolic link is read from inside the box."""
         self._check_alive()
+        self._check_path(path)
         if place := self._on_host(path):
             try:
                 return await _file_thread(partial(read_beneath, *place, max_bytes=max_bytes, path=path))
@@ -94,6 +97,8 @@ class BubblewrapBox(BaseBox):
     async def write_files(self, files: Mapping[str, bytes]) -> None:
         """Write ``files``. Paths through symbolic links are written from inside the box."""
         self._check_alive()
+        for path in files:
+            self._check_path(path)
         left = await _file_thread(partial(self._write_direct, dict(files)))
         if left:
             await write_through(self, left)

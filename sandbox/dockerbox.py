@@ -56,6 +56,8 @@ class DockerBox(BaseBox):
     ) -> ExecResult:
         """Run ``command``; see :class:`sandbox.types.Sandbox`. What it leaves running ends with it."""
         argv, folder = self._invocation(command, cwd)
+        if (refused := self._unspeakable(*argv, folder, *(env or {}).values())) is not None:
+            return refused
         size = "-1" if stdin is None else str(len(stdin))
         whole = ["/bin/sh", "-c", WRAPPER, "sh", f"{timeout:.3f}", folder, size, *argv]
         async with self._turn:
@@ -81,6 +83,7 @@ class DockerBox(BaseBox):
     async def read_file(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
         """The file's bytes. Links are resolved by the engine, inside the container."""
         self._check_open()
+        self._check_path(path)
         whole = str(PurePosixPath(self._spec.workdir) / path)
         work = partial(read_archive, self._api, self._container, whole, max_bytes)
         return await self._owner.call(work, SandboxFileError)
@@ -88,6 +91,8 @@ class DockerBox(BaseBox):
     async def write_files(self, files: Mapping[str, bytes]) -> None:
         """Write ``files``, unpacked by the engine inside the container."""
         self._check_open()
+        for path in files:
+            self._check_path(path)
         data = archive({str(PurePosixPath(self._spec.workdir) / path): data for path, data in files.items()})
         await self._owner.call(partial(self._api.unpack, self._container, data), SandboxFileError)
 

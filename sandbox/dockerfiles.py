@@ -49,9 +49,12 @@ def _unpack(stream: Any, path: str, max_bytes: int) -> bytes:
         held += chunk
         if len(held) > max_bytes + _TAR_OVERHEAD:
             raise SandboxFileError(f"{path}: more than the {max_bytes} bytes allowed")
-    with tarfile.open(fileobj=io.BytesIO(held)) as tar:
-        member = tar.next()
-        content = tar.extractfile(member) if member is not None and member.isreg() else None
-        if content is None:
-            raise SandboxFileError(f"{path}: not a regular file")
-        return content.read()
+    try:
+        with tarfile.open(fileobj=io.BytesIO(held)) as tar:
+            member = tar.next()
+            content = tar.extractfile(member) if member is not None and member.isreg() else None
+            if content is None:
+                raise SandboxFileError(f"{path}: not a regular file")
+            return content.read()
+    except tarfile.ReadError:
+        raise SandboxFileError(f"{path}: it changed while it was read") from None

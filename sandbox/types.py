@@ -110,6 +110,38 @@ class Sandbox(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class SessionResult:
+    """What a command of a :class:`ShellSession` did. ``kept``: whether the next one starts from what it left."""
+
+    result: ExecResult
+    kept: bool
+
+    @property
+    def note(self) -> str:
+        """One line for whoever gave the command where its state was not kept, else nothing."""
+        if self.kept:
+            return ""
+        why = f"was killed after {self.result.seconds:.0f} s" if self.result.timed_out else "took its shell with it"
+        return f"the command {why}; folder and variables are as they were before it"
+
+
+class ShellSession(Protocol):
+    """Commands of one shell: folder, variables, functions and options last from one to the next."""
+
+    async def run(self, command: str, *, timeout: float) -> SessionResult:
+        """Run ``command`` and return what it did; one at a time. ``exit`` ends the command, not the session.
+
+        After ``timeout`` seconds all that it started is killed, and the session goes on from before it. Raises
+        ``SandboxError`` only when the box itself is broken.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Forget the session's state. The box stays as it is."""
+        ...
+
+
 @runtime_checkable
 class SandboxBackend(Protocol):
     """Starts sandboxes for one run, and cleans up after dead ones."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -26,6 +27,7 @@ from sandbox import (
     SandboxSpec,
     SandboxStartError,
     open_backend,
+    open_session,
 )
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
@@ -64,6 +66,8 @@ async def test_output_and_exit_code(box: Sandbox) -> None:
         ("true", "/no/such/folder", 126),
         ("kill -9 $$", None, 137),
         ("exit 137", None, 137),
+        ("echo a\0b", None, 126),
+        ("true", "a\0b", 126),
         ("echo 'bwrap: a message of our own' >&2; exit 1", None, 1),
     ],
 )
@@ -148,7 +152,7 @@ async def test_cancelling_kills_the_command(box: Sandbox, marker: str, host: Any
 
 async def test_output_is_capped_and_the_command_goes_on(backend: SandboxBackend) -> None:
     async with started(backend, SandboxSpec(output_limit_bytes=1000)) as box:
-        result = await box.exec("yes | head -c 100000000; head -c 999 /dev/zero >&2; touch done", timeout=60)
+        result = await box.exec("yes | head -c 5000000; head -c 999 /dev/zero >&2; touch done", timeout=60)
         assert result.ok
         assert result.stdout == b"y\n" * 500
         assert len(result.stderr) == 999
@@ -157,6 +161,15 @@ async def test_output_is_capped_and_the_command_goes_on(backend: SandboxBackend)
         exact = await box.exec("head -c 1000 /dev/zero", timeout=20)
         assert len(exact.stdout) == 1000
         assert not exact.truncated
+
+
+async def test_a_gigabyte_of_output_is_no_burden(box: Sandbox) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    result = await box.exec("head -c 1000000000 /dev/zero; touch all-of-it", timeout=60)
+    assert result.ok
+    assert (len(result.stdout), result.truncated) == (box.spec.output_limit_bytes, True)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000, "KiB, so 100 MB"
+    assert (await box.exec("ls all-of-it", timeout=20)).ok
 
 
 async def test_no_network(box: Sandbox) -> None:
@@ -239,6 +252,13 @@ async def test_fork_bomb_is_contained(box: Sandbox) -> None:
     assert (await box.exec("echo alive", timeout=30)).stdout == b"alive\n"
 
 
+async def test_what_keeps_a_box_alive_can_not_be_killed(box: Sandbox, marker: str, host: Any) -> None:
+    for command in ("kill -9 1", "kill -9 -1", "kill -STOP 1", f"setsid -f sleep {marker}; kill -9 $PPID; sleep 1"):
+        await box.exec(command, timeout=20)
+        assert (await box.exec("echo alive", timeout=20)).stdout == b"alive\n", command
+    await host.until(lambda: not host.processes(marker), "what was left behind is gone")
+
+
 async def test_cpu_limit(backend: SandboxBackend) -> None:
     code = """
 import json, time
@@ -304,6 +324,37 @@ async def test_links_lead_nowhere_outside(box: Sandbox, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["secret"]
 
 
+async def test_paths_lead_nowhere_outside(box: Sandbox, marker: str) -> None:
+    up = "../" * 12
+    await box.write_files({f"{up}tmp/{marker}": b"inside", f"/testbed/{up}tmp/x/{marker}": b"inside too"})
+    assert not await asyncio.to_thread(lambda: [path for path in ("/tmp", "/tmp/x") if Path(path, marker).exists()])
+    assert (await box.exec(f"cat /tmp/{marker} /tmp/x/{marker}", timeout=20)).text == "insideinside too"
+    for touch in (box.read_file("a\0b"), box.write_files({"a\0b": b""})):
+        with pytest.raises(SandboxFileError, match="null byte"):
+            await touch
+
+
+async def test_a_folder_that_turns_into_a_link_leads_nowhere_outside(box: Sandbox, tmp_path: Path) -> None:
+    """While a command swaps a folder for a link to a host path, as fast as it can, the host reads and writes there."""
+    (tmp_path / "secret").write_text("secret")
+    swap = (
+        f"while [ ! -e stop ]; do mkdir turn; echo own > turn/secret; rm -rf turn; ln -s {tmp_path} turn; rm turn; done"
+    )
+    swapping = asyncio.ensure_future(box.exec(swap, timeout=30))
+    seen: dict[bytes, int] = {}
+    for _ in range(8):
+        with contextlib.suppress(SandboxFileError):
+            await box.write_files({"turn/secret": b"overwritten"})
+        with contextlib.suppress(SandboxFileError):
+            data = await box.read_file("turn/secret")
+            seen[data] = seen.get(data, 0) + 1
+    await box.write_files({"stop": b""})
+    assert not (await swapping).timed_out
+    assert (tmp_path / "secret").read_text() == "secret"
+    assert os.listdir(tmp_path) == ["secret"]
+    assert b"secret" not in seen
+
+
 async def test_links_inside_work(box: Sandbox) -> None:
     await box.exec("mkdir -p real /tmp/other; echo hi > real/x; ln -sfn real l; ln -sfn /tmp/other o", timeout=20)
     await box.exec("ln -sfn real/x to-x", timeout=20)
@@ -319,9 +370,73 @@ async def test_read_only_folders(backend: SandboxBackend, tmp_path: Path) -> Non
     (tmp_path / "lib.py").write_text("answer = 42")
     async with started(backend, SandboxSpec(ro_binds={str(tmp_path): "/opt/given"})) as box:
         assert await box.read_file("/opt/given/lib.py") == b"answer = 42"
-        assert not (await box.exec("touch /opt/given/x", timeout=20)).ok
+        for command in (
+            "touch /opt/given/x",
+            "echo answer = 43 > /opt/given/lib.py",
+            "chmod 777 /opt/given/lib.py",
+            "rm -rf /opt/given/lib.py",
+            "mv /opt/given /opt/other",
+            "mount -o remount,rw /opt/given",
+            "umount /opt/given",
+            "ln /opt/given/lib.py /testbed/lib.py",
+        ):
+            assert not (await box.exec(command, timeout=20)).ok, command
+        with pytest.raises(SandboxFileError):
+            await box.write_files({"/opt/given/lib.py": b"answer = 43"})
+    assert (os.listdir(tmp_path), (tmp_path / "lib.py").read_text()) == (["lib.py"], "answer = 42")
     with pytest.raises(SandboxStartError, match="no such"):
         await backend.start(SandboxSpec(ro_binds={"/no/such": "/opt/given"}))
+
+
+# Sessions
+
+
+async def test_a_session_goes_on_where_it_stopped(box: Sandbox) -> None:
+    session = open_session(box)
+
+    async def run(command: str) -> str:
+        ran = await session.run(command, timeout=20)
+        assert ran.kept, ran
+        assert ran.note == ""
+        return ran.result.text
+
+    await run(
+        "mkdir -p 'a folder' && cd 'a folder' && plain=$'two\nlines' && export shown='a \"b\" $c' && list=(1 '2 3')"
+    )
+    await run(
+        "hello() { echo \"hello $1\"; }; alias shout='echo LOUD'; shopt -s expand_aliases nullglob; set -u; umask 027"
+    )
+    assert await run('pwd; echo "$plain"; printenv shown; echo "${list[1]}"') == (
+        '/testbed/a folder\ntwo\nlines\na "b" $c\n2 3\n'
+    )
+    assert await run("hello you; shout; echo *.none; umask; echo $-") == "hello you\nLOUD\n\n0027\nhuBc\n"
+    assert await run("set +u; unset FROM_SPEC plain; cd /usr") == ""
+    assert await run('echo "$FROM_SPEC$plain" "$#"; cd - >/dev/null; pwd') == " 0\n/testbed/a folder\n"
+    assert (await session.run("false; exit 3", timeout=20)).result.exit_code == 3
+    assert await run("rmdir '/testbed/a folder'; cd /tmp; pwd") == "/tmp\n", "exit ended the command, not the session"
+    other = await open_session(box).run("echo ${shown:-nothing}; pwd", timeout=20)
+    assert other.result.text == "nothing\n/testbed\n", "sessions know nothing of each other"
+    await session.close()
+    assert await run("echo ${shown:-nothing}") == "nothing\n"
+
+
+async def test_a_session_says_when_a_command_was_killed(box: Sandbox, marker: str, host: Any) -> None:
+    session = open_session(box)
+    assert (await session.run("cd /tmp; value=before", timeout=20)).kept
+    ran = await session.run(
+        f"cd /usr; value=after; setsid -f sleep {marker}; trap '' TERM; sleep {marker}", timeout=1.0
+    )
+    assert ran.result.timed_out
+    assert not ran.kept
+    assert "was killed after" in ran.note
+    await host.until(lambda: not host.processes(marker), "what it started is gone")
+    assert (await session.run('echo "$value"; pwd', timeout=20)).result.text == "before\n/tmp\n"
+    for command in ("exec true", "kill -9 $$"):
+        assert "took its shell with it" in (await session.run(f"value=lost; {command}", timeout=20)).note
+    assert (await session.run('echo "$value"', timeout=20)).result.text == "before\n"
+    gone = await session.run("rm -f /tmp/.agent-rl-session-*; cd /; rmdir /no/such; exec true", timeout=20)
+    assert not gone.kept
+    assert (await session.run("true", timeout=20)).result.exit_code == 125
 
 
 # Boxes and backends
