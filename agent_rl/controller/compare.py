@@ -14,7 +14,6 @@ CPU, whose kernels are deterministic.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -82,9 +81,8 @@ async def run_compare(
             check_model(config.model)
             groups = read_all(trajectories)
         kept = comparable([trajectory for group in groups for trajectory in group.trajectories])
-        async with AsyncExitStack() as stack:
-            display.stage("starting the trainer")
-            trainer = await stack.enter_async_context(RayTrainer(config))
+        display.stage("starting the trainer")
+        async with RayTrainer(config) as trainer:
             cancel_on_sigterm()
             passes = await _passes(trainer, config, kept, display)
         display.stage("reports")
