@@ -1,0 +1,65 @@
+"""Starts, uses and closes many boxes, for tests and benchmarks that kill it meanwhile.
+
+``python tests/sandbox/churn.py BACKEND COUNT RUN_ID`` prints a JSON object for each box as it is done with: the seconds
+of its start, its command and its close, or the error that ended it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+
+from sandbox import Sandbox, SandboxError, SandboxPool, SandboxSpec, open_backend
+
+AT_ONCE = 16
+
+
+async def one(pool: SandboxPool) -> dict[str, float | str]:
+    took: dict[str, float | str] = {}
+    stage, box = "start", None
+    try:
+        began = time.perf_counter()
+        box = await pool.start(SandboxSpec())
+        took[stage] = time.perf_counter() - began
+        stage = "exec"
+        took[stage] = await used(box)
+        stage, began = "close", time.perf_counter()
+        await box.close()
+        took[stage] = time.perf_counter() - began
+    except SandboxError as error:
+        took["error"] = f"{stage}: {error}"
+        if box is not None:
+            await box.close()
+    return took
+
+
+async def used(box: Sandbox) -> float:
+    """Run a command in ``box``, checked by its output; returns its seconds."""
+    began = time.perf_counter()
+    result = await box.exec("echo used > f; cat f", timeout=60)
+    if result.stdout != b"used\n":
+        raise SandboxError(f"the command answered {result}")
+    return time.perf_counter() - began
+
+
+async def main(backend: str, count: int, run_id: str) -> None:
+    pool = SandboxPool(open_backend(backend, run_id=run_id), max_starts=AT_ONCE)
+    turns = asyncio.Semaphore(AT_ONCE)
+
+    async def turn() -> None:
+        async with turns:
+            print(json.dumps(await one(pool)), flush=True)
+
+    try:
+        await pool.reap()
+        async with asyncio.TaskGroup() as group:
+            for _ in range(count):
+                group.create_task(turn())
+    finally:
+        await pool.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1], int(sys.argv[2]), sys.argv[3]))
