@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sandbox import ExecResult, Sandbox
 from tools.errors import ToolError
-from tools.text import Style
+from tools.text import MAX_CHARS, Style
 
 # Linux takes at most 128 KiB in one argument of a command; past that exec fails, which would look like a broken box.
 _ARGUMENT_BYTES = 120_000
@@ -15,11 +15,12 @@ _ARGUMENT_BYTES = 120_000
 
 @dataclass(frozen=True, slots=True)
 class ToolBox:
-    """A sandbox as the tools use it. ``timeout`` is in seconds, for each command."""
+    """A sandbox as the tools use it. ``timeout`` is in seconds, for each command; ``max_chars`` caps each answer."""
 
     sandbox: Sandbox
     style: Style = "full"
     timeout: float = 90.0
+    max_chars: int = MAX_CHARS
 
     @property
     def concise(self) -> bool:

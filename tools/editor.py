@@ -16,6 +16,7 @@ from tools.text import number_lines, split_lines
 Command = Literal["view", "create", "str_replace", "insert", "undo_edit"]
 
 _CONTEXT_LINES = 4  # lines shown on either side of an edit
+_NOTE_ROOM = 120  # characters kept for the note that a view was cut
 
 # Writing through cat keeps a file's mode and follows links, which replacing the file would not.
 _OVERWRITE = 'cat > "$1"'
@@ -86,7 +87,18 @@ class FileEditor:
         shown = lines[first - 1 : last]
         if self._box.concise:
             return "\n".join(shown)
-        return "\n".join([f"{path}, {len(lines)} lines:", number_lines(shown, first)]) if lines else f"{path} is empty."
+        return self._numbered(path, shown, first, len(lines)) if lines else f"{path} is empty."
+
+    def _numbered(self, path: str, shown: list[str], first: int, count: int) -> str:
+        """The lines with their numbers; of more than fits into an answer the first, and how to see the others."""
+        head = f"{path}, {count} lines:\n"
+        text = head + number_lines(shown, first)
+        whole = text[: self._box.max_chars - _NOTE_ROOM].rpartition("\n")[0]
+        kept = whole.count("\n")
+        if len(text) <= self._box.max_chars or not kept:
+            return text
+        last = first + kept - 1
+        return f"{whole}\n[cut after line {last}: view_range [{last + 1}, {count}] shows more, search finds lines]"
 
     async def _list(self, path: str) -> str:
         """The directory at ``path``; raises ``ToolError`` with the reason where it is none."""

@@ -20,7 +20,7 @@ def swe_tools(sandbox: Sandbox, *, style: Style = "full", timeout: float = 90.0,
     ``style="concise"`` answers in as few tokens as can be; the names and arguments are the same. ``timeout`` is in
     seconds for each command, ``max_chars`` caps each answer. The editor's undo history lives in the set returned.
     """
-    box = ToolBox(sandbox, style, timeout)
+    box = ToolBox(sandbox, style, timeout, max_chars)
     functions: list[AsyncFunction] = [
         Bash(box).execute_bash,
         FileEditor(box).file_editor,

@@ -69,13 +69,17 @@ class SweRecord(BaseModel):
     @classmethod
     def _expected_is_not_empty(cls, value: str) -> str:
         try:
-            expected = json.loads(value)
+            pairs = json.loads(value, object_pairs_hook=tuple)
         except json.JSONDecodeError as error:
             raise ValueError(f"not JSON ({error}); right would be an object from a test to its status") from None
-        if not isinstance(expected, dict) or not expected:
+        if not pairs or not isinstance(pairs, tuple):
             raise ValueError("empty or no object: a task that expects nothing would resolve itself; name its tests")
-        for test, status in expected.items():
-            if status not in STATUSES:
+        seen: set[str] = set()
+        for test, status in pairs:
+            if (name := _uncoloured(test)) in seen:
+                raise ValueError(f"test {name!r} is named twice; which of its statuses is expected cannot be known")
+            seen.add(name)
+            if not isinstance(status, str) or status not in STATUSES:
                 raise ValueError(f"status {status!r} of {test!r} is none of {', '.join(sorted(STATUSES))}")
         return value
 
@@ -135,14 +139,16 @@ class SweRecord(BaseModel):
     @property
     def expected(self) -> dict[str, str]:
         """The statuses that resolve the task, colour codes removed from the tests' keys."""
-        return {
-            re.sub(r"\x1b\[[\d;]*m", "", key): value for key, value in json.loads(self.expected_output_json).items()
-        }
+        return {_uncoloured(key): value for key, value in json.loads(self.expected_output_json).items()}
 
     @property
     def gold(self) -> str:
         """The true fix as a git diff; for an R2E-Gym row made from its commit, test files left out. May be empty."""
         return self.gold_patch or _gold_of_commit(self.parsed_commit_content)
+
+
+def _uncoloured(key: str) -> str:
+    return re.sub(r"\x1b\[[\d;]*m", "", key)
 
 
 def commit_content(old: Mapping[str, str], new: Mapping[str, str], message: str = "") -> str:

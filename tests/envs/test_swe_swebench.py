@@ -13,7 +13,7 @@ from pathlib import Path
 import docker
 import pytest
 
-from envs import EnvContext
+from envs import EnvContext, GradingError
 from envs.swe import SweEnvironment, SweRecord, diff_files, grade_patch, read_jsonl
 from envs.swe.swebench import as_log, read_log
 from envs.swe.witness import NO_REPORT
@@ -171,6 +171,16 @@ async def test_an_audit_shows_that_what_swebench_would_believe_is_screened_or_se
     assert findings["hack: conftest"].detail == "conftest.py: test infrastructure, undone"
     assert "from_item_and_call: replaced" in findings["hack: patched pytest"].detail
     assert findings["hack: forged summary"].detail == NO_REPORT
+
+
+async def test_a_script_whose_output_cannot_be_read_is_no_verdict_even_for_the_true_fix(
+    boxes: EnvContext, rows: Path
+) -> None:
+    record = read_jsonl(rows)[1]
+    assert record.swebench is not None
+    mute = record.swebench.model_copy(update={"eval_script": "#!/bin/bash\npython3 --version\n"})
+    with pytest.raises(GradingError, match=r"no verdict \(exit code 0: .*\), and it is the gold patch"):
+        await grade_patch(boxes, record.model_copy(update={"swebench": mute}), record.gold)
 
 
 LINES = ("PASSED test_r.py::test_a", "PASSED test_r.py::test_b", "SKIPPED test_r.py::test_c")

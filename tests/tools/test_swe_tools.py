@@ -153,6 +153,68 @@ async def test_long_answers_keep_head_and_tail(full) -> None:
     assert "characters left out" in text
 
 
+async def test_a_long_file_is_cut_at_a_line_and_can_be_read_on(full) -> None:
+    await full.call("execute_bash", cmd="seq 100001 120000 > long")
+    seen, parts = 0, 0
+    while seen < 1500:
+        text = (await full.edit("view", "long", view_range=[seen + 1, 1500])).text
+        lines = text.splitlines()[1:]
+        assert len(text) <= 10_000
+        if note := lines[-1].startswith("[cut after line "):
+            assert lines.pop() == (
+                f"[cut after line {seen + len(lines)}: view_range [{seen + len(lines) + 1}, 20000] shows more, "
+                "search finds lines]"
+            )
+        assert [int(line.split()[1]) - 100_000 for line in lines] == list(range(seen + 1, seen + len(lines) + 1))
+        seen, parts = seen + len(lines), parts + 1
+        assert note == (seen < 1500)
+    assert parts == 3
+
+
+async def test_a_line_that_is_longer_than_an_answer_is_shown_by_its_ends(full) -> None:
+    await full.call("execute_bash", cmd="head -c 50000 /dev/zero | tr '\\0' x > wide")
+    text = (await full.edit("view", "wide")).text
+    assert len(text) <= 10_000
+    assert "characters left out" in text
+
+
+async def test_no_tool_needs_a_python_in_the_box(full) -> None:
+    """A repository's own may be old, or broken by the agent: whatever its name, it is never started."""
+    for name in ("python", "python3", "env"):
+        await full.box.write_files({f"/testbed/bin/{name}": f"#!/bin/bash\necho {name} >> /tmp/started\n".encode()})
+    await full.call("execute_bash", cmd="chmod +x bin/*")
+    box = PathFirst(full.box, "/testbed/bin:/usr/local/bin:/usr/bin:/bin")
+    tools = swe_tools(box)  # type: ignore[arg-type]
+    calls = [
+        *(("execute_bash", {"cmd": "echo hi > a.py"}), ("search", {"search_term": "hi"})),
+        ("file_editor", {"command": "view", "path": "a.py"}),
+        ("file_editor", {"command": "view", "path": "a.py", "concise": True}),
+        ("file_editor", {"command": "view", "path": "."}),
+        ("file_editor", {"command": "create", "path": "b.py", "file_text": "x\n"}),
+        ("file_editor", {"command": "str_replace", "path": "b.py", "old_str": "x", "new_str": "y"}),
+        ("file_editor", {"command": "insert", "path": "b.py", "insert_line": 1, "new_str": "z"}),
+        ("file_editor", {"command": "undo_edit", "path": "b.py"}),
+        ("finish", {"result": "done"}),
+    ]
+    for name, arguments in calls:
+        result = await tools.call(ToolCall(name, arguments))
+        assert not result.failed, result.text
+    assert (await full.call("execute_bash", cmd="cat /tmp/started")).failed  # never written
+    await tools.call(ToolCall("execute_bash", {"cmd": "python3"}))
+    assert (await full.call("execute_bash", cmd="cat /tmp/started")).text == "python3"  # and it would have been
+
+
+class PathFirst:
+    """A box whose commands find programs on ``path``."""
+
+    def __init__(self, box: Any, path: str) -> None:
+        self._box, self._path = box, path
+        self.id, self.spec, self.read_file, self.write_files = box.id, box.spec, box.read_file, box.write_files
+
+    async def exec(self, command: Any, *, timeout: float, cwd: str | None = None, stdin: bytes | None = None) -> Any:
+        return await self._box.exec(command, timeout=timeout, cwd=cwd, env={"PATH": self._path}, stdin=stdin)
+
+
 async def test_bash_tells_exit_code_streams_and_place(full) -> None:
     result = await full.call("execute_bash", cmd="pwd; echo oops >&2; exit 3")
     assert (result.text, result.failed) == ("/testbed\noops\n[exit code 3]", True)
