@@ -99,12 +99,17 @@ class TestRun:
     def account(self) -> str:
         """What happened, in a few words."""
         if not self.began:
-            return f"the patch does not apply: {self.result.text.strip()[-300:]}"
+            return f"the patch does not apply: {_end(self.result.text)}"
         if self.result.oom_killed:
             return "the tests ran out of memory"
         if self.result.timed_out:
             return f"the tests did not end within {self.result.seconds:.0f} s"
-        return f"exit code {self.result.exit_code}: {self.log.strip()[-300:]}"
+        return f"exit code {self.result.exit_code}: {_end(self.log)}"
+
+
+def _end(text: str) -> str:
+    """The end of a text, on one line."""
+    return " ".join(text[-1000:].split())[-300:]
 
 
 def box_spec(context: EnvContext, record: SweRecord, site_root: Path | None) -> SandboxSpec:
