@@ -63,16 +63,18 @@ def test_port_taken(
 def test_no_sandbox_at_all(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
-    told = complaint(monkeypatch, capsys, "eval", QUICKSTART, "--policy", "noop", "sandbox.backend=auto")
+    told = complaint(
+        monkeypatch, capsys, "eval", QUICKSTART, "--policy", "noop", "sandbox.backend=auto", f"runs_dir={tmp_path}"
+    )
     assert "bubblewrap is not installed" in told
     assert "docker" in told
 
 
 @pytest.mark.bubblewrap
-def test_image_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_image_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     told = complaint(
         monkeypatch, capsys, "eval", QUICKSTART, "--policy", "noop", "--tasks", "2",
-        "sandbox.backend=bubblewrap", "sandbox.image=/nowhere/rootfs",
+        "sandbox.backend=bubblewrap", "sandbox.image=/nowhere/rootfs", f"runs_dir={tmp_path}",
     )  # fmt: skip
     assert "/nowhere/rootfs" in told
 
@@ -85,7 +87,7 @@ def test_broken_task_record(
     rows.write_text('{"repo_name": "demo"}\n')
     told = complaint(
         monkeypatch, capsys, "eval", QUICKSTART, "--policy", "noop", "--split", "train",
-        "sandbox.backend=bubblewrap", "env.name=swe", f"env.options={{path: {rows}}}",
+        "sandbox.backend=bubblewrap", "env.name=swe", f"env.options={{path: {rows}}}", f"runs_dir={tmp_path}",
     )  # fmt: skip
     assert "rows.jsonl" in told
     assert "row 1" in told
