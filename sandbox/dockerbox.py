@@ -22,6 +22,7 @@ from sandbox.types import ExecResult, SandboxSpec
 T = TypeVar("T")
 
 _GRACE = 20.0
+_WRAPPER_KILLED = 137
 
 
 class BoxOwner(Protocol):
@@ -64,6 +65,8 @@ class DockerBox(BaseBox):
             started = time.perf_counter()
             outcome = await self._run(whole, timeout + _GRACE, env or {}, stdin)
             seconds = time.perf_counter() - started
+            if not outcome.complete and outcome.exit_code not in (None, _WRAPPER_KILLED):
+                self._tell_lost(outcome)
             overdue = outcome.exit_code is None
             if overdue:
                 # The wrapper itself was killed, or what it waits for can't be: end everything from outside.
@@ -125,6 +128,12 @@ class DockerBox(BaseBox):
             raise
         self._check_open()
         return outcome
+
+    def _tell_lost(self, outcome: ExecOutcome) -> None:
+        text = (outcome.out.data + outcome.err.data)[-300:].decode(errors="replace").strip()
+        raise SandboxLostError(
+            f"box {self.id}: the engine lost a command's output, or could not run it; it gave {text!r}"
+        )
 
     async def _abandon(self, running: asyncio.Future[ExecOutcome]) -> None:
         """End a command that nobody waits for any more."""

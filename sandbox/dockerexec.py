@@ -10,12 +10,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Any
+from typing import Any, Protocol
 
 from sandbox.process import Capture
 
 _CHUNK = 1 << 16
 _STDERR = 2
+_CODE_SECONDS = 10.0
+_CODE_POLL_SECONDS = 0.01
 
 # Runs in the box as root without capabilities, and says how the command ended:
 #   $1 seconds, $2 folder, $3 bytes of standard input (-1: none), then the command.
@@ -23,27 +25,58 @@ _STDERR = 2
 # - `kill -9 -1` then ends whatever the command left behind, also in sessions of its own. It reaches neither this shell
 #   nor the box's first processes, which belong to another user (sandbox/docker.py).
 # - Standard input is cut off by `head`, since closing one direction is beyond a TLS connection.
+# - Last come marks at the end of both outputs: the engine now and then loses output when it is busy (seen with docker
+#   20.10), and what is lost must not look like a command that said nothing.
 # - The shell's own words ("Killed") are kept out of the command's standard error: it says them with the redirection of
 #   the command it waits for, hence the inner shell.
 WRAPPER = """
 exec 3>&2 2>/dev/null
-cd -- "$2" || { echo "cd: $2: no such folder" >&3; exit 126; }
+finish() { printf '\\000agent-rl end\\000'; printf '\\000agent-rl end\\000' >&3; exit "$1"; }
+cd -- "$2" || { echo "cd: $2: no such folder" >&3; finish 126; }
 seconds=$1 size=$3; shift 3
 if [ "$size" -ge 0 ]; then head -c "$size" | (exec timeout -s KILL "$seconds" "$@" 2>&3 3>&-)
 else (exec timeout -s KILL "$seconds" "$@" 2>&3 3>&-); fi
 code=$?
 kill -9 -1
-exit $code
+finish $code
 """
+END = b"\0agent-rl end\0"
 KILL_ALL = ("/bin/sh", "-c", "kill -9 -1; exit 0")
+
+
+class Sink(Protocol):
+    """Takes what comes of a stream."""
+
+    def feed(self, chunk: bytes) -> None: ...
+
+
+@dataclass(slots=True)
+class Marked:
+    """A stream that ends with the wrapper's mark, which is held back from ``capture``."""
+
+    capture: Capture
+    _held: bytes = b""
+
+    def feed(self, chunk: bytes) -> None:
+        data = self._held + chunk
+        cut = max(0, len(data) - len(END))
+        self.capture.feed(data[:cut])
+        self._held = data[cut:]
+
+    def finish(self) -> bool:
+        """Whether the stream came to its end. What was held back and was no mark goes to ``capture``."""
+        if self._held == END:
+            return True
+        self.capture.feed(self._held)
+        return False
 
 
 @dataclass(slots=True)
 class Demux:
     """Takes apart the engine's stream of frames: a kind byte, three zeros, a big-endian length, the payload."""
 
-    out: Capture
-    err: Capture
+    out: Sink
+    err: Sink
     _header: bytearray = field(default_factory=bytearray)
     _kind: int = 0
     _left: int = 0
@@ -96,11 +129,15 @@ class ExecLink:
 
 @dataclass(frozen=True, slots=True)
 class ExecOutcome:
-    """How a command ended. ``exit_code`` is None where it did not within the deadline, or the link was cut."""
+    """How a command ended. ``exit_code`` is None where it did not within the deadline, or the link was cut.
+
+    ``complete``: the wrapper's marks came at the end of both outputs.
+    """
 
     exit_code: int | None
     out: Capture
     err: Capture
+    complete: bool
 
 
 def run_exec(
@@ -121,14 +158,24 @@ def run_exec(
     stream = api.exec_start(exec_id, socket=True)
     # The client hands out a read-only wrapper for plain sockets and the socket itself for TLS.
     connection = stream if isinstance(stream, ssl.SSLSocket) else stream._sock
-    demux = Demux(Capture.of(limit), Capture.of(limit))
+    out, err = Marked(Capture.of(limit)), Marked(Capture.of(limit))
     try:
         link.attach(connection)
-        ended = _converse(connection, stdin or b"", demux, time.monotonic() + deadline)
+        ended = _converse(connection, stdin or b"", Demux(out, err), time.monotonic() + deadline)
     finally:
         stream.close()
-    code = api.exec_inspect(exec_id)["ExitCode"] if ended and not link.is_cut else None
-    return ExecOutcome(code, demux.out, demux.err)
+    code = _exit_code(api, exec_id) if ended and not link.is_cut else None
+    marks = [out.finish(), err.finish()]
+    return ExecOutcome(code, out.capture, err.capture, all(marks))
+
+
+def _exit_code(api: Any, exec_id: str) -> int | None:
+    """The exit code of a command whose output has ended. A busy engine notes it a moment later."""
+    deadline = time.monotonic() + _CODE_SECONDS
+    while (state := api.exec_inspect(exec_id))["Running"] and time.monotonic() < deadline:
+        time.sleep(_CODE_POLL_SECONDS)
+    code = state["ExitCode"]
+    return None if code is None else int(code)
 
 
 def _converse(connection: socket.socket, stdin: bytes, demux: Demux, deadline: float) -> bool:

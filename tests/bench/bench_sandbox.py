@@ -3,8 +3,8 @@
 Run: ``python tests/bench/bench_sandbox.py [rounds] [boxes]`` (needs a container engine with the image agent-rl-base)
 
 First, in one run and in turns, so that other load falls on all: start, one command and end of a box, by each backend
-and by ``docker run -d``, ``docker exec`` and ``docker rm -f`` with the same limits. Then ``boxes`` boxes, 16 at once, by
-an owner that is killed with SIGKILL half-way and a second one that does the rest: latencies, failures, what is left.
+and by ``docker run -d``, ``docker exec`` and ``docker rm -f`` with the same limits. Then ``boxes`` boxes, 16 at once,
+of an owner that is killed with SIGKILL half-way and a second one that does the rest: latencies, failures, what is left.
 Bubblewrap and podman are measured too where they are.
 """
 
@@ -29,7 +29,7 @@ CHURN = Path(__file__).resolve().parents[1] / "sandbox" / "churn.py"
 STAGES = ("start", "exec", "close")
 _FLAGS = (
     "--network=none --memory=512m --memory-swap=512m --pids-limit=140 --cpus=1 --cap-drop=ALL --init "
-    "--user=65534:65534 --security-opt=no-new-privileges --log-driver=none --workdir=/testbed --entrypoint= --label=agent-rl-bench"
+    "--user=65534:65534 --security-opt=no-new-privileges --log-driver=none --workdir=/testbed --entrypoint="
 )
 
 

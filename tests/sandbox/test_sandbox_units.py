@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandbox import SandboxFileError, SandboxLostError, SandboxUnavailableError, open_backend
+from sandbox import SandboxFileError, SandboxLostError, SandboxSpec, SandboxUnavailableError, open_backend
 from sandbox.beneath import NeedsBox, read_beneath, write_beneath
-from sandbox.dockerexec import Demux
+from sandbox.dockerexec import END, Demux, Marked
 from sandbox.lease import EXPIRY_SECONDS, Heartbeat, Lease
 from sandbox.owner import Owner
 from sandbox.process import Capture
@@ -105,6 +105,32 @@ def test_frames_are_taken_apart_however_they_arrive(
         whole = b"".join(data for k, data in frames if k == kind)
         assert bytes(capture.data) == whole[:limit]
         assert capture.dropped == len(whole[limit:])
+
+
+@given(text=st.binary(max_size=60), marked=st.booleans(), cuts=st.lists(st.integers(0, 80), max_size=8))
+def test_the_mark_at_the_end_is_taken_off_and_nothing_else(text: bytes, marked: bool, cuts: list[int]) -> None:
+    for body in (text, END + text, text + END[:-1], text + END):
+        wire = body + END if marked else body + b"."
+        stream = Marked(Capture.of(1000))
+        edges = sorted({0, len(wire), *(cut % (len(wire) + 1) for cut in cuts)})
+        for start, stop in itertools.pairwise(edges):
+            stream.feed(wire[start:stop])
+        assert stream.finish() is marked
+        assert bytes(stream.capture.data) == (body if marked else wire)
+
+
+@pytest.mark.docker
+async def test_output_that_the_engine_lost_is_not_taken_for_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = open_backend("docker", run_id="lost")
+    try:
+        box = await backend.start(SandboxSpec())
+        monkeypatch.setattr("sandbox.dockerbox.WRAPPER", "echo half of it")  # and no mark
+        with pytest.raises(SandboxLostError, match=r"lost a command's output.*half of it"):
+            await box.exec("true", timeout=20)
+        monkeypatch.undo()
+        assert (await box.exec("printf '\\000agent-rl end\\000'", timeout=20)).stdout == END
+    finally:
+        await backend.close()
 
 
 # Paths
