@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from agent_rl.engine.checks import KEY, Answers, Check, Verdict, check_all
+from agent_rl.engine.checks import CAPTURE, KEY, Answers, Check, Verdict, check_all
 from agent_rl.engine.facts import ModelFacts, read_facts
 from agent_rl.engine.raw import RawAnswer, RawServer
 from agent_rl.errors import ConfigError, EngineUnreachable
@@ -50,11 +50,8 @@ class ProbeReport:
     def spoils(self, *, missing_allowed: bool) -> tuple[Check, ...]:
         """The failed checks that make training on these routes wrong. Answers without routes are a policy's matter
         where some answers have them (``r3.missing``)."""
-        return tuple(check for check in self.failed if not (missing_allowed and check.name == KEY and self._some))
-
-    @property
-    def _some(self) -> bool:
-        return self.checks[0].verdict is Verdict.OK
+        some = any(check.name == CAPTURE and check.verdict is Verdict.OK for check in self.checks)
+        return tuple(check for check in self.failed if not (missing_allowed and some and check.name == KEY))
 
     def line(self) -> str:
         """The report in one line."""

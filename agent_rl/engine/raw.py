@@ -80,7 +80,7 @@ class RawServer:
         """Sample ``new_tokens`` after ``prompt``, or up to one of the ``stop`` tokens; routes from row ``start`` on."""
         self.requests += 1
         body = _body(uuid.uuid4().hex, prompt, new_tokens, start, temperature, stop)
-        return _read(self.url, body, orjson.loads(await post(self._client, f"{self.url}/generate", body)), facts)
+        return _read(self.url, body, await post(self._client, f"{self.url}/generate", body), facts)
 
     async def interrupt(
         self, prompt: Sequence[int], facts: ModelFacts, *, new_tokens: int, do: Callable[[str], Awaitable[None]]
@@ -88,7 +88,7 @@ class RawServer:
         """Sample in a stream, and call ``do`` with the request's id once its first token is there; the last answer."""
         self.requests += 1
         body = _body(uuid.uuid4().hex, prompt, new_tokens, 0, 0.0, ()) | {"stream": True}
-        done, last = False, dict[str, Any]()
+        done, last = False, b""
         try:
             async with self._client.stream("POST", f"{self.url}/generate", json=body) as response:
                 if not response.is_success:
@@ -96,7 +96,7 @@ class RawServer:
                 async for line in check(response).aiter_lines():
                     if not line.startswith("data: {"):
                         continue
-                    last = orjson.loads(line.removeprefix("data: "))
+                    last = line.removeprefix("data: ").encode()
                     if not done:
                         done = True
                         await do(body["rid"])
@@ -153,8 +153,9 @@ def _body(
     }
 
 
-def _read(url: str, body: Mapping[str, Any], answer: Mapping[str, Any], facts: ModelFacts) -> RawAnswer:
+def _read(url: str, body: Mapping[str, Any], said: bytes, facts: ModelFacts) -> RawAnswer:
     try:
+        answer = orjson.loads(said)
         meta = answer["meta_info"]
         payload = meta.get("routed_experts")
         size, wire = _wire(payload, facts) if payload is not None else (None, None)

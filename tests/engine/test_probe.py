@@ -26,7 +26,7 @@ from agent_rl import cli
 from agent_rl.engine.checks import Verdict
 from agent_rl.engine.facts import ModelFacts
 from agent_rl.engine.probe import probe, table
-from agent_rl.errors import ConfigError, EngineUnreachable
+from agent_rl.errors import ConfigError, EngineRejected, EngineUnreachable
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -67,6 +67,13 @@ def stale_prefix(rows: Rows, finish: str, answer: Mapping[str, Any]) -> Rows:
     cached = min(100, answer["meta_info"]["cached_tokens"]) - (0 if whole else 80)
     rows[: max(0, cached)] = [[0, 1]] * 4
     return rows
+
+
+class Blank(Fault):
+    """Something that answers, and is no SGLang."""
+
+    def answer(self, request: dict[str, Any], answer: dict[str, Any]) -> None:
+        answer.clear()
 
 
 class Moved(Fault):
@@ -160,6 +167,9 @@ async def test_facts_of_another_model_and_none_at_all(server: str) -> None:
     assert "not whole rows" in (await probe(server, wrong)).line()
     with pytest.raises(EngineUnreachable, match="ConnectError"):
         await probe("http://127.0.0.1:9")
+    with pytest.raises(EngineRejected, match=r"not an answer of SGLang's /generate \(KeyError\('meta_info'\)\)"):
+        async with proxy(server, Blank()) as url:
+            await probe(url)
     with pytest.raises(ConfigError, match=r"serves /elsewhere, which is no folder of this machine: name one .*--model"):
         async with proxy(server, Moved()) as url:
             await probe(url)
