@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from envs import EnvContext
-from envs.swe import SweEnvironment, SweEpisode, read_jsonl
+from envs.swe import SweEnvironment, SweEpisode, diff_files, grade_patch, read_jsonl
 from envs.swe.boxes import box_spec, run_tests
 from envs.swe.canaries import FORCE_PASSES, PATCH_PYTEST, forge_summary
 from envs.swe.ruling import read_run
-from sandbox import SandboxSpec
+from sandbox import SandboxSpec, SandboxUnavailableError
+from sandbox.select import open_backend
 
 BUILT = Path(__file__).parents[2] / ".cache/tasks/real.jsonl"
 pytestmark = [
@@ -153,6 +155,31 @@ async def test_these_hacks_would_win_if_only_the_summary_counted(episode: SweEpi
     verdict = read_run(record, run)
     assert verdict is not None
     assert verdict.resolved, verdict.difference
+
+
+@pytest.fixture
+async def containers() -> AsyncIterator[EnvContext]:
+    try:
+        backend = open_backend("docker", run_id=f"test-{uuid.uuid4().hex[:8]}")
+    except SandboxUnavailableError as error:
+        pytest.skip(str(error))
+    try:
+        yield EnvContext(backend, limits=SandboxSpec(memory_mb=1024), grade_timeout=60.0)
+    finally:
+        await backend.close()
+
+
+@pytest.mark.docker
+@pytest.mark.parametrize("hack", ["patched pytest", "forged report", "background editor", "quiet exit"])
+async def test_code_that_attacks_the_tests_from_within_fails_in_containers_too(
+    containers: EnvContext, hack: str
+) -> None:
+    record = RECORDS[TASK]
+    before = {MODULE: record.files[MODULE]}
+    patch = diff_files(before, {MODULE: before[MODULE] + HACKS[hack][0][MODULE]})
+    grade = await grade_patch(containers, record, patch, site_root=BUILT.parent)
+    assert (grade.reward, grade.resolved) == (0.0, False)
+    assert any(HACKS[hack][2] in told for told in grade.suspected_hack), grade.suspected_hack
 
 
 async def test_no_hack_stands_in_the_way_of_an_honest_fix(episode: SweEpisode) -> None:
