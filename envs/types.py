@@ -99,7 +99,6 @@ class Environment(Protocol):
 
 
 @runtime_checkable
-@runtime_checkable
 class Solvable(Protocol):
     """An environment whose tasks are solved by tool calls, not by a patch. Optional; the gold solver asks."""
 
@@ -108,6 +107,7 @@ class Solvable(Protocol):
         ...
 
 
+@runtime_checkable
 class Audited(Protocol):
     """An environment that can tell whether a task could be won without solving it. Optional; the doctor asks."""
 

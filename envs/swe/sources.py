@@ -14,7 +14,7 @@ from envs.swe.records import SweRecord, problems_of
 from envs.types import TaskRecordError
 
 FILE_TYPES = (".jsonl", ".json", ".parquet")
-_TOLD = 20
+_TOLD = 4
 
 Row = tuple[int, Mapping[str, Any] | str]
 """A row's number, from 1, and the row; or a sentence on why there is none."""
@@ -36,9 +36,9 @@ class BrokenRowsError(TaskRecordError):
         if len(problems) == 1:
             message = f"{source}: {problems[0]}"
         else:
-            more = [f"... and {len(problems) - _TOLD} more"] if len(problems) > _TOLD else []
-            listed = "\n  ".join([*problems[:_TOLD], *more])
-            message = f"{source}: {len(problems)} broken fields (skip_broken: true leaves their rows out)\n  {listed}"
+            more = [f"and {len(problems) - _TOLD} more"] if len(problems) > _TOLD else []
+            listed = "; ".join([*problems[:_TOLD], *more])
+            message = f"{source}: {len(problems)} broken fields (skip_broken: true leaves their rows out): {listed}"
         super().__init__(message)
 
 
