@@ -75,7 +75,7 @@ def _from_swebench(row: Mapping[str, Any]) -> dict[str, Any]:
     tests = [test for key in ("FAIL_TO_PASS", "PASS_TO_PASS") for test in _strings(row.get(key, ()))]
     return {
         **record,
-        "docker_image": row.get("image") or derived,
+        "docker_image": row.get("image") or row.get("docker_image") or derived,
         "expected_output_json": json.dumps(dict.fromkeys(tests, "PASSED")),
         "swebench": spec,
     }

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import sys
+import time
 
 _WATCHED = ("_pytest", "pytest", "pluggy", "unittest")
 _INSTALLED = (os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.sep)
@@ -66,11 +67,18 @@ def _status(report: object) -> str:
     return "PASSED" if called and outcome == "passed" else ""
 
 
+def _from_here(test: str, root: str) -> str:
+    """A test's name as the summary gives it: from the working directory, not from pytest's root."""
+    path, mark, rest = test.partition("::")
+    return os.path.relpath(os.path.join(root, path), _TOP).replace(os.sep, "/") + mark + rest if path else test
+
+
 class Witness:
     """One pytest session as it was seen."""
 
     def __init__(self, report: str, password: str, places: "list[str]", modules: "list[str]") -> None:
         self.report, self.password, self.places, self.modules = report, password, places, modules
+        self.started = time.time()
         self.files = _digests(places)
         self.functions = _functions()
         self.outcomes: list[list[str]] = []
@@ -87,21 +95,21 @@ class Witness:
 
     def pytest_collectreport(self, report: object) -> None:
         if getattr(report, "outcome", "") == "failed":
-            self.outcomes.append([getattr(report, "nodeid", ""), "ERROR"])
+            self.outcomes.append([str(getattr(report, "nodeid", "")), "ERROR"])
 
     def pytest_runtest_logreport(self, report: object) -> None:
         status = _status(report)
         if status:
-            self.outcomes.append([getattr(report, "nodeid", ""), status])
+            self.outcomes.append([str(getattr(report, "nodeid", "")), status])
 
     def finish(self, config: object) -> None:
         """Write what was seen."""
         self._compare_files()
         self.shadowed |= set(self._shadowed())
-        told = getattr(config, "cwd_relative_nodeid", str)  # the summary names tests from the working directory
+        root = os.path.realpath(str(getattr(config, "rootpath", None) or getattr(config, "rootdir", _TOP)))
         content = {
             "password": self.password,
-            "outcomes": [[told(test), status] for test, status in self.outcomes],
+            "outcomes": [[_from_here(test, root), status] for test, status in self.outcomes],
             "changed": sorted(os.path.relpath(path, _TOP) for path in self.changed),
             "replaced": self._replaced(),
             "shadowed": sorted(self.shadowed),
@@ -113,7 +121,8 @@ class Witness:
 
     def _compare_files(self) -> None:
         now = _digests(self.places)
-        self.changed.update(path for path in set(now) | set(self.files) if now.get(path) != self.files.get(path))
+        # Files that tests make beside them are theirs to make.
+        self.changed.update(path for path, digest in self.files.items() if now.get(path) != digest)
 
     def _shadowed(self) -> "list[str]":
         """Modules of the standard library and of pytest that the repository gives instead."""
@@ -132,13 +141,16 @@ class Witness:
         return sorted(wrong)
 
     def _plugins(self, config: object) -> "list[str]":
-        """Plugins that the repository brought, other than by a conftest."""
+        """Plugins that the repository brought, other than by a conftest that was there before the tests began."""
         manager = getattr(config, "pluginmanager", None)
         sources = []
         for plugin in manager.get_plugins() if manager else ():
             module = sys.modules.get(type(plugin).__module__)
             source = getattr(plugin, "__file__", None) or getattr(module, "__file__", None)
-            if source and _from_repository(source) and os.path.basename(source) != "conftest.py":
+            if not source or not _from_repository(source):
+                continue
+            known = os.path.basename(source) == "conftest.py" and os.path.isfile(source)
+            if not known or os.stat(source).st_ctime > self.started:
                 sources.append(os.path.relpath(source, _TOP))
         return sorted(set(sources))
 

@@ -1,0 +1,140 @@
+"""The plugin that watches the tests from inside pytest: what it reports of honest runs, and what an attacker finds."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from envs.swe.grading import parse_summary
+from envs.swe.witness import Report, Witness
+from sandbox import SandboxFileError
+from tests.envs.test_swe_grading import SUITE
+
+
+class Folder:
+    """This machine's file system as a box to read reports from."""
+
+    async def read_file(self, path: str, *, max_bytes: int) -> bytes:
+        try:
+            return await asyncio.to_thread(Path(path).read_bytes)
+        except OSError as error:
+            raise SandboxFileError(str(error)) from None
+
+
+@pytest.fixture
+def witness() -> Witness:
+    return Witness(watched=["test_s.py"])
+
+
+def run(witness: Witness, folder: Path, files: Mapping[str, str], *options: str) -> str:
+    """pytest's output on ``files``, watched."""
+    for path, text in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text)
+    for name, data in witness.files().items():
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_bytes(data)
+    command = f"{witness.exports} exec {sys.executable} -m pytest -rA --no-fold-skipped -p no:cacheprovider --rootdir ."
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST", "PYTHONPATH"))}
+    told = subprocess.run(
+        ["bash", "-c", f"{command} {' '.join(options)}"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=env,
+    )
+    return told.stdout + told.stderr
+
+
+async def read(witness: Witness) -> Report | None:
+    return await witness.read(Folder())  # type: ignore[arg-type]
+
+
+async def test_it_sees_every_status_that_the_summary_tells(witness: Witness, tmp_path: Path) -> None:
+    quiet = SUITE.replace('print("=== short test summary info ===\\nFAILED nothing::at_all")', "pass")
+    files = {"test_s.py": quiet, "test_broken.py": "def :\n", "conftest.py": "import pytest\n"}
+    log = run(witness, tmp_path, files, "--continue-on-collection-errors")
+    report = await read(witness)
+    assert report is not None, log
+    assert report.statuses == parse_summary(log)
+    assert report.tampering == ()
+
+
+async def test_names_are_those_of_the_working_directory(witness: Witness, tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    log = run(witness, tmp_path / "deep", {"test_s.py": "def test_a(): pass\n"}, "--rootdir", "..")
+    report = await read(witness)
+    assert report is not None, log
+    assert report.statuses == parse_summary(log) == {"test_s.py::test_a": "PASSED"}
+
+
+LOOKS = """
+import glob, os
+def test_nothing_is_left_to_find():
+    found = [path for path in glob.glob("/tmp/TOKEN/*") if os.path.getsize(path)]
+    assert found == []
+    assert "TOKEN" not in os.environ.get("PYTHONPATH", "") + os.environ.get("PYTEST_ADDOPTS", "")
+def test_a_pytest_inside_is_not_watched(pytester):
+    pytester.makepyfile("def test_inner(): assert 0")
+    pytester.runpytest_inprocess().assert_outcomes(failed=1)
+    pytester.runpytest_subprocess().assert_outcomes(failed=1)
+def test_files_beside_the_tests_may_be_made(): open("made.txt", "w").close()
+"""
+
+
+async def test_code_under_test_finds_neither_orders_nor_plugin(witness: Witness, tmp_path: Path) -> None:
+    files = {"test_s.py": LOOKS.replace("TOKEN", witness.token)}
+    log = run(witness, tmp_path, files, "-p pytester")
+    report = await read(witness)
+    assert report is not None, log
+    assert set(report.statuses.values()) == {"PASSED"}, log
+    assert len(report.statuses) == 3
+    assert report.tampering == ()
+
+
+CHEATS = {
+    "a shadowed module": (
+        {"src/colorsys.py": "", "test_s.py": "import colorsys\ndef test_a(): pass\n", "conftest.py": "pass\n"},
+        "colorsys: imported from the repository",
+    ),
+    "a replaced function": (
+        {"test_s.py": "import unittest\nunittest.TestCase.assertEqual = print\ndef test_a(): pass\n"},
+        "unittest.case.TestCase.assertEqual: replaced",
+    ),
+    "exchanged code": (
+        {
+            "test_s.py": "import _pytest.runner as r\nr.show_test_item.__code__ = (lambda item: None).__code__\n"
+            "def test_a(): pass\n"
+        },
+        "_pytest.runner.show_test_item: replaced",
+    ),
+    "a test that rewrites itself": (
+        {"test_s.py": "def test_a(): open(__file__, 'a').write('#')\n"},
+        "test_s.py: hidden test changed",
+    ),
+}
+
+
+@pytest.mark.parametrize(("files", "told"), CHEATS.values(), ids=CHEATS)
+async def test_what_is_done_to_the_tests_surroundings_is_named(
+    witness: Witness, tmp_path: Path, files: dict[str, str], told: str
+) -> None:
+    log = run(witness, tmp_path, files, "-o pythonpath=src")
+    report = await read(witness)
+    assert report is not None, log
+    assert any(told in line for line in report.tampering), report.tampering
+
+
+async def test_a_report_without_the_password_is_none(witness: Witness, tmp_path: Path) -> None:
+    run(witness, tmp_path, {"test_s.py": "def test_a(): pass\n"})
+    assert await read(witness) is not None
+    other = Witness(watched=(), token=witness.token)
+    assert await read(other) is None
+    assert await read(Witness(watched=())) is None
