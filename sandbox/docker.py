@@ -45,13 +45,12 @@ class DockerBackend:
 
     def __init__(self, *, run_id: str, images: ImagePolicy | None = None) -> None:
         self._api = connect(self.name)
-        info = self._api.info()
-        self._disk = Path(info["DockerRootDir"])
+        self._disk = Path(self._api.about["DockerRootDir"])
         self._owner = Owner.current(run_id)
         self._lease = EngineLease(self._api, self._owner)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="docker")
         self._policy = images or ImagePolicy()
-        self._images = ImageStore(self._api, self._policy, self.call, ledger_of(info))
+        self._images = ImageStore(self._api, self._policy, self.call, ledger_of(self._api.about))
         self._boxes: dict[str, DockerBox] = {}
         self._closed = False
         self._heartbeat = Heartbeat(self._lease.renew)

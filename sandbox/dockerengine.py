@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import docker
 import docker.errors
@@ -27,12 +27,18 @@ _START = {
     "docker": "apt-get install docker.io; dockerd",
     "podman": "apt-get install podman catatonit; podman system service --time 0",
 }
-_PROBE_SECONDS = 5
+_TIMED_OUT = "timed out"
+_PROBE_SECONDS = 10
 _CALL_SECONDS = 120
 
 
 class EngineClient(docker.APIClient):
-    """The ``docker`` package's client, with what its calls for archives leave out."""
+    """The ``docker`` package's client, with what its calls for archives leave out.
+
+    ``about`` is what the engine said of itself when it was connected to.
+    """
+
+    about: Mapping[str, Any]
 
     def unpack(self, container: str, data: bytes) -> None:
         """Unpack a tar at the container's root. A file in the place of a folder is refused, not put over it."""
@@ -60,10 +66,12 @@ def connect(engine: str = "docker") -> EngineClient:
             timeout=_PROBE_SECONDS,
             max_pool_size=THREADS,
         )
+        # Asked for now, as an engine that has run into a deadlock still tells its version, but nothing more.
+        api.about = api.info()
     except (docker.errors.DockerException, requests.RequestException) as error:
-        raise SandboxUnavailableError(
-            f"no container engine answers at {where} ({_short(error)}): install and start one ({_START[engine]})"
-        ) from None
+        reason = _short(error)
+        advice = "it hangs; restart it" if reason == _TIMED_OUT else f"install and start one ({_START[engine]})"
+        raise SandboxUnavailableError(f"no container engine answers at {where} ({reason}): {advice}") from None
     api.timeout = _CALL_SECONDS
     return api
 
@@ -78,7 +86,7 @@ def _address(engine: str) -> str:
 
 def _short(error: BaseException) -> str:
     text = str(error)
-    for reason in ("No such file or directory", "Connection refused", "Permission denied", "timed out"):
+    for reason in ("No such file or directory", "Connection refused", "Permission denied", _TIMED_OUT):
         if reason in text:
             return reason.lower()
     return text.splitlines()[0][:200] if text else type(error).__name__

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import socket
 import struct
 import subprocess
 import sys
@@ -224,6 +225,16 @@ def test_no_backend_is_one_line_that_says_what_to_install(monkeypatch: pytest.Mo
         open_backend("podman", run_id="none")
     with pytest.raises(SandboxUnavailableError, match=r"lxc.*auto, docker, podman, bubblewrap"):
         open_backend("lxc", run_id="none")
+
+
+def test_an_engine_that_hangs_is_told_within_seconds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("sandbox.dockerengine._PROBE_SECONDS", 0.2)
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/hangs.sock")
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(f"{tmp_path}/hangs.sock")
+        silent.listen()
+        with pytest.raises(SandboxUnavailableError, match=r"hangs\.sock \(timed out\): it hangs; restart it"):
+            open_backend("docker", run_id="hangs")
 
 
 @pytest.mark.bubblewrap
