@@ -16,9 +16,12 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 class Run:
-    """``agent-rl train`` on a small config; its processes are known by a mark in their environment."""
+    """``agent-rl train`` on a small config; its processes are known by a mark in their environment.
 
-    def __init__(self, folder: Path, *overrides: str) -> None:
+    ``modules``: a folder to import an environment from.
+    """
+
+    def __init__(self, folder: Path, *overrides: str, modules: Path | None = None) -> None:
         self.folder, self.output, self.mark = folder, folder / f"output-{uuid.uuid4().hex[:6]}.txt", uuid.uuid4().hex
         settings = [
             "name=small", f"runs_dir={folder}", f"model={folder}/model", "sandbox.backend=bubblewrap",
@@ -26,10 +29,11 @@ class Run:
             "rollout.tasks_per_step=3", "rollout.group_size=4", "eval.tasks=8", "eval.greedy=false",
             "train.steps=3", "train.checkpoint_every=1",
         ]  # fmt: skip
+        path = {"PYTHONPATH": str(modules)} if modules else {}
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "agent_rl.cli", "train", "configs/quickstart.yaml", *settings, *overrides],
-                stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, env={**os.environ, "TEST_MARK": self.mark},
+                stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, env={**os.environ, **path, "TEST_MARK": self.mark},
                 start_new_session=True,
             )  # fmt: skip
 
