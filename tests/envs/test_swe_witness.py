@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -28,8 +29,10 @@ class Folder:
 
 
 @pytest.fixture
-def witness() -> Witness:
-    return Witness(watched=["test_s.py"])
+def witness() -> Iterator[Witness]:
+    made = Witness(watched=["test_s.py"])
+    yield made
+    shutil.rmtree(f"/tmp/{made.token}", ignore_errors=True)
 
 
 def run(witness: Witness, folder: Path, files: Mapping[str, str], *options: str) -> str:
