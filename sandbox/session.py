@@ -23,17 +23,17 @@ __agent_rl=("$@")
 __agent_rl_save() {
     {
         echo 'for __agent_rl_name in $(compgen -e); do unset -v "$__agent_rl_name"; done'
-        for __agent_rl_name in $(compgen -v); do
+        compgen -v | while IFS= read -r __agent_rl_name; do
             case $__agent_rl_name in
                 BASHOPTS | BASH_VERSINFO | EUID | PPID | SHELLOPTS | UID) ;;
                 *) declare -p "$__agent_rl_name" ;;
             esac
         done
         declare -f; export -pf; alias -p
-        printf 'cd -- %q 2>/dev/null || { echo "cd: %q: gone" >&2; cd .; }\nOLDPWD=%q\n' "$PWD" "$PWD" "$OLDPWD"
+        printf 'cd -- %q 2>/dev/null || { echo "cd: %q: gone" >&2; cd .; }\nOLDPWD=%q\n' "$PWD" "$PWD" "${OLDPWD-}"
         echo "umask $(umask)"; shopt -p; set +o
-    } > "${__agent_rl[0]}.new" 2>/dev/null &&
-    mv -f "${__agent_rl[0]}.new" "${__agent_rl[0]}" && echo "${__agent_rl[1]}" > "${__agent_rl[0]}.number"
+    } >| "${__agent_rl[0]}.new" 2>/dev/null &&
+    mv -f "${__agent_rl[0]}.new" "${__agent_rl[0]}" && echo "${__agent_rl[1]}" >| "${__agent_rl[0]}.number"
 }
 trap __agent_rl_save EXIT
 set --

@@ -420,6 +420,19 @@ async def test_a_session_goes_on_where_it_stopped(box: Sandbox) -> None:
     assert await run("echo ${shown:-nothing}") == "nothing\n"
 
 
+async def test_a_session_bears_strict_options(box: Sandbox) -> None:
+    session = open_session(box)
+    assert (await session.run("set -euo pipefail -o noclobber; IFS=; readonly fixed='a b'", timeout=20)).kept
+    for number in range(3):
+        ran = await session.run(f"count={number}; cd /tmp; false; echo not reached", timeout=20)
+        assert (ran.kept, ran.result.exit_code, ran.result.text) == (True, 1, "")
+    ran = await session.run('echo "$count $fixed $IFS"; echo $unset', timeout=20)
+    assert ran.kept
+    assert ran.result.stdout == b"2 a b \n"
+    assert b"unbound variable" in ran.result.stderr
+    assert (await session.run("pwd", timeout=20)).result.text == "/tmp\n"
+
+
 async def test_a_session_says_when_a_command_was_killed(box: Sandbox, marker: str, host: Any) -> None:
     session = open_session(box)
     assert (await session.run("cd /tmp; value=before", timeout=20)).kept
