@@ -69,7 +69,8 @@ class EvalFolder:
             rows = [prediction(graded[task.id, sample], model) for task in tasks if (task.id, sample) in graded]
             write_atomic(self.path / name, "".join(json.dumps(row) + "\n" for row in rows).encode())
         first = {task_id: result for (task_id, sample), result in graded.items() if sample == 0}
-        write_json(self.path / "report-swebench.json", swebench_report([task.id for task in tasks], first))
+        reasons = {result.task_id: result.error for result in self.results() if result.sample == 0 and result.error}
+        write_json(self.path / "report-swebench.json", swebench_report([task.id for task in tasks], first, reasons))
 
 
 def prediction(result: EpisodeResult, model: str) -> dict[str, str]:
@@ -77,22 +78,26 @@ def prediction(result: EpisodeResult, model: str) -> dict[str, str]:
     return {"instance_id": result.task_id, "model_name_or_path": model, "model_patch": result.patch}
 
 
-def swebench_report(task_ids: Sequence[str], first: Mapping[str, EpisodeResult]) -> dict[str, Any]:
-    """The run report of SWE-bench's harness (schema version 2) over each task's first sample.
+def swebench_report(
+    task_ids: Sequence[str], first: Mapping[str, EpisodeResult], reasons: Mapping[str, str]
+) -> dict[str, Any]:
+    """The run report of SWE-bench's harness (swebench 5, schema version 2) over each task's first sample.
 
-    A task that could not be graded is one of its ``error_ids``; as there, an empty patch is not counted as completed.
+    A task that could not be graded is one of its ``error_ids`` and ``infra_failure_ids``, ``reasons`` saying why; as
+    there, an empty patch is not counted as completed. We tell infrastructure and policy apart, so nothing is ambiguous.
     """
     ids: dict[str, list[str]] = defaultdict(list)
     for task_id in sorted(task_ids):
         result = first.get(task_id)
         if result is None:
             ids["error"].append(task_id)
+            ids["infra_failure"].append(task_id)
         elif not result.patch:
             ids["empty_patch"].append(task_id)
         else:
             ids["completed"].append(task_id)
             ids["resolved" if result.resolved else "unresolved"].append(task_id)
-    kinds = ("completed", "resolved", "unresolved", "empty_patch", "error")
+    kinds = ("completed", "resolved", "unresolved", "infra_failure", "ambiguous_failure", "empty_patch", "error")
     return {
         "total_instances": len(task_ids),
         "submitted_instances": len(task_ids),
@@ -100,6 +105,7 @@ def swebench_report(task_ids: Sequence[str], first: Mapping[str, EpisodeResult])
         "submitted_ids": sorted(task_ids),
         "incomplete_ids": [],
         **{f"{kind}_ids": ids[kind] for kind in kinds},
+        "failure_reasons": {task_id: reasons.get(task_id, "") for task_id in ids["infra_failure"]},
         "schema_version": 2,
     }
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -133,10 +135,24 @@ def test_swebench_report_keeps_empty_patches_and_errors_apart() -> None:
         return replace(EpisodeResult(task, 0, False, "submitted", 1, 1.0, patch="diff"), **changes)  # type: ignore[arg-type]
 
     first = {"a": result("a", resolved=True), "b": result("b"), "c": result("c", patch="")}
-    report = swebench_report(["d", "c", "b", "a"], first)
+    report = swebench_report(["d", "c", "b", "a"], first, {"d": "SandboxError: gone", "a": "once"})
     assert (report["completed_ids"], report["resolved_ids"], report["unresolved_ids"]) == (["a", "b"], ["a"], ["b"])
     assert (report["empty_patch_ids"], report["error_ids"]) == (["c"], ["d"])
     assert (report["total_instances"], report["error_instances"]) == (4, 1)
+    assert report["failure_reasons"] == {"d": "SandboxError: gone"}
+
+
+async def test_swebench_reads_our_files(tmp_path: Path) -> None:
+    utils = pytest.importorskip("swebench.harness.utils")
+    reporting = pytest.importorskip("swebench.harness.reporting")
+    folder = EvalFolder(tmp_path / "eval", SETTINGS)
+    await run_until(folder, None)
+    read = utils.get_predictions_from_file(str(folder.path / "predictions.jsonl"), "none", "test")
+    assert [row["instance_id"] for row in read] == [task.id for task in TASKS]
+    ours = json.loads((folder.path / "report-swebench.json").read_text())
+    source = inspect.getsource(reporting)
+    theirs = {key for key in re.findall(r'^        "(\w+)": ', source, re.MULTILINE)}
+    assert theirs == set(ours)
 
 
 def test_another_evaluation_is_refused_the_folder(tmp_path: Path) -> None:
