@@ -108,7 +108,7 @@ FAULTS: list[Case] = [
     (
         "serves stale rows",
         Changes(stale_prefix),
-        {"cold and cached alike": "of the stored sets differ, first in row 0"},
+        {"cold and cached alike": "of the stored sets differ, first in row"},  # row 0 may happen to be right
     ),
     ("a row too many after a stop", Changes(too_many("stop")), {"rows after a stop token": "expected 1"}),
     ("a row too few after an abort", Changes(too_few("abort")), {"rows after an abort": "expected 1"}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -34,7 +35,7 @@ class Run:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "agent_rl.cli", "train", "configs/quickstart.yaml", *settings, *overrides],
                 stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, env={**os.environ, **path, "TEST_MARK": self.mark},
-                start_new_session=True,
+                start_new_session=True, preexec_fn=_hear_ctrl_c,
             )  # fmt: skip
 
     @property
@@ -63,6 +64,11 @@ class Run:
 
     def none_alive(self, timeout: float = 20.0) -> None:
         wait(lambda: not self.alive(), timeout, lambda: f"still alive: {self.alive()}")
+
+
+def _hear_ctrl_c() -> None:
+    """A shell's background jobs ignore SIGINT, and hand that on to whatever they start."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def wait(condition: Callable[[], bool], timeout: float, what: str | Callable[[], str]) -> None:
