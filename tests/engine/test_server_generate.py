@@ -77,6 +77,14 @@ async def test_scores_agree_with_the_log_probs_sampled(engine: SGLangEngine) -> 
     np.testing.assert_allclose(scored[40:], got.logprobs, atol=1e-4)
 
 
+async def test_the_last_id_of_the_vocabulary_is_scored(engine: SGLangEngine) -> None:
+    prompt = [*PROMPT, engine.facts.vocab_size - 1]
+    got = await engine.generate(prompt, SAMPLE, routes_from=None, session="s")
+    scored = await engine.score([*prompt, *got.tokens])
+    np.testing.assert_allclose(scored[41:], got.logprobs, atol=1e-4)
+    assert scored[40] < 0.0
+
+
 async def test_cached_routes_equal_cold_ones(engine: SGLangEngine) -> None:
     cold = await engine.generate(PROMPT, SAMPLE, routes_from=0, session="s")
     cached = await engine.generate(PROMPT, SAMPLE, routes_from=0, session="s")
