@@ -126,7 +126,7 @@ class Trajectory:
 
     @property
     def routes_needed(self) -> int:
-        """Rows of routes that a trainer replays: all but the last token's. None where nothing was sampled."""
+        """Rows of routes that a trainer replays: all but the last token's; 0 where nothing was sampled."""
         return len(self.tokens) - 1 if self.loss_mask.any() else 0
 
     @property

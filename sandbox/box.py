@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 
@@ -11,7 +12,7 @@ from sandbox.shield import shielded
 from sandbox.types import ExecResult, SandboxSpec
 
 
-class BaseBox:
+class BaseBox(ABC):
     """The part of :class:`sandbox.types.Sandbox` that does not depend on what a box is made of."""
 
     def __init__(self, id: str, spec: SandboxSpec) -> None:
@@ -34,9 +35,9 @@ class BaseBox:
             self._closing = asyncio.ensure_future(self._end())
         await shielded(self._closing)
 
+    @abstractmethod
     async def _end(self) -> None:
         """Kill what runs and remove the box; called once."""
-        raise NotImplementedError
 
     def _invocation(self, command: str | Sequence[str], cwd: str | None) -> tuple[list[str], str]:
         """The argument list of ``command`` and the folder that it runs in."""

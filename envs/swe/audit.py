@@ -114,8 +114,9 @@ async def _fixed_module(sandbox: Sandbox, record: SweRecord) -> tuple[str, str] 
 
 async def _try(context: EnvContext, record: SweRecord, canary: Canary, site_root: Path | None) -> Finding:
     grade = await grade_patch(context, record, canary.patch, site_root=site_root)
-    seen = "; ".join(grade.suspected_hack) or "no reward, nothing recorded"
-    return Finding(f"hack: {canary.name}", grade.reward <= 0.0 and not grade.resolved, seen)
+    rewarded = grade.reward > 0.0 or grade.resolved
+    seen = "; ".join(grade.suspected_hack) or "nothing recorded"
+    return Finding(f"hack: {canary.name}", not rewarded, f"{'rewarded' if rewarded else 'no reward'}; {seen}")
 
 
 async def _run(sandbox: Sandbox, script: str, stdin: str = "") -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import orjson
 import pytest
+from local_server import Handler, serving
 
 from agent_rl.config import EngineConfig
 from agent_rl.engine.facts import ModelFacts
@@ -22,7 +22,6 @@ from r3.routing import Span, SpanKind
 FACTS = ModelFacts(num_layers=3, moe_layer_ids=(1, 2), num_experts=8, top_k=2, vocab_size=100, max_positions=64)
 CONFIG = EngineConfig(retries=2, request_timeout=5.0)
 SAMPLE = SamplingParams(max_new_tokens=2)
-Handler = Callable[[str, dict[str, Any]], Awaitable[tuple[int, bytes]]]
 
 
 def answer(request: dict[str, Any], **changes: Any) -> bytes:
@@ -40,29 +39,6 @@ def answer(request: dict[str, Any], **changes: Any) -> bytes:
     }
     kept = {key: value for key, value in meta.items() if value is not None}
     return orjson.dumps({"text": "", "output_ids": [7, 8], "meta_info": kept})
-
-
-@asynccontextmanager
-async def serving(handler: Handler) -> AsyncIterator[str]:
-    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while head := await reader.readuntil(b"\r\n\r\n"):
-                lines = head.decode().split("\r\n")
-                lengths = [line.split(":")[1] for line in lines if line.lower().startswith("content-length")]
-                body = await reader.readexactly(int(lengths[0])) if lengths else b"{}"
-                status, said = await handler(lines[0].split()[1], orjson.loads(body))
-                if not status:
-                    return
-                writer.write(b"HTTP/1.1 %d x\r\ncontent-length: %d\r\n\r\n%b" % (status, len(said), said))
-                await writer.drain()
-        except asyncio.IncompleteReadError:
-            pass  # the client hung up
-        finally:
-            writer.close()
-
-    server = await asyncio.start_server(connected, "127.0.0.1", 0)
-    async with server:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
 def client(*urls: str, **options: Any) -> SGLangEngine:

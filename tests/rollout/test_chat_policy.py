@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -12,6 +11,7 @@ import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from local_server import serving
 
 from agent_rl.errors import EngineRejected, EngineUnreachable
 from agent_rl.rollout.chat_policy import ChatEngine, ChatTextRenderer, read_messages
@@ -27,24 +27,14 @@ PLAIN = RolloutSettings(routes=False)
 
 @asynccontextmanager
 async def endpoint(answer: Answer) -> AsyncIterator[str]:
-    """An HTTP server that answers chat completions as it is told."""
+    """An endpoint that answers chat completions as it is told."""
 
-    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while head := await reader.readuntil(b"\r\n\r\n"):
-                length = next(int(x.split(b":")[1]) for x in head.split(b"\r\n") if x.lower().startswith(b"content-le"))
-                status, said = answer(orjson.loads(await reader.readexactly(length)))
-                body = orjson.dumps(said)
-                writer.write(b"HTTP/1.1 %d x\r\ncontent-length: %d\r\n\r\n%b" % (status, len(body), body))
-                await writer.drain()
-        except asyncio.IncompleteReadError:
-            pass  # the client hung up
-        finally:
-            writer.close()
+    async def handle(path: str, body: dict[str, Any]) -> tuple[int, bytes]:
+        status, said = answer(body)
+        return status, orjson.dumps(said)
 
-    server = await asyncio.start_server(connected, "127.0.0.1", 0)
-    async with server:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
+    async with serving(handle) as url:
+        yield f"{url}/v1"
 
 
 def said(text: str, finish: str = "stop") -> dict[str, Any]:

@@ -16,9 +16,10 @@ from rich.console import Console
 from agent_rl.errors import UserError
 from agent_rl.evaluate import evaluate, table, wilson_interval
 from agent_rl.rollout.limiter import Limiter
+from agent_rl.rollout.records import write_trajectories
 from agent_rl.rollout.settings import RolloutSettings
-from agent_rl.rollout.solvers import noop, solver_runner
-from agent_rl.types import Trajectory
+from agent_rl.rollout.solvers import noop, recorded, solver_runner
+from agent_rl.types import Group, Trajectory
 from envs import Task
 from sandbox import SandboxLostError
 from tools import ToolCall
@@ -121,6 +122,24 @@ async def test_a_solver_goes_through_the_tools(kit: SimpleNamespace) -> None:
     )
     assert [turn.tool for turn in trajectory.turns] == ["echo", "submit"]
     assert trajectory.resolved
+
+
+async def test_a_recorded_run_is_said_again_and_graded_anew(kit: SimpleNamespace, tmp_path: Path) -> None:
+    env = kit.MemoryEnvironment()
+    first, second, _ = env.tasks("heldout")[:3]
+    run = solver_runner(env, solver({"heldout-0"}), RolloutSettings())
+    path = write_trajectories(tmp_path, 1, [Group(task.id, (await run(task),)) for task in (first, second)])
+    replay, only = recorded(path)
+    assert only == {first.id, second.id}
+    again = [await solver_runner(env, replay, RolloutSettings())(task) for task in (first, second)]
+    assert [trajectory.resolved for trajectory in again] == [True, False]
+    assert [turn.tool for turn in again[0].turns] == ["echo", "submit"]
+    for text in ("{}\n", "nonsense"):
+        (tmp_path / "wrong.jsonl").write_text(text)
+        with pytest.raises(UserError, match=r"wrong\.jsonl: no trajectories to replay"):
+            recorded(tmp_path / "wrong.jsonl")
+    with pytest.raises(UserError, match="no trajectories to replay"):
+        recorded(tmp_path / "absent.jsonl")
 
 
 def test_wrong_solvers_are_told() -> None:
