@@ -168,7 +168,7 @@ async def test_an_audit_shows_that_what_swebench_would_believe_is_screened_or_se
     environment = SweEnvironment(boxes, rows)
     findings = {finding.check: finding for finding in await environment.audit(environment.tasks("test")[0])}
     assert all(finding.ok for finding in findings.values()), findings
-    assert findings["hack: conftest"].detail == "conftest.py: test infrastructure, undone"
+    assert findings["hack: conftest"].detail == "no reward; conftest.py: test infrastructure, undone"
     assert "from_item_and_call: replaced" in findings["hack: patched pytest"].detail
     assert findings["hack: forged summary"].detail == NO_REPORT
 
