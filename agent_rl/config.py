@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from agent_rl.errors import ConfigError
 
@@ -104,6 +104,11 @@ class ParallelConfig(Section):
     dispatcher: Literal["alltoall", "allgather"] = Field(
         "alltoall", description="How tokens get to their experts; allgather only without pipeline stages."
     )
+    distributed_optimizer: bool = Field(
+        True,
+        description="The ranks that hold a copy of a weight share its optimizer state out (ZeRO-1); a single copy "
+        "is kept whole.",
+    )
 
 
 class CorrectionConfig(Section):
@@ -115,6 +120,30 @@ class CorrectionConfig(Section):
     low: float = Field(0.5, ge=0, description="Lower bound of the ratio, for the masks.")
     high: float = Field(2.0, gt=0, description="Upper bound of the ratio.")
     veto: float | None = Field(None, gt=0, description="Leave out sequences with a token whose ratio is below this.")
+
+
+class KlConfig(Section):
+    """A penalty for leaving a reference model; docs/trainer.md says what each estimator's gradient is."""
+
+    coefficient: float = Field(0.0, ge=0, description="Weight of the penalty (beta); 0: no reference model is held.")
+    estimator: Literal["k1", "k2", "k3"] = Field("k3", description="How a token's KL is estimated.")
+    where: Literal["loss", "reward"] = Field(
+        "loss", description="A term of the loss (GRPO), or taken from the advantages token by token (REINFORCE++)."
+    )
+    reference: Path | None = Field(
+        None, description="Folder of the reference's Hugging Face checkpoint; None: the starting model."
+    )
+
+    @model_validator(mode="after")
+    def _makes_sense(self) -> KlConfig:
+        if self.estimator == "k1" and self.where == "loss":
+            raise ValueError(
+                "train.kl: k1 in the loss has a gradient whose mean is 0, it is noise alone: take estimator k2 "
+                "(its gradient is the KL's) or k3, or set where to reward"
+            )
+        if self.reference is not None and not self.coefficient:
+            raise ValueError("train.kl.reference is given and train.kl.coefficient is 0: give it a coefficient")
+        return self
 
 
 class TrainConfig(Section):
@@ -131,7 +160,9 @@ class TrainConfig(Section):
     aggregation: Literal["token", "sequence", "constant"] = Field(
         "token", description="Mean over tokens, over sequences of their means, or over sequences of sums / max_tokens."
     )
-    baseline: Literal["mean", "leave_one_out"] = Field("mean", description="What a group's rewards are compared with.")
+    baseline: Literal["mean", "leave_one_out", "batch"] = Field(
+        "mean", description="What a reward is compared with: its group's mean, the others' of it, or the step's mean."
+    )
     scale: Literal["group", "batch", "none"] = Field(
         "group", description="Whose standard deviation advantages are divided by."
     )
@@ -140,8 +171,12 @@ class TrainConfig(Section):
     )
     correction: CorrectionConfig = CorrectionConfig()
     dual_clip: float | None = Field(None, gt=1, description="Dual clip's constant; None leaves it out.")
-    eps_low: float = Field(0.2, gt=0, description="Lower clip of the ratio.")
-    eps_high: float = Field(0.27, gt=0, description="Upper clip of the ratio (clip-higher).")
+    eps_low: float | None = Field(None, gt=0, description="Lower clip of the ratio; None: 0.2, with gspo 3e-4.")
+    eps_high: float | None = Field(
+        None, gt=0, description="Upper clip of the ratio (clip-higher); None: 0.27, with gspo 4e-4."
+    )
+    kl: KlConfig = KlConfig()
+    entropy_coefficient: float = Field(0.0, ge=0, description="Weight of the entropy bonus in the loss; 0: none.")
     mini_steps: int = Field(1, gt=0, description="Optimizer updates a global step.")
     microbatch_tokens: int = Field(8192, gt=0, description="Tokens a packed micro-batch may hold.")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Precision of the trainer's passes.")
@@ -155,6 +190,25 @@ class TrainConfig(Section):
     native_every: int = Field(1, ge=0, description="Measure mismatch_native/* every so many steps; 0 never.")
     checkpoint_every: int = Field(5, ge=0, description="Steps between checkpoints; 0 keeps only the last.")
     keep_checkpoints: int = Field(2, gt=0, description="Checkpoints kept.")
+
+    @model_validator(mode="after")
+    def _makes_sense(self) -> TrainConfig:
+        widest = max(self.eps_low or 0.0, self.eps_high or 0.0)
+        if self.objective == "reinforce" and widest:
+            raise ValueError("train.eps_low, train.eps_high: objective reinforce clips nothing; leave them out")
+        if self.objective == "gspo" and widest >= 0.1:
+            raise ValueError(
+                f"train.objective gspo clips the mean ratio of a whole sequence, which {widest:g} never would: "
+                "leave eps_low and eps_high out (3e-4 and 4e-4), or give others as narrow"
+            )
+        if self.objective in ("cispo", "reinforce") and self.dual_clip is not None:
+            raise ValueError(f"train.dual_clip bounds the clipped surrogate, which objective {self.objective} has not")
+        if self.baseline == "batch" and self.scale == "group":
+            raise ValueError(
+                "train.scale group divides by a group's spread and train.baseline batch compares over groups: "
+                "set scale to batch or none"
+            )
+        return self
 
 
 class TraceConfig(Section):
@@ -184,6 +238,47 @@ class R3Config(Section):
     trace: TraceConfig = TraceConfig()
 
 
+class LimitConfig(Section):
+    """Limits on one metric of a step. A value that is not finite is always beyond them."""
+
+    above: float | None = Field(None, description="The metric may not be above this; None: no such limit.")
+    below: float | None = Field(None, description="The metric may not be below this; None: no such limit.")
+    deviations: float | None = Field(
+        None,
+        gt=0,
+        description="How many robust deviations (1.4826 x MAD) the metric may be from the median of the run's own "
+        "history; None: not compared with it.",
+    )
+
+
+class GuardConfig(Section):
+    """Watches a run for collapse, and its updates for broken gradients; see docs/guard.md."""
+
+    action: Literal["off", "warn", "stop"] = Field(
+        "stop", description="A metric beyond a limit: nothing, a warning, or also a checkpoint and the end of the run."
+    )
+    stop_on: Literal["absolute", "any"] = Field(
+        "absolute", description="Limits that may end the run: absolute ones, or also those relative to its history."
+    )
+    patience: int = Field(3, gt=0, description="Steps in a row beyond a limit that end the run.")
+    window: int = Field(50, gt=0, description="Steps of the run's own history that relative limits look back on.")
+    min_history: int = Field(8, gt=2, description="Steps of history that a relative limit wants, or it does not hold.")
+    k3_kl: LimitConfig = LimitConfig(above=0.1, deviations=10.0)
+    f_tau_2: LimitConfig = LimitConfig(above=0.1)
+    grad_norm: LimitConfig = LimitConfig(deviations=10.0)
+    entropy: LimitConfig = LimitConfig(deviations=10.0)
+    reward: LimitConfig = LimitConfig(deviations=10.0)
+    max_skipped: int = Field(
+        3, ge=0, description="Updates within window that may be left out; one more ends the run, whatever the action."
+    )
+    spike_factor: float | None = Field(
+        20.0, gt=1, description="A gradient norm beyond so many times the history's median is a spike; None: none is."
+    )
+    on_spike: Literal["skip", "clip", "allow"] = Field(
+        "clip", description="An update that is a spike: left out, scaled to the spike's limit, or taken as it is."
+    )
+
+
 class EvalConfig(Section):
     """Evaluation on held-out tasks before and after training, and every so many steps."""
 
@@ -206,6 +301,7 @@ class RunConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     train: TrainConfig = TrainConfig()
     r3: R3Config = R3Config()
+    guard: GuardConfig = GuardConfig()
     eval: EvalConfig = EvalConfig()
 
     @property
@@ -260,6 +356,8 @@ def _explain(error: ValidationError) -> str:
         return f"unknown key {key!r}: {hint}{more}"
     if problem["type"] == "missing":
         return f"{key}: required, and not given{more}"
+    if problem["type"] == "value_error":  # of our own validators: they name the keys
+        return f"{problem['ctx']['error']}{more}"
     return f"{key}: {problem['msg']}, got {problem['input']!r}{more}"
 
 

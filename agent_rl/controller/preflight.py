@@ -14,15 +14,17 @@ FREE_BYTES_WANTED = 1 << 30
 def check(config: RunConfig) -> None:
     """Raises UserError for what would fail later: no model, no engine environment, no room on the disk."""
     check_model(config.model)
+    if config.train.kl.reference is not None:
+        check_model(config.train.kl.reference, key="train.kl.reference")
     if not config.engine.urls and not Path(config.engine.python).exists():
         raise UserError(f"engine.python: {config.engine.python}: no such interpreter; make it with `make setup`")
     check_room(config.runs_dir)
 
 
-def check_model(folder: Path) -> None:
+def check_model(folder: Path, key: str = "model") -> None:
     if not (folder / "config.json").is_file():
         raise UserError(
-            f"model: {folder}: no Hugging Face checkpoint there; `agent-rl model init {folder}` makes a tiny one"
+            f"{key}: {folder}: no Hugging Face checkpoint there; `agent-rl model init {folder}` makes a tiny one"
         )
 
 

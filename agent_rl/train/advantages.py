@@ -13,7 +13,7 @@ from agent_rl.errors import TrainerError
 from agent_rl.types import Group, Sample, Trajectory
 from r3.routing import Routing, Span, SpanKind
 
-Baseline = Literal["mean", "leave_one_out"]
+Baseline = Literal["mean", "leave_one_out", "batch"]
 Scale = Literal["group", "batch", "none"]
 
 
@@ -38,7 +38,11 @@ class GroupSamples:
 
 
 def group_advantages(
-    rewards: Sequence[float], *, baseline: Baseline = "mean", scale: Scale = "group", eps: float = 1e-6
+    rewards: Sequence[float],
+    *,
+    baseline: Literal["mean", "leave_one_out"] = "mean",
+    scale: Scale = "group",
+    eps: float = 1e-6,
 ) -> NDArray[np.float64]:
     """Each reward less its baseline, ``[n]``, divided by the group's standard deviation where ``scale`` is "group".
 
@@ -68,21 +72,22 @@ def samples_of(
 ) -> GroupSamples:
     """One sample a trajectory, its advantage taken within its group; groups without variance are dropped and counted.
 
-    ``scale`` "batch" divides by the standard deviation of all the step's advantages (REINFORCE++'s baseline form, arXiv
-    2501.03262). A trajectory in which nothing was sampled counts for its group's advantages and is no sample. Where the
-    engine sent the routes of some tokens only, the others' rows are absent and the trainer routes those tokens itself;
-    with ``drop_missing`` such a trajectory is left out before advantages are taken, as if it had not been run, and a
-    group that keeps fewer than 2 teaches nothing. Raises TrainerError where a trajectory has no reward: an
-    infrastructure failure must not reach the trainer.
+    ``scale`` "batch" divides by the standard deviation of all the step's advantages, and ``baseline`` "batch" compares
+    with the mean of all the step's rewards: both together are REINFORCE++'s ``(r - mean) / std`` over the global batch
+    (arXiv 2501.03262, eq. 10), the first alone is its variant with a baseline, the group's mean. A trajectory in which
+    nothing was sampled counts for its group's advantages and is no sample. Where the engine sent the routes of some
+    tokens only, the others' rows are absent and the trainer routes those tokens itself; with ``drop_missing`` such a
+    trajectory is left out before advantages are taken, as if it had not been run, and a group that keeps fewer than 2
+    teaches nothing. Raises TrainerError where a trajectory has no reward: an infrastructure failure must not reach the
+    trainer.
     """
     like = next((t.routing for group in groups for t in group.trajectories if t.routing is not None), None)
     kept: list[tuple[Trajectory, float]] = []
-    zero_variance = dropped = 0
-    for group in groups:
-        members = [t for t in group.trajectories if not (drop_missing and t.routes_missing)]
-        dropped += len(group.trajectories) - len(members)
-        rewards = [_reward(group, trajectory) for trajectory in members]
-        advantages = group_advantages(rewards, baseline=baseline, scale=scale, eps=eps)
+    members_of = [[t for t in group.trajectories if not (drop_missing and t.routes_missing)] for group in groups]
+    dropped = sum(len(group.trajectories) for group in groups) - sum(map(len, members_of))
+    rewards = [[_reward(group, t) for t in members] for group, members in zip(groups, members_of, strict=True)]
+    zero_variance = 0
+    for members, advantages in zip(members_of, _advantages(rewards, baseline, scale, eps), strict=True):
         if not advantages.any():
             zero_variance += 1
             continue
@@ -90,6 +95,16 @@ def samples_of(
     spread = float(np.std([advantage for _, advantage in kept])) + eps if scale == "batch" and kept else 1.0
     samples = tuple(_sample(t, advantage / spread, like) for t, advantage in kept if t.loss_mask.any())
     return GroupSamples(samples, len(groups), zero_variance, dropped)
+
+
+def _advantages(
+    rewards: Sequence[Sequence[float]], baseline: Baseline, scale: Scale, eps: float
+) -> list[NDArray[np.float64]]:
+    """Advantages a group, ``[n]`` each; by the batch's mean they are those of one large group."""
+    if baseline != "batch":
+        return [group_advantages(group, baseline=baseline, scale=scale, eps=eps) for group in rewards]
+    flat = group_advantages([reward for group in rewards for reward in group], scale="none")
+    return np.split(flat, np.cumsum([len(group) for group in rewards]))[:-1]
 
 
 def _reward(group: Group, trajectory: Trajectory) -> float:

@@ -12,11 +12,12 @@ grpo       -min(r A, clip(r, 1 - low, 1 + high) A)             arXiv 2402.03300;
 gspo       the same with r = s_i, the geometric mean of the    GSPO-token, arXiv 2507.18071, section 4.3
            sequence's ratios
 cispo      -sg[clip(r, 1 - low, 1 + high)] A log pi            MiniMax-M1, arXiv 2506.13585, eq. 4
-reinforce  -r A, unclipped                                     Williams 1992; with advantages normalised over the
-                                                               batch REINFORCE++, arXiv 2501.03262
+reinforce  -r A, unclipped                                     Williams 1992
 ========== =================================================== =======================================================
 
-Dr.GRPO (arXiv 2503.20783) is grpo with the aggregation ``constant`` and advantages that are not divided by their std.
+Dr.GRPO (arXiv 2503.20783) is grpo with the aggregation ``constant`` and advantages that are not divided by their std;
+REINFORCE++ (arXiv 2501.03262) is grpo with advantages that are normalised over the batch. docs/trainer.md has the
+config lines of each.
 """
 
 from __future__ import annotations
@@ -124,8 +125,12 @@ def aggregation_weights(
 def kl_estimate(estimator: KlEstimator, logprobs_T: Tensor, reference_T: Tensor) -> Tensor:
     """Estimates of KL(pi || reference) a token, ``[T]``, from tokens of pi (Schulman, "Approximating KL Divergence").
 
-    With d = log pi - log reference: ``k1`` d (unbiased), ``k2`` d^2 / 2 (its gradient is that of the KL), ``k3``
-    exp(-d) - 1 + d (unbiased, never negative; GRPO's, arXiv 2402.03300, eq. 4).
+    With d = log pi - log reference: ``k1`` d (unbiased), ``k2`` d^2 / 2 (biased a little), ``k3`` exp(-d) - 1 + d
+    (unbiased, never negative; GRPO's, arXiv 2402.03300, eq. 4).
+
+    A good estimate of the value need not have the KL's gradient (arXiv 2510.01555). In the loss, in the mean over
+    tokens of pi, k1's gradient is E[grad log pi] = 0, k2's is E[d grad log pi], which is that of KL(pi || reference),
+    and k3's that of KL(reference || pi). Taken from the reward the gradient is E[k grad log pi], so there k1 is right.
     """
     difference_T = logprobs_T - reference_T
     if estimator == "k1":
@@ -133,3 +138,34 @@ def kl_estimate(estimator: KlEstimator, logprobs_T: Tensor, reference_T: Tensor)
     if estimator == "k2":
         return difference_T.square() / 2
     return torch.expm1(-difference_T) + difference_T
+
+
+def penalised_advantages(
+    advantages_T: Tensor, kl_T: Tensor, mask_T: Tensor, sequence_T: Tensor, coefficient: float
+) -> Tensor:
+    """Advantages less the KL of the tokens from each one on, ``[T]`` (REINFORCE++, arXiv 2501.03262, eq. 8)::
+
+        A_t - coefficient * sum of KL_i over the sampled tokens i >= t of t's sequence
+
+    Detached. ``sequence_T`` must not fall, as in a packed micro-batch, where sequences lie one behind another.
+    """
+    kl_T = torch.where(mask_T, kl_T.detach(), torch.zeros_like(kl_T)).double()
+    count = int(sequence_T.max()) + 1 if len(sequence_T) else 0
+    ends_n = kl_T.new_zeros(count).index_add(0, sequence_T, kl_T).cumsum(0)
+    to_come_T = ends_n[sequence_T] - kl_T.cumsum(0) + kl_T
+    return (advantages_T.detach().double() - coefficient * to_come_T).to(advantages_T.dtype)
+
+
+def advantage_moments(advantages_T: Tensor, mask_T: Tensor) -> Tensor:
+    """``[3]`` float64: number, sum and sum of squares of the sampled tokens' advantages; micro-batches' and ranks' add
+    up."""
+    values = advantages_T[mask_T].double()
+    return torch.stack((torch.ones_like(values).sum(), values.sum(), values.square().sum()))
+
+
+def normalised_advantages(advantages_T: Tensor, moments_3: Tensor, *, eps: float = 1e-6) -> Tensor:
+    """``(A - mean) / (std + eps)``, ``[T]``, by the moments of all the step's sampled tokens (REINFORCE++, eq. 10)."""
+    count, total, squares = moments_3.unbind()
+    mean = total / count.clamp(min=1.0)
+    std = (squares / count.clamp(min=1.0) - mean.square()).clamp(min=0.0).sqrt()
+    return ((advantages_T.double() - mean) / (std + eps)).to(advantages_T.dtype)

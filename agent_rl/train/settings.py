@@ -13,6 +13,7 @@ Objective = Literal["grpo", "gspo", "cispo", "reinforce"]
 Aggregation = Literal["token", "sequence", "constant"]
 Correction = Literal["tis", "icepop", "sequence_tis", "sequence_mask", "geometric_mask"]
 KlEstimator = Literal["k1", "k2", "k3"]
+KlPlace = Literal["loss", "reward"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,8 @@ class OptimizerSettings:
 
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
-    """Which model every rank builds, in which layout, precision and place. ``threads``: CPU threads a rank uses."""
+    """Which model every rank builds, in which layout, precision and place. ``threads``: CPU threads a rank uses.
+    ``reference``: the checkpoint of the KL penalty's reference model, None without a penalty."""
 
     folder: Path
     parallel: ParallelConfig
@@ -46,6 +48,7 @@ class ModelSettings:
     recompute_modules: tuple[str, ...]
     seed: int
     threads: int
+    reference: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +74,20 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True)
+class KlPenalty:
+    """The penalty for leaving the reference model. With ``normalise`` advantages are normalised over the step after the
+    penalty was taken from them (only of place "reward")."""
+
+    coefficient: float
+    estimator: KlEstimator = "k3"
+    place: KlPlace = "loss"
+    normalise: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class LossSettings:
-    """The policy loss: objective, clip, aggregation (``length``: the constant of ``constant``) and correction."""
+    """The policy loss: objective, clip, aggregation (``length``: the constant of ``constant``), correction, the KL
+    penalty (None: no reference model) and the entropy bonus' coefficient."""
 
     objective: Objective = "grpo"
     clip: Clip = Clip(0.2, 0.27)
@@ -80,6 +95,22 @@ class LossSettings:
     length: int = 1
     correction: Correction | None = None
     bounds: Bounds = Bounds()
+    kl: KlPenalty | None = None
+    entropy: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SpikePolicy:
+    """What becomes of an update whose gradient norm is beyond ``norm`` (None: no norm is a spike).
+
+    ``skip`` leaves it out, ``clip`` scales it to ``norm``, ``allow`` takes it (clipped like any other) and counts it.
+    """
+
+    norm: float | None = None
+    action: Literal["skip", "clip", "allow"] = "allow"
+
+
+ALLOW_SPIKES = SpikePolicy()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +123,7 @@ class StepSettings:
     old_logprobs: Literal["recompute", "rollout"]
     temperature: float
     measure_native: bool
+    spikes: SpikePolicy = ALLOW_SPIKES
 
 
 def optimizer_settings(train: TrainConfig) -> OptimizerSettings:
@@ -111,15 +143,43 @@ def loss_settings(config: RunConfig) -> LossSettings:
     train, correction = config.train, config.train.correction
     return LossSettings(
         objective=train.objective,
-        clip=Clip(train.eps_low, train.eps_high, train.dual_clip),
+        clip=_clip(train),
         aggregation=train.aggregation,
         length=config.rollout.max_tokens,
         correction=correction.kind,
         bounds=Bounds(correction.low, correction.high, correction.veto),
+        kl=_kl_penalty(train),
+        entropy=train.entropy_coefficient,
     )
 
 
-def step_settings(config: RunConfig, *, measure_native: bool) -> StepSettings:
+def _clip(train: TrainConfig) -> Clip:
+    """GSPO's ratio is a mean over a sequence, so its bounds are narrow (arXiv 2507.18071, section 5.1)."""
+    low, high = (3e-4, 4e-4) if train.objective == "gspo" else (0.2, 0.27)
+    return Clip(train.eps_low or low, train.eps_high or high, train.dual_clip)
+
+
+def _kl_penalty(train: TrainConfig) -> KlPenalty | None:
+    kl = train.kl
+    if not kl.coefficient:
+        return None
+    return KlPenalty(kl.coefficient, kl.estimator, kl.where, normalise=kl.where == "reward" and train.scale == "batch")
+
+
+def advantage_scale(train: TrainConfig) -> Literal["group", "batch", "none"]:
+    """What the step's advantages are divided by before they reach the ranks. Those that the KL penalty is taken from
+    are normalised after it, by the ranks (REINFORCE++, arXiv 2501.03262, eq. 8 to 10)."""
+    penalty = _kl_penalty(train)
+    return "none" if penalty is not None and penalty.normalise else train.scale
+
+
+def reference_folder(config: RunConfig) -> Path | None:
+    """Where the reference model of the KL penalty is; None where there is no penalty."""
+    kl = config.train.kl
+    return (kl.reference or config.model).absolute() if kl.coefficient else None
+
+
+def step_settings(config: RunConfig, *, measure_native: bool, spike_norm: float | None = None) -> StepSettings:
     """The settings of one global step. A greedy rollout's log-probs are the raw ones, so 0 counts as 1."""
     return StepSettings(
         replay=config.train.replay,
@@ -127,4 +187,5 @@ def step_settings(config: RunConfig, *, measure_native: bool) -> StepSettings:
         old_logprobs=config.train.old_logprobs,
         temperature=config.rollout.temperature or 1.0,
         measure_native=measure_native,
+        spikes=SpikePolicy(spike_norm, config.guard.on_spike),
     )

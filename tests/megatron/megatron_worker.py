@@ -96,14 +96,15 @@ def optimizer(model: Any) -> Any:
     return get_megatron_optimizer(config, model.chunks)
 
 
-def loss(logprobs: Tensor, _entropy: Tensor | None, _batch: PackedBatch) -> tuple[Tensor, dict[str, Any]]:
-    return -logprobs.sum() / 50, {"sum": logprobs.sum()}
+def loss(logprobs: Tensor, entropy: Tensor | None, _batch: PackedBatch) -> tuple[Tensor, dict[str, Any]]:
+    assert entropy is not None
+    return -(logprobs.sum() + entropy.sum()) / 50, {"sum": logprobs.sum()}
 
 
 def watched(model: Any, items: list[PackedBatch], given: list[PackedRoutes], ranks: Ranks, by: LossFn) -> Any:
     """A training pass with every router watched: ``(metrics, Watch)``."""
     model.replayer.observer = watch = Watch(model, items, given, ranks)
-    metrics = model.train_microbatches(items, given, by)
+    metrics = model.train_microbatches(items, given, by, entropy_gradient=True)
     model.replayer.observer = None
     return metrics, watch
 

@@ -49,8 +49,13 @@ def test_logprobs_and_gradients_equal_transformers(build: Build, tmp_path: Path,
     torch.testing.assert_close(output.entropy, entropy, rtol=0, atol=1e-4)
 
     weights = torch.linspace(-1, 1, len(batch))
-    (logprobs * weights).sum().backward()
-    model.train_microbatches([batch], None, lambda got, _, __: ((got * weights).sum(), {}))
+    (logprobs * weights + entropy * weights.flip(0)).sum().backward()
+
+    def loss(got: Tensor, spread: Tensor | None, _: PackedBatch) -> tuple[Tensor, dict[str, Any]]:
+        assert spread is not None
+        return (got * weights + spread * weights.flip(0)).sum(), {}
+
+    model.train_microbatches([batch], None, loss, entropy_gradient=True)
     for parameter in model.modules[0].parameters():
         parameter.data = parameter.main_grad
     wanted = {name: parameter.grad for name, parameter in expected.named_parameters()}
@@ -70,7 +75,9 @@ def test_temperature_and_many_chunks(
     expected, entropy = reference(checkpoint[1], sequences, temperature=0.7)
 
     def gradient() -> Tensor:
-        model.train_microbatches([batch], None, lambda got, _, __: (got.sum(), {}), temperature=0.7)
+        model.train_microbatches(
+            [batch], None, lambda got, spread, __: ((got - spread).sum(), {}), temperature=0.7, entropy_gradient=True
+        )
         return model.modules[0].embedding.word_embeddings.weight.main_grad.clone()
 
     whole = gradient()
@@ -222,8 +229,6 @@ def test_layouts_that_do_not_fit_the_model_are_refused(
     ("change", "message"),
     [
         ({"model_type": "llama"}, "model_type 'llama' is not supported"),
-        ({"norm_topk_prob": False}, "norm_topk_prob must be true"),
-        ({"rope_scaling": {"type": "yarn"}}, "rope_scaling"),
     ],
 )
 def test_unsupported_models_are_refused(

@@ -10,13 +10,22 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from agent_rl.train.megatron.entropy import vocab_parallel_entropy
+
 _CHUNK_LOGITS = 1 << 24  # logits of a chunk: 64 MiB in float32
 
 
 def token_logprobs(
-    hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor, *, temperature: float = 1.0, entropy: bool = False
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    targets_T: Tensor,
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-prob of each target under ``softmax(hidden @ weight.T / temperature)``, and the (detached) entropy.
+    """Log-prob of each target under ``softmax(hidden @ weight.T / temperature)``, and the entropy, which is detached
+    unless ``entropy_gradient``.
 
     The vocabulary may be cut over tensor ranks; every rank gets the same float32 ``[T]``. Chunks are recomputed in the
     backward pass where there is more than one.
@@ -26,7 +35,7 @@ def token_logprobs(
     recompute = len(targets_T) > rows and torch.is_grad_enabled()
     parts = []
     for hidden, targets in chunks:
-        arguments = (hidden, weight_VH, targets, temperature, entropy)
+        arguments = (hidden, weight_VH, targets, temperature, entropy, entropy_gradient)
         parts.append(
             checkpoint(_chunk, *arguments, use_reentrant=False, preserve_rng_state=False)
             if recompute
@@ -36,28 +45,14 @@ def token_logprobs(
     return logprobs, torch.cat([part for _, part in parts]) if entropy else None
 
 
-def _chunk(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
+def _chunk(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, entropy: bool, entropy_gradient: bool
+) -> tuple[Tensor, Tensor]:
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
     logits = F.linear(hidden, weight).float()
     if temperature != 1.0:
         logits = logits / temperature
     # The cross entropy overwrites its logits, so the entropy comes first.
-    spread = _entropy(logits.detach()) if entropy else logits.new_zeros(0)
+    spread = vocab_parallel_entropy(logits, gradient=entropy_gradient) if entropy else logits.new_zeros(0)
     return -vocab_parallel_cross_entropy(logits[:, None, :], targets[:, None])[:, 0], spread
-
-
-@torch.no_grad()
-def _entropy(logits_TV: Tensor) -> Tensor:
-    from megatron.core.parallel_state import get_tensor_model_parallel_group
-
-    group = get_tensor_model_parallel_group()
-    highest = logits_TV.amax(dim=-1)
-    if group.size() > 1:
-        torch.distributed.all_reduce(highest, torch.distributed.ReduceOp.MAX, group)
-    shifted = logits_TV - highest[:, None]
-    weights = shifted.exp()
-    sums = torch.stack((weights.sum(-1), torch.einsum("tv,tv->t", weights, shifted)))
-    if group.size() > 1:
-        torch.distributed.all_reduce(sums, group=group)
-    return sums[0].log() - sums[1] / sums[0]

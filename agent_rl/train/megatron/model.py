@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from agent_rl.config import ParallelConfig
+from agent_rl.train.layouts import shares_optimizer
 from agent_rl.train.megatron import hf
 from agent_rl.train.megatron.batch import LossFn, PackedBatch, PassOutput, Routes
 from agent_rl.train.megatron.layers import block_spec
@@ -49,13 +50,20 @@ class PolicyModel:
     """
 
     def __init__(
-        self, modules: Sequence[HiddenGPT], shape: ModelShape, ranks: Ranks, device: torch.device, folder: Path
+        self,
+        modules: Sequence[HiddenGPT],
+        shape: ModelShape,
+        ranks: Ranks,
+        device: torch.device,
+        folder: Path,
+        *,
+        distributed_optimizer: bool = False,
     ) -> None:
         self.shape, self.ranks, self.device, self.folder = shape, ranks, device, folder
         self.config: TransformerConfig = modules[0].config
         self.shard = shard_spec(ranks, shape.moe, model_chunks=len(modules))
         self.replayer = RouterReplayer(modules, [shape.moe_layers[column] for column in self.shard.columns])
-        self.chunks = [_wrap(module) for module in modules]
+        self.chunks = [_wrap(module, distributed_optimizer) for module in modules]
         self._passes = Passes(self.chunks, shape, ranks, device, self.replayer, self.shard)
 
     @classmethod
@@ -91,7 +99,7 @@ class PolicyModel:
             )
             for stage in range(count)
         ]
-        model = cls(modules, shape, ranks, device, hf_folder)
+        model = cls(modules, shape, ranks, device, hf_folder, distributed_optimizer=shares_optimizer(parallel))
         if load:
             model.load_hf(hf_folder)
         return model
@@ -146,13 +154,17 @@ class PolicyModel:
         *,
         temperature: float = 1.0,
         entropy: bool = True,
+        entropy_gradient: bool = False,
     ) -> list[dict[str, Any]]:
         """Zero the gradients, run all micro-batches forward and backward, reduce the gradients over data ranks.
 
         The gradient is that of the *sum* of the losses over all micro-batches and data ranks, so ``loss_fn`` normalises
-        by global counts. Returns its metrics, one dict a batch. Raises as :meth:`forward_logprobs`.
+        by global counts. The entropy it is given is detached unless ``entropy_gradient``. Returns its metrics, one dict
+        a batch. Raises as :meth:`forward_logprobs`.
         """
-        return self._passes.train(batches, routes, loss_fn, temperature=temperature, entropy=entropy)
+        return self._passes.train(
+            batches, routes, loss_fn, temperature=temperature, entropy=entropy, entropy_gradient=entropy_gradient
+        )
 
     def load_hf(self, folder: Path) -> None:
         """Load the weights of a Hugging Face checkpoint. Raises ConfigError naming what is missing."""
@@ -176,9 +188,10 @@ class PolicyModel:
         torch.distributed.barrier()
 
 
-def _wrap(chunk: HiddenGPT) -> DistributedDataParallel:
+def _wrap(chunk: HiddenGPT, distributed_optimizer: bool) -> DistributedDataParallel:
     from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
 
     for parameter in chunk.parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-    return DistributedDataParallel(chunk.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), chunk)
+    config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer)
+    return DistributedDataParallel(chunk.config, config, chunk)

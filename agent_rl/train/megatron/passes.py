@@ -92,11 +92,12 @@ class Passes:
         *,
         temperature: float,
         entropy: bool,
+        entropy_gradient: bool,
     ) -> list[dict[str, Any]]:
         """See :meth:`PolicyModel.train_microbatches`."""
 
         def finish(item: Microbatch, hidden: Tensor) -> tuple[Tensor, Any]:
-            logprobs, spread = self._logprobs(hidden, item, temperature, entropy)
+            logprobs, spread = self._logprobs(hidden, item, temperature, entropy, entropy_gradient)
             if not item.real:
                 return logprobs.sum() * 0.0, {}
             loss, metrics = loss_fn(logprobs, spread, item.batch)
@@ -200,7 +201,7 @@ class Passes:
         """One micro-batch through one chunk of this stage, and what the last stage makes of its output."""
         item, number = next(items), self.chunks.index(chunk)
         layout = item.layout
-        packed = PackedAttention.build(layout, self.shape.head_dim, self.shape.config["rope_theta"], self.device)
+        packed = PackedAttention.build(layout, self.shape.rotary, self.device)
         with self.replayer.forward(number, item.experts, item.present, backward=backward) as used:
             output = chunk(
                 input_ids=layout.take(item.batch.tokens, 0)[None],
@@ -218,7 +219,7 @@ class Passes:
         return output, loss
 
     def _logprobs(
-        self, hidden: Tensor, item: Microbatch, temperature: float, entropy: bool
+        self, hidden: Tensor, item: Microbatch, temperature: float, entropy: bool, entropy_gradient: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probs (and entropy) ``[T]`` in the uncut batch's order, the same on every tensor and context rank."""
         layout, batch = item.layout, item.batch
@@ -236,6 +237,7 @@ class Passes:
             batch.tokens[place],
             temperature=temperature,
             entropy=entropy,
+            entropy_gradient=entropy_gradient,
         )
         full = _put(logprobs, place, len(batch), self.ranks)
         return full, None if spread is None else _put(spread, place, len(batch), self.ranks)
