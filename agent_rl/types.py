@@ -104,6 +104,7 @@ class Trajectory:
 
     ``tokens`` int32 ``[S]``, ``loss_mask`` bool ``[S]`` (True where sampled), ``logprobs`` float32 ``[S]`` (0 where not
     sampled), ``routing`` of S rows (the last absent) or None. ``reward`` is None iff ``stop.infrastructure``.
+    ``tests`` and ``test_log`` are the grading's, for a person to read; they are not written with a run's trajectories.
     """
 
     task_id: str
@@ -123,6 +124,8 @@ class Trajectory:
     suspected_hack: tuple[str, ...] = ()
     seconds: float = 0.0
     grade_seconds: float = 0.0
+    tests: Mapping[str, str] = field(default_factory=dict)
+    test_log: str = ""
 
     @property
     def routes_needed(self) -> int:

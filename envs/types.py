@@ -26,7 +26,8 @@ class Task:
 class Grade:
     """The verdict on one finished episode.
 
-    ``reward`` is what the trainer sees, ``resolved`` what Pass@1 counts. ``tests`` maps a test's name to its status.
+    ``reward`` is what the trainer sees, ``resolved`` what Pass@1 counts. ``tests`` maps a test's name to its status,
+    ``log`` is the end of what they printed, for a person to read.
     A grading that broke is no Grade but an exception (``GradingError`` or ``SandboxError``).
     """
 
@@ -34,6 +35,7 @@ class Grade:
     resolved: bool
     patch: str = ""
     tests: Mapping[str, str] = field(default_factory=dict)
+    log: str = ""
     suspected_hack: Sequence[str] = ()
     seconds: float = 0.0
 

@@ -4,7 +4,8 @@
 
     settings.json             what is evaluated; another evaluation is refused the same folder
     results.jsonl             one line a sample that ended, in the order they ended; what a resume reads
-    logs/<task>/<sample>.json the messages, tool calls and times of that sample
+    logs/<task>/<sample>.json the messages, tool calls, times and every test's status of that sample
+    logs/<task>/<sample>.log  what its tests printed (the end of it)
     predictions.jsonl         each task's patch in SWE-bench's format (further samples: predictions-<sample>.jsonl)
     report.json               Pass@1 with everything it is made of
     report-swebench.json      the same in the format of SWE-bench's own reports (schema version 2)
@@ -17,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import quote
 
@@ -29,14 +31,19 @@ from envs import Task
 
 class EvalFolder:
     """The folder of one evaluation. ``settings`` are what its figures depend on. Raises ConfigError for a folder that
-    holds an evaluation of other settings."""
+    holds an evaluation of other settings.
 
-    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
+    ``defaults`` are the settings that a release may add: one that an older folder says nothing of had this value.
+    """
+
+    def __init__(
+        self, path: Path, settings: Mapping[str, Any], *, defaults: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
         self.path = path
         self._results = path / "results.jsonl"
-        plain = json.loads(json.dumps(settings))
+        plain = _plain(settings)
         if (path / "settings.json").exists():
-            _check_same(path, read_json(path / "settings.json"), plain)
+            _check_same(path, {**_plain(defaults), **read_json(path / "settings.json")}, plain)
         else:
             write_json(path / "settings.json", plain)
 
@@ -54,6 +61,8 @@ class EvalFolder:
         if trajectory is not None:
             # Not orjson: a model may write integers over 64 bits and lone surrogates, which it refuses.
             write_atomic(self.log_of(result), json.dumps(_log(result, trajectory), indent=1).encode())
+            if trajectory.test_log:
+                self.log_of(result).with_suffix(".log").write_text(trajectory.test_log, errors="replace")
         with self._results.open("ab") as file:
             file.write(json.dumps(asdict(result)).encode() + b"\n")
 
@@ -114,6 +123,12 @@ def _last_graded(results: Iterable[EpisodeResult]) -> dict[tuple[str, int], Epis
     return {(result.task_id, result.sample): result for result in results if result.resolved is not None}
 
 
+def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings as they come back from JSON."""
+    plain: dict[str, Any] = json.loads(json.dumps(dict(settings)))
+    return plain
+
+
 def _check_same(path: Path, held: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
     for key in sorted({*held, *asked}):
         if held.get(key) != asked.get(key):
@@ -142,4 +157,5 @@ def _log(result: EpisodeResult, trajectory: Trajectory) -> dict[str, Any]:
         "messages": [dict(message) for message in trajectory.messages],
         "turns": [asdict(turn) for turn in trajectory.turns],
         "grade_seconds": trajectory.grade_seconds,
+        "tests": dict(trajectory.tests),
     }

@@ -63,6 +63,7 @@ async def run_evaluation(
             **{"env_options": config.env.model_dump(mode="json")["options"], "tool_format": config.rollout.tool_format},
             **asdict(settings),
         },
+        defaults=asdict(RolloutSettings()),
     )
     done = folder.results()
     display = Display(f"eval {config.name}")

@@ -231,6 +231,8 @@ class _Run:
             suspected_hack=tuple(grade.suspected_hack) if grade else (),
             seconds=time.perf_counter() - self.started,
             grade_seconds=self.grade_seconds,
+            tests=grade.tests if grade else {},
+            test_log=grade.log if grade else "",
         )
 
 

@@ -18,6 +18,9 @@ from envs.types import Grade, GradingError, Message
 from sandbox import Sandbox
 from tools import ToolSet, swe_tools
 
+MAX_LOG = 1 << 16
+"""Characters of the tests' output that a grade keeps."""
+
 
 @dataclass(frozen=True)
 class SweEpisode:
@@ -73,6 +76,7 @@ async def grade_patch(context: EnvContext, record: SweRecord, patch: str, *, sit
         resolved=ruling.verdict.resolved,
         patch=patch,
         tests=ruling.verdict.tests,
+        log=ruling.log[-MAX_LOG:],
         suspected_hack=(*screened.undone, *ruling.doubts),
         seconds=time.perf_counter() - began,
     )

@@ -18,10 +18,11 @@ from envs.types import GradingError
 
 @dataclass(frozen=True, slots=True)
 class Ruling:
-    """A verdict, and what speaks against the patch's honesty: one sentence a doubt."""
+    """A verdict, what speaks against the patch's honesty (one sentence a doubt), and the log of the patch's run."""
 
     verdict: Verdict
     doubts: Sequence[str] = ()
+    log: str = ""
 
 
 async def rule(context: EnvContext, record: SweRecord, patch: str, site_root: Path | None) -> Ruling:
@@ -33,15 +34,15 @@ async def rule(context: EnvContext, record: SweRecord, patch: str, site_root: Pa
     """
     run, verdict, doubts = await _run(context, record, patch, site_root)
     if verdict is not None and not (verdict.resolved and doubts):
-        return Ruling(verdict, doubts)
+        return Ruling(verdict, doubts, run.log)
     if verdict is not None and patch == record.gold:
-        return Ruling(verdict)
+        return Ruling(verdict, log=run.log)
     what = "no verdict" if verdict is None else "a success in doubt"
     known = await _control(context, record, patch, site_root, f"task {record.id}: {what} ({run.account})")
     own = tuple(doubt for doubt in doubts if doubt not in known)
     if verdict is None:
-        return Ruling(Verdict(resolved=False, tests={}, difference=run.account), own)
-    return Ruling(Verdict(False, verdict.tests, own[0]) if own else verdict, own)
+        return Ruling(Verdict(resolved=False, tests={}, difference=run.account), own, run.log or run.account)
+    return Ruling(Verdict(False, verdict.tests, own[0]) if own else verdict, own, run.log)
 
 
 def read_run(record: SweRecord, run: TestRun) -> Verdict | None:

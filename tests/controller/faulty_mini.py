@@ -1,0 +1,85 @@
+"""Generated tasks in boxes of which one in twenty breaks: an environment for tests (``faulty_mini:FaultyMini``)."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from envs import EnvContext
+from envs.mini import MiniEnvironment
+from sandbox import ExecResult, Sandbox, SandboxBackend, SandboxLostError, SandboxSpec
+
+T = TypeVar("T")
+ONE_IN = 20
+SURE_OPERATIONS = 2
+"""As many commands and transfers as any box of an episode sees."""
+
+
+class BreakingBox:
+    """A real box that is lost when it is asked for the ``life``-th thing."""
+
+    def __init__(self, box: Sandbox, life: int) -> None:
+        self._box, self._life = box, life
+
+    @property
+    def id(self) -> str:
+        return self._box.id
+
+    @property
+    def spec(self) -> SandboxSpec:
+        return self._box.spec
+
+    async def exec(self, command: str | Sequence[str], **options: Any) -> ExecResult:
+        return await self._unless_lost(lambda: self._box.exec(command, **options))
+
+    async def read_file(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
+        return await self._unless_lost(lambda: self._box.read_file(path, max_bytes=max_bytes))
+
+    async def write_files(self, files: Mapping[str, bytes]) -> None:
+        await self._unless_lost(lambda: self._box.write_files(files))
+
+    async def _unless_lost(self, work: Callable[[], Awaitable[T]]) -> T:
+        self._life -= 1
+        if self._life <= 0:
+            raise SandboxLostError("the box is gone (injected)")
+        return await work()
+
+    async def close(self) -> None:
+        await self._box.close()
+
+
+class BreakingBackend:
+    """Hands on a backend's boxes; the 5th, the 25th and so on break, at their start or at what is asked of them first
+    or second."""
+
+    def __init__(self, backend: SandboxBackend) -> None:
+        self._backend = backend
+        self._numbers, self._random = itertools.count(ONE_IN - 4), random.Random(7)
+
+    @property
+    def name(self) -> str:
+        return self._backend.name
+
+    async def start(self, spec: SandboxSpec) -> Sandbox:
+        doomed = next(self._numbers) % ONE_IN == 0
+        life = self._random.randint(0, SURE_OPERATIONS)
+        if doomed and life == 0:
+            raise SandboxLostError("the box did not come up (injected)")
+        box = await self._backend.start(spec)
+        return BreakingBox(box, life) if doomed else box
+
+    async def reap(self) -> int:
+        return await self._backend.reap()
+
+    async def close(self) -> None:
+        await self._backend.close()
+
+
+class FaultyMini(MiniEnvironment):
+    """``mini`` in such boxes."""
+
+    def __init__(self, context: EnvContext, **options: Any) -> None:
+        super().__init__(replace(context, backend=BreakingBackend(context.backend)), **options)
