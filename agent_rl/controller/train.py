@@ -22,6 +22,7 @@ import numpy as np
 
 from agent_rl.config import RunConfig
 from agent_rl.controller import preflight
+from agent_rl.controller.guard import Guard
 from agent_rl.controller.routes import check_budget, probe_engines
 from agent_rl.controller.schedule import tasks_of_step
 from agent_rl.controller.state import RunState
@@ -38,6 +39,7 @@ from agent_rl.rollout.settings import RolloutSettings
 from agent_rl.rollout.stats import rollout_metrics
 from agent_rl.train.advantages import samples_of
 from agent_rl.train.ray_trainer import RayTrainer
+from agent_rl.train.settings import advantage_scale
 from agent_rl.types import Sample
 from envs import Task
 
@@ -94,6 +96,7 @@ class TrainingRun:
         self.world, self.trainer = world, trainer
         self.settings = RolloutSettings.from_config(config)
         self.metrics = MetricsLog(state.dir)
+        self.guard = Guard(config.guard, state.dir, display.note)
 
     async def run(self) -> dict[str, object]:
         """All remaining steps, with the evaluations before, between and after them. Returns the summary."""
@@ -110,6 +113,7 @@ class TrainingRun:
             tasks = tasks_of_step(train_tasks, step, self.config.rollout.tasks_per_step, self.config.seed)
             await self._step(step, tasks)
             await self._checkpoint(step, total)
+            self.guard.enforce(step, self.state.checkpoint(step))
             await self._evaluate(step, total)
         await self.trainer.export(self.state.dir / "model")
         self.metrics.close()
@@ -125,6 +129,7 @@ class TrainingRun:
             await self.trainer.load(latest[1])
         self.metrics.forget_after(step)
         self.state.forget_after(step)
+        self.guard.resume(step)
         return step
 
     async def _step(self, step: int, tasks: Sequence[Task]) -> None:
@@ -137,17 +142,21 @@ class TrainingRun:
             prepared = samples_of(
                 rollout.groups,
                 baseline=self.config.train.baseline,
-                scale=self.config.train.scale,
+                scale=advantage_scale(self.config.train),
                 drop_missing=self.config.r3.missing == "drop_sample",
             )
             values |= prepared.metrics
             if prepared.samples:
                 self.display.stage(f"step {step}: update")
                 native = self._measure_native(step)
-                values |= await self.trainer.step(prepared.samples, measure_native=native, step=step)
+                spike = self.guard.spike_norm(self.metrics.rows)
+                values |= await self.trainer.step(
+                    prepared.samples, measure_native=native, step=step, spike_norm=spike
+                )  # fmt: skip
             values |= await self._publish(step, clock)
             await asyncio.to_thread(write_trajectories, self.state.dir, step, rollout.groups)
         values |= clock.values
+        values |= self.guard.judge(step, values, self.metrics.rows)
         self.metrics.append(step, values)
         self.display.step(step, values)
 
@@ -198,7 +207,7 @@ class TrainingRun:
 
     async def _checkpoint(self, step: int, total: int) -> None:
         every = self.config.train.checkpoint_every
-        if step == total or (every and step % every == 0):
+        if step == total or self.guard.stopping or (every and step % every == 0):
             self.display.stage(f"step {step}: checkpoint")
             await self.trainer.save(self.state.checkpoint(step))
             self.state.prune_checkpoints(self.config.train.keep_checkpoints)

@@ -32,7 +32,7 @@ def step_metrics(
     values["time/old_logprob"] = max(report.old_logprob_seconds for report in reports)
     values["time/native_logprob"] = max(report.native_seconds for report in reports)
     values["time/update"] = max(report.update_seconds for report in reports)
-    return values
+    return values | _reference(reports)
 
 
 def _mismatch(prefix: str, rollout: NDArray[np.float32], trainer: Sequence[NDArray[np.float32]]) -> dict[str, float]:
@@ -44,9 +44,18 @@ def _mismatch(prefix: str, rollout: NDArray[np.float32], trainer: Sequence[NDArr
 
 
 def _train(reports: Sequence[RankReport]) -> dict[str, float]:
-    updates = [[report.updates[index] for report in reports] for index in range(len(reports[0].updates))]
+    tried = [[report.updates[index] for report in reports] for index in range(len(reports[0].updates))]
+    updates = [ranks for ranks in tried if ranks[0].update.finite]
+    made = {
+        "train/updates": float(sum(ranks[0].update.taken for ranks in tried)),
+        "train/skipped_updates": float(sum(not ranks[0].update.taken for ranks in tried)),
+        "train/spikes": float(sum(ranks[0].update.spike for ranks in tried)),
+        "train/sampled_tokens": float(sum(ranks[0].tokens for ranks in tried)),
+    }
+    if not updates:  # a mean over what is not finite says nothing: the names are left out
+        return made
     tokens = max(1, sum(ranks[0].tokens for ranks in updates))
-    return {
+    return made | {
         "train/loss": float(np.mean([sum(rank.loss for rank in ranks) for ranks in updates])),
         "train/grad_norm": float(np.mean([ranks[0].update.grad_norm for ranks in updates])),
         "train/clip_fraction": sum(rank.clipped for ranks in updates for rank in ranks) / tokens,
@@ -55,8 +64,21 @@ def _train(reports: Sequence[RankReport]) -> dict[str, float]:
         "train/correction_weight": sum(rank.correction for ranks in updates for rank in ranks) / tokens,
         "train/correction_dropped": sum(rank.dropped for ranks in updates for rank in ranks) / tokens,
         "train/lr": updates[-1][0].update.lr,
-        "train/updates": float(len(updates)),
-        "train/sampled_tokens": float(sum(ranks[0].tokens for ranks in updates)),
+    }
+
+
+def _reference(reports: Sequence[RankReport]) -> dict[str, float]:
+    """The KL to the reference in the updates, and what it took from the advantages, a sampled token."""
+    found = [report.reference for report in reports if report.reference is not None]
+    if not found:
+        return {}
+    finite = [(rank, report) for report in reports for rank in report.updates if rank.update.finite]
+    tokens = sum(rank.tokens for rank, report in finite if report is reports[0])
+    sampled = sum(rank.tokens for rank in reports[0].updates)
+    return {
+        "train/kl_reference": sum(rank.kl_reference for rank, _ in finite) / max(1, tokens),
+        "train/kl_penalty": sum(report.taken for report in found) / max(1, sampled),
+        "time/reference_logprob": max(report.seconds for report in found),
     }
 
 

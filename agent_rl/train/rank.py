@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,14 +12,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agent_rl.errors import WeightSyncError
+from agent_rl.errors import TrainerError, WeightSyncError
 from agent_rl.train import checkpoint
+from agent_rl.train.checkpoint import Manifest
 from agent_rl.train.losses import weighted_cross_entropy
 from agent_rl.train.megatron.batch import LossFn, PackedBatch
 from agent_rl.train.megatron.parallel import destroy_parallel, init_parallel
 from agent_rl.train.packing import pack_weighted
 from agent_rl.train.publish import WeightPublisher
+from agent_rl.train.reference import Reference
 from agent_rl.train.reports import Differing, MiniStepShare, RankReport, Update
+from agent_rl.train.saving import RankSaver, read_rng
 from agent_rl.train.settings import ModelSettings, OptimizerSettings, StepSettings
 from agent_rl.train.shards import RankInfo
 from agent_rl.train.step import grpo_step, packed, sample_logprobs
@@ -69,8 +73,10 @@ class TrainerRank:
             recompute=settings.recompute,
             recompute_modules=settings.recompute_modules,
         )
+        self._reference = None if settings.reference is None else Reference.load(self._model, settings.reference)
         self.set_optimizer(optimizer)
         self._publisher: WeightPublisher | None = None
+        self._saver = RankSaver(rank)
 
     @property
     def model(self) -> PolicyModel:
@@ -98,9 +104,11 @@ class TrainerRank:
 
     def set_optimizer(self, settings: OptimizerSettings) -> None:
         """Start over with a new optimizer and schedule; the weights stay."""
+        from agent_rl.train.megatron.state import StatePieces
         from agent_rl.train.optimizer import PolicyOptimizer
 
         self._optimizer = PolicyOptimizer(self._model.chunks, settings, self._dtype)
+        self._state = StatePieces(self._model, self._optimizer)
         self._updates = 0
 
     def grpo(
@@ -114,8 +122,10 @@ class TrainerRank:
         """This rank's share of a GRPO global step: its data rank's samples, and its own share of every micro-batch's
         routes, in order, or none. The lead of a data rank reports. Collective."""
         with rank_trace(trace, self._ranks.rank, self._ranks.data_rank, self._model.shard) as tracer:
-            report, differs = grpo_step(self._model, self._optimizer, samples, shares, routes, settings, tracer)
-        self._updates += len(report.updates)
+            report, differs = grpo_step(
+                self._model, self._optimizer, samples, shares, routes, settings, tracer, self._reference
+            )
+        self._updates += sum(done.update.taken for done in report.updates)
         return report if self._lead else None, differs
 
     def logprobs(
@@ -144,29 +154,35 @@ class TrainerRank:
         batches = [pack_weighted(sequences, ids) for ids in plan[self._ranks.data_rank]]
         inputs = [packed(batch, weights=torch.from_numpy(batch.weights_T)) for batch in batches]
         parts = self._model.train_microbatches(inputs, None, _supervised_loss(batch_weight), entropy=False)
-        update = self._optimizer.step()
+        loss = sum(float(values["loss"]) for values in parts)
+        update = self._optimizer.step(finite_loss=math.isfinite(loss))
+        if not update.taken:
+            raise TrainerError(f"no update was made: loss {loss}, gradient norm {update.grad_norm}")
         self._updates += 1
-        return sum(float(values["loss"]) for values in parts), update
+        return loss, update
 
-    def save(self, partial: Path) -> int:
-        """Write this rank's file into ``partial``; returns the number of updates made. Collective."""
-        state = {
-            "updates": self._updates,
-            "model": [chunk.module.state_dict() for chunk in self._model.chunks],
-            "optimizer": self._optimizer.state_dict(),
-            "rng": _rng_state(self._settings.device),
-        }
-        checkpoint.write_rank(partial, self._ranks.rank, state)
-        return self._updates
+    def save(self, partial: Path) -> tuple[int, dict[str, int]]:
+        """Copy this rank's state to host memory and start writing it into ``partial``; :meth:`written` tells the end.
+        Returns the number of updates made and the optimizer's counts."""
+        from agent_rl.train.megatron.rng import rng_state
 
-    def load(self, folder: Path) -> None:
-        """Resume from a complete checkpoint. Collective."""
-        state = checkpoint.read_rank(folder, self._ranks.rank)
-        for chunk, weights in zip(self._model.chunks, state["model"], strict=True):
-            chunk.module.load_state_dict(weights)
-        self._optimizer.load_state_dict(state["optimizer"])
-        self._updates = int(state["updates"])
-        _set_rng_state(state["rng"])
+        return self._updates, self._saver.begin(partial, self._state, rng_state(self._settings.device))
+
+    def written(self) -> int:
+        """Wait until what :meth:`save` began is on the disk; its checksum. May be called beside any other method.
+        Raises UserError where the disk is full, TrainerError where it can't be written for another reason."""
+        return self._saver.written()
+
+    def load(self, folder: Path, manifest: Manifest) -> None:
+        """Resume from a complete checkpoint. Collective. Of another layout's, the random state stays that of a start,
+        for its ranks were others. Raises TrainerError where it is damaged or of another model."""
+        from agent_rl.train.megatron.rng import set_rng_state
+
+        checkpoint.verify(folder, manifest, share=self._ranks.rank, shares=self._ranks.world_size)
+        self._state.load(checkpoint.open_pieces(folder, manifest), manifest.counts)
+        self._updates = manifest.updates
+        if manifest.written_by(self._settings.parallel):
+            set_rng_state(read_rng(folder, self._ranks.rank))
 
     def export(self, folder: Path) -> None:
         """Write a Hugging Face checkpoint. Collective."""
@@ -199,6 +215,7 @@ class TrainerRank:
 
     def close(self) -> None:
         """Leave the process groups. Idempotent."""
+        self._saver.close()
         self._drop_publisher()
         destroy_parallel()
 
@@ -209,16 +226,3 @@ def _supervised_loss(batch_weight: float) -> LossFn:
         return loss, {"loss": loss.detach()}
 
     return loss_fn
-
-
-def _rng_state(device: str) -> dict[str, Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    if device == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _set_rng_state(state: dict[str, Tensor]) -> None:
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])

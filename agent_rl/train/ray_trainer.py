@@ -30,7 +30,13 @@ from agent_rl.train import checkpoint
 from agent_rl.train.metrics import step_metrics
 from agent_rl.train.packing import Plan, plan
 from agent_rl.train.reports import Differing, MiniStepShare, RouteCounts
-from agent_rl.train.settings import ModelSettings, OptimizerSettings, optimizer_settings, step_settings
+from agent_rl.train.settings import (
+    ModelSettings,
+    OptimizerSettings,
+    optimizer_settings,
+    reference_folder,
+    step_settings,
+)
 from agent_rl.train.shards import (
     MicroBatches,
     RankInfo,
@@ -67,6 +73,7 @@ class RayTrainer:
         self._actors: list[Any] = []
         self._infos: list[RankInfo] = []
         self._ended: str | None = None
+        self._saving: asyncio.Task[None] | None = None
 
     @property
     def parameters(self) -> int:
@@ -97,17 +104,23 @@ class RayTrainer:
         return self
 
     async def step(
-        self, samples: Sequence[Sample], *, measure_native: bool, step: int | None = None
+        self,
+        samples: Sequence[Sample],
+        *,
+        measure_native: bool,
+        step: int | None = None,
+        spike_norm: float | None = None,
     ) -> Mapping[str, float]:
         """One GRPO global step; without a sampled token (no group had any variance) nothing is updated.
 
-        ``step``: its number, by which ``r3.trace.steps`` names the steps to trace.
+        ``step``: its number, by which ``r3.trace.steps`` names the steps to trace. A gradient norm beyond
+        ``spike_norm`` is dealt with as ``guard.on_spike`` says.
         """
         if not any(sample.loss_mask[1:].any() for sample in samples):
             return {"train/updates": 0.0, "time/old_logprob": 0.0, "time/update": 0.0}
         self._check_running()
         routes = have_routes(samples, self._infos[0].moe_layers)
-        settings = step_settings(self._config, measure_native=measure_native)
+        settings = step_settings(self._config, measure_native=measure_native, spike_norm=spike_norm)
         if settings.replay == "r3" and not routes and self._infos[0].moe_layers:
             raise TrainerError(
                 "train.replay is r3 and the samples have no routes: set it to r2 or off, or capture routes"
@@ -222,27 +235,59 @@ class RayTrainer:
         await self._all("publish", tuple(engine_urls), weight_version, dtype, timeout=PUBLISH_SECONDS)
         return time.perf_counter() - started
 
-    async def save(self, folder: Path) -> None:
-        """Write a checkpoint that :meth:`load` resumes from exactly; atomic. All ranks must see ``folder``."""
+    async def save(self, folder: Path, run: Mapping[str, int | str] | None = None) -> None:
+        """As :meth:`begin_save`, returning when the checkpoint is complete."""
+        await (await self.begin_save(folder, run))
+
+    async def begin_save(self, folder: Path, run: Mapping[str, int | str] | None = None) -> asyncio.Task[None]:
+        """Begin a checkpoint that :meth:`load` resumes from exactly; atomic. All ranks must see ``folder``.
+
+        Returns when every rank has its state in host memory, and training may go on. The task ends when the folder is
+        complete, or raises UserError where the disk is full and TrainerError on other failures, leaving nothing. A
+        save that is still under way is waited for. ``run`` is kept in the manifest.
+        """
+        if self._saving is not None:
+            await asyncio.wait([self._saving])
         folder = _absolute(folder)
         partial = await asyncio.to_thread(checkpoint.begin, folder)
         try:
-            updates = await self._all("save", partial)
-            manifest = checkpoint.Manifest(
-                format=checkpoint.FORMAT,
-                updates=updates[0],
-                parallel=self._config.train.parallel.model_dump(),
-                dtype=self._config.train.dtype,
-            )
-            await asyncio.to_thread(checkpoint.commit, folder, manifest)
+            (updates, counts), *_ = await self._all("save", partial)
         except BaseException:
             checkpoint.abandon(folder)
             raise
+        self._saving = asyncio.create_task(self._finish_save(folder, updates, counts, dict(run or {})))
+        return self._saving
 
-    async def load(self, folder: Path) -> None:
-        """Resume from a checkpoint. Raises ConfigError where it is incomplete or of another layout."""
-        checkpoint.read_manifest(folder, self._config.train.parallel)
-        await self._all("load", _absolute(folder))
+    async def _finish_save(
+        self, folder: Path, updates: int, counts: Mapping[str, int], run: Mapping[str, int | str]
+    ) -> None:
+        from agent_rl.train.actor import WRITER
+
+        try:
+            refs = [actor.written.options(concurrency_group=WRITER).remote() for actor in self._actors]
+            checksums = tuple(await self._gather(refs, CALL_SECONDS))
+        except BaseException:
+            checkpoint.abandon(folder)
+            raise
+        manifest = checkpoint.Manifest(
+            format=checkpoint.FORMAT,
+            updates=updates,
+            counts=counts,
+            parallel=self._config.train.parallel.model_dump(),
+            dtype=self._config.train.dtype,
+            checksums=checksums,
+            run=run,
+        )
+        # Shielded: a thread can't be cancelled, and must not find its files gone.
+        await asyncio.shield(asyncio.to_thread(checkpoint.commit, folder, manifest))
+
+    async def load(self, folder: Path) -> checkpoint.Manifest:
+        """Resume from a checkpoint of any parallel layout; its manifest. Raises ConfigError where it is incomplete or
+        of another format, TrainerError where it is damaged or of another model."""
+        folder = _absolute(folder)
+        manifest = checkpoint.read_manifest(folder)
+        await self._all("load", folder, manifest)
+        return manifest
 
     async def export(self, folder: Path) -> None:
         """Write a Hugging Face checkpoint."""
@@ -265,6 +310,9 @@ class RayTrainer:
         if self._boot is not None and not self._boot.done():
             await asyncio.wait([self._boot])
         await asyncio.to_thread(self._kill)
+        if self._saving is not None:
+            self._saving.cancel()
+            await asyncio.wait([self._saving])
 
     def _kill(self) -> None:
         import ray
@@ -277,13 +325,13 @@ class RayTrainer:
     def _start_actors(self) -> None:
         import ray
 
-        from agent_rl.train.actor import RankActor
+        from agent_rl.train.actor import WRITER, RankActor
         from agent_rl.train.cluster import ray_cluster
 
         world = self._config.train.parallel.world_size
         self._stack.enter_context(ray_cluster(self._config.train.ray_address, cpus=world))
         gpus = 1 if self._device() == "cuda" else 0
-        remote = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=0)(RankActor)
+        remote = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=0, concurrency_groups={WRITER: 1})(RankActor)
         self._actors = [remote.remote() for _ in range(world)]
 
     def _device(self) -> str:
@@ -306,6 +354,7 @@ class RayTrainer:
             recompute_modules=train.recompute_modules,
             seed=self._config.seed,
             threads=_threads(train.parallel.world_size),
+            reference=reference_folder(self._config),
         )
 
     def _plan(self, lengths: Sequence[int], *, budget: int | None = None) -> Plan:

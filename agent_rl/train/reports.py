@@ -27,10 +27,17 @@ class MiniStepShare:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One optimizer update: the gradient norm before clipping and the learning rate it used."""
+    """One optimizer update: the gradient norm before clipping and the learning rate it used.
+
+    ``finite``: loss and norm were finite on all ranks; ``spike``: the norm was beyond the spike limit; ``taken``: the
+    weights were changed. The same on every rank.
+    """
 
     grad_norm: float
     lr: float
+    finite: bool = True
+    spike: bool = False
+    taken: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +52,7 @@ class UpdateSums:
     kl: float
     correction: float
     dropped: float
+    kl_reference: float
     update: Update
 
 
@@ -78,6 +86,14 @@ class RouteCounts:
         return RouteCounts(*(getattr(self, name) + getattr(other, name) for name in RouteCounts.__slots__))
 
 
+@dataclass(frozen=True, slots=True)
+class ReferenceReport:
+    """What became of a KL penalty: what was taken from advantages, summed over sampled tokens; the pass' seconds."""
+
+    taken: float
+    seconds: float
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RankReport:
     """One data rank's share of a step. Log-probs are those of the sampled tokens, one after another, in the same order
@@ -90,6 +106,7 @@ class RankReport:
     old_logprob_seconds: float
     native_seconds: float
     update_seconds: float
+    reference: ReferenceReport | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

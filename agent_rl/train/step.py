@@ -4,6 +4,7 @@
 
     samples ─ pack ─> old log-probs (r3: the rollout's routes | r2, off: own routes, recorded)
                   ├─> native log-probs, own routes (only to measure; r3 only, the others' old pass is native)
+                  ├─> the reference's log-probs, the update's routes (only for a KL penalty)
                   └─> mini steps: forward + backward (r3: rollout's | r2: recorded | off: own) ─> optimizer
     Routes are this rank's share all the way, given and recorded ones alike; they are never gathered.
     all ranks' reports ─> agent_rl.train.metrics (driver)
@@ -11,8 +12,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -24,15 +27,16 @@ from agent_rl.errors import TrainerError
 from agent_rl.train.losses import Counts, PolicyLoss, policy_loss
 from agent_rl.train.megatron.batch import LossFn, PackedBatch, PassOutput, Routes
 from agent_rl.train.packing import MicroBatch, pack
-from agent_rl.train.reports import Differing, MiniStepShare, RankReport, Update, UpdateSums, differing
-from agent_rl.train.settings import StepSettings
+from agent_rl.train.reference import Compared, Reference, compare_with_reference
+from agent_rl.train.reports import Differing, MiniStepShare, RankReport, ReferenceReport, Update, UpdateSums, differing
+from agent_rl.train.settings import SpikePolicy, StepSettings
 from agent_rl.train.trace import PassTrace, traced_pass
 from agent_rl.types import Sample
 from r3.shard import Packing, RouteShard, ShardSpec, own_routes
 from r3.trace_points import RankTracer
 
 Shards = Sequence[RouteShard] | None
-SUMS = ("loss", "clipped", "entropy", "kl", "correction", "dropped")
+SUMS = ("loss", "clipped", "entropy", "kl", "correction", "dropped", "kl_reference")
 """What the loss function adds up over micro-batches: the fields of :class:`UpdateSums`."""
 
 
@@ -62,13 +66,16 @@ class Model(Protocol):
         *,
         temperature: float = 1.0,
         entropy: bool = True,
+        entropy_gradient: bool = False,
     ) -> list[dict[str, float | Tensor]]: ...
+
+    def sum_over_data(self, values: Tensor) -> Tensor: ...
 
 
 class Optimizer(Protocol):
     """What a step needs of :class:`agent_rl.train.optimizer.PolicyOptimizer`."""
 
-    def step(self) -> Update: ...
+    def step(self, *, finite_loss: bool, spikes: SpikePolicy) -> Update: ...
 
 
 def grpo_step(
@@ -79,11 +86,13 @@ def grpo_step(
     rollout: Sequence[RouteShard],
     settings: StepSettings,
     tracer: RankTracer | None = None,
+    reference: Reference | None = None,
 ) -> tuple[RankReport, Differing | None]:
     """Run this rank's share of a global step; every rank calls it with as many mini steps.
 
     ``rollout``: this rank's share of every micro-batch's routes, in order, or none at all. ``tracer`` notes what
-    becomes of them, where the step is traced.
+    becomes of them, where the step is traced. ``reference``: what a KL penalty compares with. Log-probs before the
+    update, the reference's and advantages are all made before the first mini step, and are the same for all of them.
     """
     batches = [pack(samples, ids) for share in shares for ids in share.micro_batches]
     given: Shards = (rollout or None) if settings.replay == "r3" else None
@@ -100,7 +109,14 @@ def grpo_step(
     logprobs = [output.logprobs for output in old]
     natives = None if native is None else [output.logprobs for output in native]
     del old, native, recorded  # a step's routes are its largest part: none are kept that no pass replays
-    updates = _updates(model, optimizer, shares, batches, pinned, logprobs, settings, tracer)
+    inputs = [_training_input(batch, before, settings) for batch, before in zip(batches, logprobs, strict=True)]
+    compared = _compare(model, reference, inputs, pinned, logprobs, settings)
+    if compared is not None:
+        inputs = [
+            replace(item, extras={**item.extras, **own}) for item, own in zip(inputs, compared.extras, strict=True)
+        ]
+    after_reference = time.perf_counter()
+    updates = _updates(model, optimizer, shares, inputs, pinned, settings, tracer)
     report = RankReport(
         rollout_logprobs=_sampled(batches, [batch.logprobs_T for batch in batches]),
         trainer_logprobs=_sampled(batches, logprobs),
@@ -108,7 +124,8 @@ def grpo_step(
         updates=tuple(updates),
         old_logprob_seconds=after_old - started,
         native_seconds=before_update - after_old,
-        update_seconds=time.perf_counter() - before_update,
+        update_seconds=time.perf_counter() - after_reference,
+        reference=None if compared is None else ReferenceReport(compared.taken, compared.seconds),
     )
     return report, differs
 
@@ -199,13 +216,30 @@ def _differing(
     return Differing.of(len(model.shard.columns), replayed, unpinned)
 
 
+def _compare(
+    model: Model,
+    reference: Reference | None,
+    inputs: Sequence[PackedBatch],
+    routes: Shards,
+    old_logprobs: Sequence[Tensor],
+    settings: StepSettings,
+) -> Compared | None:
+    """What a KL penalty needs of the reference; None without a penalty."""
+    if settings.loss.kl is None:
+        return None
+    if reference is None:
+        raise TrainerError("the loss has a KL penalty and this rank was started without a reference model")
+    return compare_with_reference(
+        model, reference, inputs, routes, old_logprobs, settings.loss.kl, settings.temperature
+    )
+
+
 def _updates(
     model: Model,
     optimizer: Optimizer,
     shares: Sequence[MiniStepShare],
-    batches: Sequence[MicroBatch],
+    inputs: Sequence[PackedBatch],
     routes: Shards,
-    old_logprobs: Sequence[Tensor],
     settings: StepSettings,
     tracer: RankTracer | None,
 ) -> list[UpdateSums]:
@@ -213,28 +247,20 @@ def _updates(
     for share in shares:
         part = slice(first, first + len(share.micro_batches))
         first = part.stop
-        inputs = [
-            _training_input(batch, logprobs, settings)
-            for batch, logprobs in zip(batches[part], old_logprobs[part], strict=True)
-        ]
         with traced_pass(model, tracer, "train", part.start):
             parts = model.train_microbatches(
-                inputs, routes[part] if routes is not None else None, grpo_loss(settings, share),
-                temperature=settings.temperature,
+                inputs[part], routes[part] if routes is not None else None, grpo_loss(settings, share),
+                temperature=settings.temperature, entropy_gradient=settings.loss.entropy != 0,
             )  # fmt: skip
         sums = {name: sum(float(values[name]) for values in parts) for name in SUMS}
-        _check_finite(sums)
-        updates.append(UpdateSums(tokens=share.sampled_tokens, update=optimizer.step(), **sums))
+        update = optimizer.step(finite_loss=math.isfinite(sums["loss"]), spikes=settings.spikes)
+        updates.append(UpdateSums(tokens=share.sampled_tokens, update=update, **sums))
     return updates
 
 
-def _check_finite(sums: Mapping[str, float]) -> None:
-    if not np.isfinite(sums["loss"]):
-        raise TrainerError(f"the loss is {sums['loss']}: no update was made")
-
-
 def _training_input(batch: MicroBatch, old_logprobs: Tensor, settings: StepSettings) -> PackedBatch:
-    rollout = torch.from_numpy(batch.logprobs_T).to(old_logprobs)
+    rollout, trainer = torch.from_numpy(batch.logprobs_T).to(old_logprobs), old_logprobs.detach()
+    old = _old_logprobs(batch, trainer, rollout, settings)
     lengths = torch.from_numpy(np.diff(batch.cu_seqlens)).long()
     return packed(
         batch,
@@ -242,9 +268,23 @@ def _training_input(batch: MicroBatch, old_logprobs: Tensor, settings: StepSetti
         advantages=torch.from_numpy(batch.advantages_T),
         weights=torch.from_numpy(batch.weights_T),
         sequence=torch.repeat_interleave(torch.arange(len(lengths)), lengths),
-        old_logprobs=rollout if settings.old_logprobs == "rollout" else old_logprobs.detach(),
-        log_ratio=old_logprobs.detach() - rollout,
+        old_logprobs=old,
+        log_ratio=trainer - rollout,
+        log_weight=old - rollout,
     )
+
+
+def _old_logprobs(batch: MicroBatch, trainer: Tensor, rollout: Tensor, settings: StepSettings) -> Tensor:
+    """What the ratio is taken against, by the configured source."""
+    if settings.old_logprobs == "recompute":
+        return trainer
+    if settings.old_logprobs == "rollout":
+        return rollout
+    if batch.old_logprobs_T is None:
+        raise TrainerError(
+            f"train.old_logprob.source is rescore and the engine did not evaluate sample {batch.sample_ids[0]} again"
+        )
+    return torch.from_numpy(batch.old_logprobs_T).to(trainer)
 
 
 def grpo_loss(settings: StepSettings, share: MiniStepShare) -> LossFn:
@@ -261,10 +301,12 @@ def grpo_loss(settings: StepSettings, share: MiniStepShare) -> LossFn:
             batch.extras["advantages"],
             batch.extras["mask"],
             batch.extras["sequence"],
+            log_weight_T=batch.extras["log_weight"],
             entropy_T=torch.zeros_like(logprobs_T) if entropy_T is None else entropy_T,
             weights_T=batch.extras["weights"],
             settings=settings.loss,
             counts=counts,
+            reference_T=batch.extras.get("reference"),
         )
         sums = zip(SUMS, (result.loss.detach(), *_reported(result)), strict=True)
         return result.loss, dict[str, float | Tensor](sums)
@@ -273,7 +315,7 @@ def grpo_loss(settings: StepSettings, share: MiniStepShare) -> LossFn:
 
 
 def _reported(result: PolicyLoss) -> tuple[Tensor, ...]:
-    return result.clipped, result.entropy, result.approx_kl, result.correction, result.dropped
+    return result.clipped, result.entropy, result.approx_kl, result.correction, result.dropped, result.kl_reference
 
 
 def _sampled(batches: Sequence[MicroBatch], values: Sequence[Tensor | NDArray[np.float32]]) -> NDArray[np.float32]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -165,6 +166,12 @@ class PolicyModel:
         return self._passes.train(
             batches, routes, loss_fn, temperature=temperature, entropy=entropy, entropy_gradient=entropy_gradient
         )
+
+    def sum_over_data(self, values: Tensor) -> Tensor:
+        """The sum of ``values`` over the data ranks, on each of them. Collective."""
+        total = values.to(self.device, copy=True)
+        torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group())
+        return total
 
     def load_hf(self, folder: Path) -> None:
         """Load the weights of a Hugging Face checkpoint. Raises ConfigError naming what is missing."""
