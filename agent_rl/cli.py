@@ -34,7 +34,10 @@ def about() -> None:
 
 @app.command()
 def train(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Train from a config; a run that was killed goes on from its last checkpoint."""
+    """Train from a config; a run that was killed goes on from its last checkpoint.
+
+    Exit code 3: the run's guard saved a checkpoint and stopped it.
+    """
     from agent_rl.config import load_config
     from agent_rl.controller.train import train as run
 
@@ -288,7 +291,7 @@ def _run_async(work: object) -> object:
 
 def main() -> None:
     """Entry point: one clear line and exit code 2 for what the user can mend, a traceback for what only we can."""
-    from agent_rl.errors import EngineError, RolloutFailed, TrainerError, UserError, WeightSyncError
+    from agent_rl.errors import EngineError, GuardStop, RolloutFailed, TrainerError, UserError, WeightSyncError
     from envs import EnvsError
     from sandbox import SandboxError
 
@@ -296,6 +299,9 @@ def main() -> None:
         app()
     except (UserError, EngineError, WeightSyncError, TrainerError, RolloutFailed, EnvsError, SandboxError) as error:
         sys.exit(_complain(str(error)))
+    except GuardStop as error:
+        print(f"stopped by the guard: {error}", file=sys.stderr)
+        sys.exit(3)
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise

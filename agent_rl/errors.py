@@ -15,6 +15,7 @@
     │   └── RoutesMissingError   routes absent, of the wrong shape or out of range: stops the run
     ├── WeightSyncError          a weight update was not taken
     ├── TrainerError             the trainer failed
+    ├── GuardStop                the run's guard ended it, a checkpoint is there; exit code 3
     └── RolloutFailed            a group could not be collected within its retry budget
 """
 
@@ -71,6 +72,10 @@ class WeightSyncError(AgentRlError):
 
 class TrainerError(AgentRlError):
     """The trainer failed."""
+
+
+class GuardStop(AgentRlError):
+    """The run's guard ended it."""
 
 
 class RolloutFailed(AgentRlError):

@@ -29,6 +29,7 @@ MAY_CHANGE = (
     {"engine"},
     {"sandbox"},
     {"runs_dir"},
+    {"guard"},
     {"train", "steps"},
     {"train", "checkpoint_every"},
     {"train", "keep_checkpoints"},

@@ -56,4 +56,9 @@ class MetricsLog:
 def read_metrics(run_dir: Path) -> list[dict[str, float]]:
     """The rows of a run's ``metrics.jsonl``; none where there is no such file yet."""
     path = run_dir / "metrics.jsonl"
-    return [orjson.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+    return [_finite(orjson.loads(line)) for line in path.read_bytes().splitlines()] if path.exists() else []
+
+
+def _finite(row: dict[str, float | None]) -> dict[str, float]:
+    """JSON has no NaN and no infinity: orjson writes null for them, which is told by the name's absence."""
+    return {name: value for name, value in row.items() if value is not None}

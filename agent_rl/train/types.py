@@ -13,10 +13,17 @@ class Trainer(Protocol):
     """Owns the training weights, optimizer and schedule; ranks are Ray actors behind it. All methods are awaitable."""
 
     async def step(
-        self, samples: Sequence[Sample], *, measure_native: bool, step: int | None = None
+        self,
+        samples: Sequence[Sample],
+        *,
+        measure_native: bool,
+        step: int | None = None,
+        spike_norm: float | None = None,
     ) -> Mapping[str, float]:
         """One GRPO global step: old log-probs (replayed), then the update(s) (replayed).
 
+        An update whose loss or gradient norm is not finite is left out and counted; one whose norm is beyond
+        ``spike_norm`` is dealt with by policy.
         ``measure_native`` also runs a pass without replay for the ``mismatch_native/*`` metrics. Returns metrics under
         the names of docs/metrics.md (``train/*``, ``mismatch/*``, ``r3/*``, ``time/old_logprob``, ``time/update``).
         """

@@ -118,6 +118,21 @@ def test_an_update_starts_from_clean_gradients(runner: asyncio.Runner, trainer: 
     assert steps[1]["train/grad_norm"] == pytest.approx(steps[0]["train/grad_norm"], rel=1e-5)
 
 
+def test_a_spike_is_scaled_to_its_limit(runner: asyncio.Runner, trainer: RayTrainer, make_sample: Make) -> None:
+    """A gradient this small is lost in Adam's epsilon: nearly nothing moves, and unscaled much would."""
+    runner.run(trainer.set_optimizer(OptimizerSettings(lr=1e-2)))
+    before = runner.run(trainer.logprobs(samples(make_sample), replay=False))
+    spiked = runner.run(trainer.step(samples(make_sample), measure_native=False, spike_norm=1e-14))
+    assert (spiked["train/spikes"], spiked["train/updates"], spiked["train/skipped_updates"]) == (2, 2, 0)
+    assert spiked["train/grad_norm"] > 1e-3, "the norm is told as it was"
+    after = runner.run(trainer.logprobs(samples(make_sample), replay=False))
+    assert all(new == pytest.approx(old, abs=1e-4) for old, new in zip(before, after, strict=True))
+    calm = runner.run(trainer.step(samples(make_sample), measure_native=False, spike_norm=1e6))
+    assert (calm["train/spikes"], calm["train/updates"]) == (0, 2)
+    moved = runner.run(trainer.logprobs(samples(make_sample), replay=False))
+    assert max(np.abs(np.subtract(new, old)).max() for old, new in zip(before, moved, strict=True)) > 1e-2
+
+
 def test_supervised_training_learns_and_reports(runner: asyncio.Runner, trainer: RayTrainer) -> None:
     """Sequences that count up: after some updates the next token is known."""
     starts = np.arange(24)

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from agent_rl.config import RunConfig
+from agent_rl.config import GuardConfig, RunConfig
 from agent_rl.errors import ConfigError, TrainerError
 from agent_rl.train.advantages import group_advantages
 from agent_rl.train.ray_trainer import RayTrainer
@@ -118,11 +118,32 @@ async def test_a_resumed_run_is_bit_equal(run_config: Config, make_sample: Make,
     assert straight[0]["train/lr"] < straight[1]["train/lr"] < straight[2]["train/lr"] == straight[3]["train/lr"]
 
 
-async def test_two_data_ranks_equal_one(run_config: Config, make_sample: Make) -> None:
+async def assert_broken_updates_change_nothing(trainer: RayTrainer, data: list[Sample], folder: Path) -> None:
+    """Infinite advantages, of which with two ranks each sees one, and then spikes that are skipped: as if never tried."""
+    broken = [replace(data[0], advantage=np.inf), *data[1:-1], replace(data[-1], advantage=-np.inf)]
+    await trainer.save(folder)
+    before = await trainer.logprobs(data, replay=True)
+    lost = await trainer.step(broken, measure_native=False)
+    assert (lost["train/updates"], lost["train/skipped_updates"], lost["train/spikes"]) == (0, 2, 0)
+    assert "train/grad_norm" not in lost
+    half = await trainer.step([*data[:-1], broken[-1]], measure_native=False, spike_norm=1e-9)
+    assert (half["train/updates"], half["train/skipped_updates"], half["train/spikes"]) == (0, 2, 1)
+    assert np.isfinite(half["train/grad_norm"])
+    assert await trainer.logprobs(data, replay=True) == before
+    following = await trainer.step(data, measure_native=False)
+    await trainer.load(folder)
+    again = await trainer.step(data, measure_native=False)
+    timeless = [{name: value for name, value in row.items() if "time/" not in name} for row in (following, again)]
+    assert timeless[0] == timeless[1], "moments or schedule were touched"
+    assert following["train/updates"] == 2
+
+
+async def test_two_data_ranks_equal_one(run_config: Config, make_sample: Make, tmp_path: Path) -> None:
     data = samples(make_sample)
     results = []
     for world in (1, 2):
         config = run_config(parallel={"world_size": world}, mini_steps=2, lr=1e-3)
+        config = config.model_copy(update={"guard": GuardConfig(on_spike="skip")})
         async with RayTrainer(config) as trainer:
             assert trainer.data_size == world
             metrics = [dict(await trainer.step(data, measure_native=True)) for _ in range(2)]
@@ -130,6 +151,7 @@ async def test_two_data_ranks_equal_one(run_config: Config, make_sample: Make) -
             alone = await trainer.step(data[:1], measure_native=True)  # the second rank has nothing to do
             assert alone["mismatch_native/router_mismatch"] > 0
             assert alone["train/updates"] == 1
+            await assert_broken_updates_change_nothing(trainer, data, tmp_path / f"step-{world:06d}")
     (one, logprobs_one), (two, logprobs_two) = results
     for before, after in zip(one, two, strict=True):
         assert before.keys() == after.keys()
