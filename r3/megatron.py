@@ -339,6 +339,8 @@ _BALANCING_THAT_REPLAYS = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss"
 def check_supported(config: Any) -> None:
     """Refuse a router that would ignore replay or not compute Eq. 8 with it. Raises ReplayError with the reason.
 
+    A softmax before the top-k (``moe_router_pre_softmax``, models whose gates are not normalised over the chosen
+    experts) passes: replay gives such a model its own gates, Eq. 8 with the sum taken over all experts.
     Read of Megatron-core 0.16.1's ``TransformerConfig``. Only the ways of balancing that are known to replay pass:
     sinkhorn and quantile routing (a later Megatron's) choose experts elsewhere.
     """
@@ -349,7 +351,6 @@ def check_supported(config: Any) -> None:
     reasons = {
         "the fused router ignores replay (moe_router_fusion)": config.moe_router_fusion,
         f"{', '.join(balancing)} routing ignores replay (moe_router_load_balancing_type)": bool(balancing),
-        "a softmax before the top-k is not Eq. 8 (moe_router_pre_softmax)": config.moe_router_pre_softmax,
         f"{config.moe_router_score_function} scores are not Eq. 8 (moe_router_score_function)": (
             config.moe_router_score_function != "softmax"
         ),

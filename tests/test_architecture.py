@@ -22,11 +22,12 @@ MAY_IMPORT = {
     "agent_rl": {"sandbox", "tools", "envs", "r3"},
 }
 
-BASE = {"types", "config", "errors", "observe"}
+BASE = {"types", "config", "errors", "observe", "families"}
 INSIDE_AGENT_RL = {
     "types": set(),
     "errors": set(),
     "config": {"errors"},
+    "families": {"errors"},
     "observe": BASE,
     "render": BASE,
     "engine": BASE,

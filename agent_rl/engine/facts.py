@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from agent_rl.errors import ConfigError
+from agent_rl.families import Family, family_of, is_moe
 from r3.codec import RouteLayout
 
 
@@ -44,25 +45,21 @@ def read_facts(model: Path) -> ModelFacts:
         raise ConfigError(f"model: {path} is not valid JSON: {error}") from None
     if not isinstance(config, dict):
         raise ConfigError(f"model: {path} holds a {type(config).__name__}, expected an object")
-    if config.get("model_type") != "qwen3_moe":
-        raise ConfigError(f"model: {path} has model_type {config.get('model_type')!r}, expected 'qwen3_moe'")
-    return _qwen3_moe(config, path)
+    return _facts(config, family_of(config, path), path)
 
 
-def _qwen3_moe(config: Mapping[str, Any], path: Path) -> ModelFacts:
+def _facts(config: Mapping[str, Any], family: Family, path: Path) -> ModelFacts:
     layers = _positive(config, "num_hidden_layers", path)
-    step = int(config.get("decoder_sparse_step", 1))
-    dense = set(config.get("mlp_only_layers") or ())
-    # The rule of transformers' Qwen3MoeDecoderLayer: every ``step``-th layer, counted from 1, unless listed as dense.
-    moe = tuple(i for i in range(layers) if i not in dense and step > 0 and (i + 1) % step == 0)
+    moe = tuple(layer for layer in range(layers) if family.experts and is_moe(config, layer))
     if not moe:
         raise ConfigError(
-            f"model: {path} has no MoE layer (decoder_sparse_step {step}, mlp_only_layers {sorted(dense)})"
+            f"model: {path} has no MoE layer (model_type {config['model_type']}, decoder_sparse_step "
+            f"{config.get('decoder_sparse_step', 1)}, mlp_only_layers {config.get('mlp_only_layers') or []})"
         )
     facts = ModelFacts(
         num_layers=layers,
         moe_layer_ids=moe,
-        num_experts=_positive(config, "num_experts", path),
+        num_experts=_positive(config, family.key("num_experts"), path),
         top_k=_positive(config, "num_experts_per_tok", path),
         vocab_size=_positive(config, "vocab_size", path),
         max_positions=_positive(config, "max_position_embeddings", path),

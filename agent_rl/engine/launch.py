@@ -202,12 +202,12 @@ def reason_in_log(log: str) -> str:
 
 
 def _refuse_dense_layers(model: Path) -> None:
-    """SGLang 0.5.23 takes every layer of a qwen3_moe for one with experts: a dense layer's weights are dropped without
-    a word, and whatever lies in memory routes its tokens."""
+    """SGLang 0.5.23 takes every layer of a qwen2_moe or qwen3_moe for one with experts: a dense layer's weights are
+    dropped without a word, and whatever lies in memory routes its tokens."""
     facts = read_facts(model)
     dense = sorted(set(range(facts.num_layers)) - set(facts.moe_layer_ids))
     if dense:
-        raise ConfigError(f"model: {model} has dense layers {dense}, which SGLang's qwen3_moe would not load")
+        raise ConfigError(f"model: {model} has dense layers {dense}, which SGLang would not load")
 
 
 def _free_port() -> int:

@@ -30,6 +30,11 @@ def test_a_model_of_moe_layers_only(tmp_path: Path) -> None:
     assert read_facts(folder(tmp_path)) == ModelFacts(6, (0, 1, 2, 3, 4, 5), 128, 8, 151936, 40960)
 
 
+def test_a_family_that_names_its_experts_otherwise(tmp_path: Path) -> None:
+    facts = read_facts(folder(tmp_path, model_type="mixtral", num_experts=None, num_local_experts=16))
+    assert facts.num_experts == 16
+
+
 @pytest.mark.parametrize(
     ("changes", "layers"),
     [
@@ -49,11 +54,12 @@ def test_dense_layers_are_told_apart(tmp_path: Path, changes: dict[str, Any], la
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "llama"}, "model_type 'llama', expected 'qwen3_moe'"),
+        ({"model_type": "llama"}, "model_type 'llama' is not supported; supported: mixtral, qwen2"),
         ({"num_experts": 0}, "num_experts must be a positive integer, got 0"),
         ({"num_hidden_layers": "six"}, "num_hidden_layers must be a positive integer, got 'six'"),
         ({"mlp_only_layers": [0, 1, 2, 3, 4, 5]}, "has no MoE layer"),
         ({"decoder_sparse_step": 0}, "has no MoE layer"),
+        ({"model_type": "qwen3"}, "has no MoE layer"),
         ({"num_experts_per_tok": 129}, "takes 129 experts a token of 128"),
     ],
 )

@@ -382,7 +382,6 @@ def test_recomputing_too_often_is_refused(build: Build) -> None:
         ({"moe_router_load_balancing_type": "sinkhorn"}, "sinkhorn routing ignores replay"),
         ({"moe_router_load_balancing_type": "quantile_balancing"}, "quantile_balancing routing ignores replay"),
         ({"moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]}, ": sinkhorn routing ignores replay"),
-        ({"moe_router_pre_softmax": True}, "before the top-k is not Eq. 8"),
         ({"moe_router_score_function": "sigmoid"}, "sigmoid scores are not Eq. 8"),
         ({"moe_router_enable_expert_bias": True}, "expert bias"),
         ({"moe_expert_capacity_factor": 1.0}, "dropped tokens"),

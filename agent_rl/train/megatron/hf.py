@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints of Qwen3 and Qwen3-MoE: which tensor is which parameter, reading, exporting, writing.
+"""Hugging Face checkpoints: which tensor is which parameter, reading, exporting, writing.
 
 Every parameter of this rank is a :class:`Slot`: the Hugging Face names it is made of and how it is cut. Reading takes
 the cut out of the full tensors; exporting gathers the cuts over tensor or expert ranks, then passes the tensors of
@@ -77,20 +77,29 @@ _LAYER_SLOTS: dict[str, tuple[tuple[str, ...], Cut]] = {
     "self_attention.q_layernorm.weight": (("self_attn.q_norm.weight",), Cut.WHOLE),
     "self_attention.k_layernorm.weight": (("self_attn.k_norm.weight",), Cut.WHOLE),
     "self_attention.linear_qkv.weight": (tuple(f"self_attn.{part}_proj.weight" for part in "qkv"), Cut.QKV),
+    "self_attention.linear_qkv.bias": (tuple(f"self_attn.{part}_proj.bias" for part in "qkv"), Cut.QKV),
     "self_attention.linear_proj.weight": (("self_attn.o_proj.weight",), Cut.COLUMNS),
-    "mlp.router.weight": (("mlp.gate.weight",), Cut.WHOLE),
     "mlp.linear_fc1.weight": (("mlp.gate_proj.weight", "mlp.up_proj.weight"), Cut.GATE_UP),
     "mlp.linear_fc2.weight": (("mlp.down_proj.weight",), Cut.COLUMNS),
+    "mlp.shared_experts.linear_fc1.weight": (
+        ("mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"),
+        Cut.GATE_UP,
+    ),
+    "mlp.shared_experts.linear_fc2.weight": (("mlp.shared_expert.down_proj.weight",), Cut.COLUMNS),
+    "mlp.shared_experts.gate_weight": (("mlp.shared_expert_gate.weight",), Cut.WHOLE),
 }
 
 
 def _layer_slot(name: str, shape: ModelShape) -> tuple[tuple[str, ...], Cut]:
-    experts = range(shape.config.get("num_experts", 0))
+    family, experts = shape.family, range(shape.config.get("num_experts", 0))
+    gate, up, down = family.expert_parts
+    if name == "mlp.router.weight":
+        return (family.router,), Cut.WHOLE
     if name == "mlp.experts.weight1":
-        parts = ("gate_proj", "up_proj")
-        return tuple(f"mlp.experts.{e}.{part}.weight" for e in experts for part in parts), Cut.EXPERTS_GATE_UP
+        names = tuple(f"{family.expert.format(e)}.{part}.weight" for e in experts for part in (gate, up))
+        return names, Cut.EXPERTS_GATE_UP
     if name == "mlp.experts.weight2":
-        return tuple(f"mlp.experts.{e}.down_proj.weight" for e in experts), Cut.EXPERTS_DOWN
+        return tuple(f"{family.expert.format(e)}.{down}.weight" for e in experts), Cut.EXPERTS_DOWN
     if name not in _LAYER_SLOTS:
         raise ConfigError(f"layer parameter {name} has no Hugging Face name")
     return _LAYER_SLOTS[name]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,24 +13,25 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from agent_rl.config import ParallelConfig
 from agent_rl.errors import ConfigError
+from agent_rl.families import Family, is_moe, read_config
+from agent_rl.train.megatron.rotary import Rotary, rotary
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What of a Qwen3 or Qwen3-MoE ``config.json`` the model is built from. ``moe[i]``: layer i has experts."""
+    """What of a checkpoint's ``config.json`` the model is built from, under the key names of
+    :func:`agent_rl.families.read_config`. ``moe[i]``: layer i has experts."""
 
+    family: Family
     config: dict[str, Any]
     moe: tuple[bool, ...]
 
     @classmethod
     def read(cls, folder: Path) -> ModelShape:
         """Read ``folder/config.json``. Raises ConfigError naming what is missing or not supported."""
-        path = folder / "config.json"
-        if not path.is_file():
-            raise ConfigError(f"{folder}: no model folder with a config.json (a Hugging Face checkpoint is needed)")
-        config = json.loads(path.read_text())
-        _check(config, path)
-        return cls(config, tuple(_is_moe(config, layer) for layer in range(config["num_hidden_layers"])))
+        family, config = read_config(folder)
+        layers = range(config["num_hidden_layers"])
+        return cls(family, config, tuple(family.experts and is_moe(config, layer) for layer in layers))
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
@@ -41,6 +41,11 @@ class ModelShape:
     @property
     def head_dim(self) -> int:
         return int(self.config.get("head_dim") or self.config["hidden_size"] // self.config["num_attention_heads"])
+
+    @property
+    def rotary(self) -> Rotary:
+        """The position embedding of queries and keys."""
+        return rotary(self.head_dim, self.config["rope_theta"], self.config["rope_scaling"])
 
     @property
     def tied(self) -> bool:
@@ -64,7 +69,8 @@ class ModelShape:
             num_query_groups=config["num_key_value_heads"],
             kv_channels=self.head_dim,
             ffn_hidden_size=config["intermediate_size"],
-            qk_layernorm=True,
+            qk_layernorm=self.family.qk_norm,
+            add_qkv_bias=bool(config["qkv_bias"]),
             normalization="RMSNorm",
             layernorm_epsilon=config["rms_norm_eps"],
             gated_linear_unit=True,
@@ -111,6 +117,7 @@ class ModelShape:
     def _moe_options(self) -> dict[str, Any]:
         if not any(self.moe):
             return {}
+        shared = self.config.get("shared_expert_intermediate_size")
         return {
             "num_moe_experts": self.config["num_experts"],
             "moe_ffn_hidden_size": self.config["moe_intermediate_size"],
@@ -118,7 +125,10 @@ class ModelShape:
             "moe_layer_freq": [int(moe) for moe in self.moe],
             "moe_router_load_balancing_type": "none",
             "moe_aux_loss_coeff": 0.0,
-            "moe_router_pre_softmax": False,
+            # Gates that are not normalised over the top k are the softmax over all experts.
+            "moe_router_pre_softmax": not self.config["norm_topk_prob"],
+            "moe_shared_expert_intermediate_size": shared,
+            "moe_shared_expert_gate": shared is not None,
             "moe_router_dtype": "fp32",
             "moe_grouped_gemm": False,
             "moe_permute_fusion": False,
@@ -144,26 +154,3 @@ class ModelShape:
             )
         if parallel.expert > 1 and not any(self.moe):
             raise ConfigError(f"train.parallel.expert={parallel.expert}: this model has no experts; set it to 1")
-
-
-def _check(config: dict[str, Any], path: Path) -> None:
-    kind = config.get("model_type")
-    if kind not in ("qwen3", "qwen3_moe"):
-        raise ConfigError(f"{path}: model_type {kind!r} is not supported; supported: qwen3, qwen3_moe")
-    refused = {
-        "rope_scaling": config.get("rope_scaling"),
-        "use_sliding_window": config.get("use_sliding_window"),
-        "attention_bias": config.get("attention_bias"),
-    }
-    for key, value in refused.items():
-        if value:
-            raise ConfigError(f"{path}: {key}={value!r} is not supported")
-    # Without normalised top-k weights the gate is not a softmax over the chosen experts (Eq. 8 of the R3 paper).
-    if kind == "qwen3_moe" and not config.get("norm_topk_prob", False):
-        raise ConfigError(f"{path}: norm_topk_prob must be true: routing replay needs gates normalised over the top k")
-
-
-def _is_moe(config: dict[str, Any], layer: int) -> bool:
-    if config["model_type"] != "qwen3_moe" or layer in config.get("mlp_only_layers", ()):
-        return False
-    return (layer + 1) % config.get("decoder_sparse_step", 1) == 0

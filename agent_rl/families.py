@@ -1,0 +1,217 @@
+"""The model families that can be trained and served: one table entry each. Imports no torch.
+
+A Hugging Face ``config.json`` is read into one set of names, Qwen3-MoE's, whatever its family calls them. A key that is
+not in the tables below may change what the model computes, so it is refused and never skipped.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from agent_rl.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What sets a family apart from a plain decoder (RMS norms before each block, rotary embedding, gated SiLU MLPs).
+
+    ``keys``: our name of a config key to the family's, where they differ. ``defaults``: what holds where the config
+    says nothing; a key that is neither there nor here is required. ``fixed``: what its configs cannot say otherwise.
+    ``qk_norm``: queries and keys are normalised a
+    head. ``qkv_bias``: the three projections have one. ``experts``: layers may be mixtures of experts, with a
+    ``shared_expert`` behind a sigmoid gate or without. ``router``, ``expert`` and ``expert_parts`` (gate, up, down)
+    are the Hugging Face names of a mixture's tensors within a layer.
+    """
+
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    experts: bool = False
+    shared_expert: bool = False
+    keys: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    router: str = "mlp.gate.weight"
+    expert: str = "mlp.experts.{}"
+    expert_parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+    def key(self, name: str) -> str:
+        """The family's own name of the config key that we call ``name``."""
+        return self.keys.get(name, name)
+
+
+_MIXED = {"decoder_sparse_step": 1, "mlp_only_layers": ()}
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "qwen2": Family(qkv_bias=True),
+        "qwen3": Family(qk_norm=True),
+        "qwen2_moe": Family(qkv_bias=True, experts=True, shared_expert=True, defaults=_MIXED),
+        "qwen3_moe": Family(qk_norm=True, experts=True, defaults=_MIXED),
+        "mixtral": Family(
+            experts=True,
+            keys={"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"},
+            fixed={**_MIXED, "norm_topk_prob": True},
+            router="block_sparse_moe.gate.weight",
+            expert="block_sparse_moe.experts.{}",
+            expert_parts=("w1", "w3", "w2"),
+        ),
+    }
+)
+
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_NEEDED = (*_SIZES, "num_key_value_heads", "max_position_embeddings", "rms_norm_eps")
+_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", *_MIXED)
+_OPTIONAL = {"head_dim": None, "tie_word_embeddings": False, "initializer_range": 0.02}
+_ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
+
+# Keys that must say the one thing we compute; absent is fine.
+_MUST: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "use_sliding_window": (False, None),
+    "attention_dropout": (0, None),
+    "router_jitter_noise": (0, None),
+    "partial_rotary_factor": (1, None),
+    "quantization_config": (None,),
+}
+
+# Keys that do not change the logits: tokens, generation, training losses we do not use, bookkeeping. ``sliding_window``
+# and ``max_window_layers`` mean something only under ``use_sliding_window`` (Mixtral: see _check_values).
+_HARMLESS = frozenset(
+    {
+        "architectures",
+        "bos_token_id",
+        "dtype",
+        "eos_token_id",
+        "max_window_layers",
+        "model_type",
+        "name_or_path",
+        "output_router_logits",
+        "pad_token_id",
+        "pretraining_tp",
+        "router_aux_loss_coef",
+        "sliding_window",
+        "tokenizer_class",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    }
+)
+
+
+def read_config(folder: Path) -> tuple[Family, dict[str, Any]]:
+    """The family and the config of the checkpoint in ``folder``, under Qwen3-MoE's key names.
+
+    ``rope_scaling`` is None or a checked mapping (see :func:`_rope`). Raises ConfigError, one line, for a missing file
+    or key, an unknown architecture, and every key or value that changes what the model computes in a way we do not.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"{folder}: no model folder with a config.json (a Hugging Face checkpoint is needed)")
+    said = json.loads(path.read_text())
+    family = family_of(said, path)
+    _check_keys(said, family, path)
+    _check_values(said, family, path)
+    config = {name: _take(said, family, name, path) for name in _NEEDED + (_EXPERTS if family.experts else ())}
+    config |= {name: said.get(name, default) for name, default in _OPTIONAL.items()}
+    if family.shared_expert:
+        config["shared_expert_intermediate_size"] = _take(said, family, "shared_expert_intermediate_size", path)
+    config["qkv_bias"] = said.get("qkv_bias", family.qkv_bias)
+    config["rope_theta"], config["rope_scaling"] = _rope(said, path)
+    return family, config
+
+
+def family_of(config: Mapping[str, Any], path: Path) -> Family:
+    """The family of a config's ``model_type``. Raises ConfigError naming those there are."""
+    kind = config.get("model_type")
+    if kind not in FAMILIES:
+        raise ConfigError(f"{path}: model_type {kind!r} is not supported; supported: {', '.join(sorted(FAMILIES))}")
+    return FAMILIES[kind]
+
+
+def is_moe(config: Mapping[str, Any], layer: int) -> bool:
+    """Whether layer ``layer`` (from 0) is a mixture of experts: every ``decoder_sparse_step``-th, unless listed."""
+    step = config.get("decoder_sparse_step", 1)
+    return layer not in (config.get("mlp_only_layers") or ()) and step > 0 and (layer + 1) % step == 0
+
+
+def _take(said: Mapping[str, Any], family: Family, name: str, path: Path) -> Any:
+    if name in family.fixed:
+        return family.fixed[name]
+    key = family.key(name)
+    value = said.get(key)
+    if value is None:
+        value = family.defaults.get(name)
+    if value is None:
+        raise ConfigError(f"{path}: {key} is missing, and a {said['model_type']} needs it")
+    return value
+
+
+def _check_keys(said: Mapping[str, Any], family: Family, path: Path) -> None:
+    own = {family.key(name) for name in _EXPERTS if name not in family.fixed} if family.experts else set()
+    if family.shared_expert:
+        own.add("shared_expert_intermediate_size")
+    if family.qkv_bias:
+        own.add("qkv_bias")
+    known = own | {*_NEEDED, *_OPTIONAL, *_ROPE, *_MUST, *_HARMLESS, "layer_types"}
+    unknown = sorted(key for key in said if key not in known and not key.startswith("_") and said[key] is not None)
+    if unknown:
+        raise ConfigError(
+            f"{path}: {unknown[0]}={said[unknown[0]]!r} is not known for {said['model_type']} and may change what the "
+            "model computes; take it out if it does not"
+        )
+
+
+def _check_values(said: Mapping[str, Any], family: Family, path: Path) -> None:
+    for key, allowed in _MUST.items():
+        if key in said and said[key] not in allowed:
+            raise ConfigError(f"{path}: {key}={said[key]!r} is not supported, only {allowed[0]!r} is")
+    if any(kind != "full_attention" for kind in said.get("layer_types") or ()):
+        raise ConfigError(
+            f"{path}: layer_types={sorted(set(said['layer_types']))} is not supported, only full_attention"
+        )
+    # Only families with a use_sliding_window can have a window that is not in use.
+    if said["model_type"] == "mixtral" and said.get("sliding_window"):
+        raise ConfigError(f"{path}: sliding_window={said['sliding_window']!r} is not supported, only None is")
+
+
+def _rope(said: Mapping[str, Any], path: Path) -> tuple[float, dict[str, float] | None]:
+    """Theta and the YaRN scaling, from ``rope_theta`` and ``rope_scaling`` or, as newer files say it, from
+    ``rope_parameters``."""
+    scaling = dict(said.get("rope_parameters") or said.get("rope_scaling") or {})
+    theta = scaling.pop("rope_theta", said.get("rope_theta"))
+    if not theta:
+        raise ConfigError(f"{path}: rope_theta is missing, and a {said['model_type']} needs it")
+    kinds = {scaling.pop(key) for key in ("rope_type", "type") if key in scaling} or {"default"}
+    if kinds == {"default"} and not scaling:
+        return float(theta), None
+    if kinds != {"yarn"}:
+        raise ConfigError(
+            f"{path}: rope_scaling of type {'/'.join(sorted(kinds))} is not supported; yarn and default are"
+        )
+    return float(theta), _yarn(scaling, said, path)
+
+
+def _yarn(scaling: dict[str, Any], said: Mapping[str, Any], path: Path) -> dict[str, float]:
+    found = {"beta_fast": 32.0, "beta_slow": 1.0}
+    for key in ("factor", "original_max_position_embeddings", *found):
+        if key in scaling:
+            found[key] = float(scaling.pop(key))
+        elif key not in found:
+            raise ConfigError(f"{path}: rope_scaling needs {key} with yarn")
+    if scaling:  # attention_factor, mscale, truncate: engine and reference read them differently
+        raise ConfigError(f"{path}: rope_scaling.{min(scaling)} is not supported with yarn")
+    # SGLang's fused CUDA kernel takes the ratio of the two lengths for the factor, its other kernels the factor itself.
+    length, reach = said.get("max_position_embeddings"), found["factor"] * found["original_max_position_embeddings"]
+    if length != reach:
+        raise ConfigError(
+            f"{path}: max_position_embeddings={length} must be rope_scaling's factor x "
+            f"original_max_position_embeddings = {reach:g}, else engines differ in what they compute"
+        )
+    return found

@@ -1,0 +1,256 @@
+"""Every model family of the table against transformers: logits, gradients, replay, export; and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import megatron_tiny as tiny
+import pytest
+
+from agent_rl.errors import ConfigError
+from agent_rl.families import FAMILIES, read_config
+
+pytest.importorskip("torch", reason="torch is not installed (the train extra)")
+import torch
+from torch import Tensor
+
+from agent_rl.train.megatron.batch import PackedBatch, PackedRoutes
+
+pytestmark = pytest.mark.megatron
+Build = Callable[..., Any]
+
+SIZES: dict[str, Any] = {
+    "vocab_size": tiny.VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,
+    "tie_word_embeddings": False,
+    "rope_theta": 10000.0,
+}
+EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A member of a family: ``kind`` its model_type, ``changes`` to the sizes above; ``moe``: layers with experts."""
+
+    kind: str
+    changes: dict[str, Any] = field(default_factory=dict)
+    moe: tuple[int, ...] = ()
+
+
+CASES = {
+    "qwen2": Case("qwen2"),
+    "qwen2-tied": Case("qwen2", {"tie_word_embeddings": True}),
+    "qwen3": Case("qwen3", {"head_dim": 16}),
+    "qwen3-yarn": Case("qwen3", {"head_dim": 16, "rope_scaling": YARN}),
+    "qwen2-moe": Case("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 40}, (0, 1, 2)),
+    "qwen2-moe-normalised": Case(
+        "qwen2_moe",
+        {**EXPERTS, "shared_expert_intermediate_size": 40, "norm_topk_prob": True, "mlp_only_layers": [1]},
+        (0, 2),
+    ),
+    "qwen3-moe": Case("qwen3_moe", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True}, (0, 1, 2)),
+    "qwen3-moe-not-normalised": Case("qwen3_moe", {**EXPERTS, "head_dim": 16, "norm_topk_prob": False}, (0, 1, 2)),
+    "qwen3-moe-every-second": Case(
+        "qwen3_moe", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True, "decoder_sparse_step": 2}, (1,)
+    ),
+    "qwen3-moe-yarn": Case(
+        "qwen3_moe", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True, "rope_scaling": YARN}, (0, 1, 2)
+    ),
+    "mixtral": Case("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2}, (0, 1, 2)),
+}
+
+
+def make(folder: Path, case: Case) -> Any:
+    """A random member saved in ``folder`` by transformers, in float32."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(case.kind, **SIZES | case.changes)).float().eval()
+    for name, parameter in model.named_parameters():
+        if "norm" in name or name.endswith("bias"):  # ones and zeros would hide one that is not applied
+            parameter.data += 0.2 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.fixture(params=CASES)
+def member(request: pytest.FixtureRequest, tmp_path: Path, build: Build) -> tuple[Case, Any, Any]:
+    """A case, transformers' model of it, and ours made from its checkpoint."""
+    case = CASES[request.param]
+    return case, make(tmp_path / "model", case), build(tmp_path / "model")
+
+
+def logprobs(model: Any, sequences: list[Tensor]) -> Tensor:
+    """transformers' log-probs of packed sequences."""
+    found = []
+    for tokens in sequences:
+        table = model(tokens[None]).logits[0].log_softmax(-1)
+        found += [table.new_zeros(1), table[:-1].gather(1, tokens[1:, None])[:, 0]]
+    return torch.cat(found)
+
+
+def test_every_family_has_a_case() -> None:
+    assert {case.kind for case in CASES.values()} == set(FAMILIES)
+
+
+def test_logprobs_gradients_and_export_equal_transformers(member: tuple[Case, Any, Any], tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    case, reference, ours = member
+    assert ours.shape.moe_layers == tuple(layer + 1 for layer in case.moe)
+    sequences = tiny.sequences(lengths=(17, 1, 200))
+    batch, expected = PackedBatch.from_sequences(sequences), logprobs(reference, sequences)
+    torch.testing.assert_close(ours.forward_logprobs([batch], None)[0].logprobs, expected.detach(), rtol=0, atol=1e-4)
+
+    weights = torch.linspace(-1, 1, len(batch))
+    (expected * weights).sum().backward()
+    ours.train_microbatches([batch], None, lambda got, _, __: ((got * weights).sum(), {}))
+    found = exported_gradients(ours)
+    if reference.config.tie_word_embeddings:
+        found.pop("lm_head.weight")
+    wanted = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    assert found.keys() == wanted.keys()
+    for name, gradient in found.items():
+        right = torch.zeros_like(gradient) if wanted[name] is None else wanted[name]  # None: an expert of no token
+        torch.testing.assert_close(gradient, right, rtol=1e-3, atol=1e-3, msg=lambda m, n=name: f"{n}: {m}")
+
+    ours.save_hf(tmp_path / "saved")
+    loaded, said = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "saved", dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(said[kind] for kind in ("missing_keys", "mismatched_keys", "error_msgs"))
+    kept = reference.state_dict()
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in loaded.state_dict().items())
+    torch.testing.assert_close(logprobs(loaded, sequences), expected, rtol=0, atol=1e-5)
+
+
+def exported_gradients(model: Any) -> dict[str, Tensor]:
+    parameters = list(model.modules[0].parameters())
+    weights = [parameter.data for parameter in parameters]
+    for parameter in parameters:
+        parameter.data = parameter.main_grad
+    found = {name: tensor.clone() for name, tensor in model.export_weights()}
+    for parameter, weight in zip(parameters, weights, strict=True):
+        parameter.data = weight
+    return found
+
+
+@pytest.mark.parametrize("member", [name for name, case in CASES.items() if case.moe], indirect=True)
+def test_replay_keeps_the_familys_own_gates(member: tuple[Case, Any, Any]) -> None:
+    """Its own experts replayed change nothing, to the bit; others give what transformers computes with those."""
+    case, reference, ours = member
+    sequences = tiny.sequences(lengths=(17, 9))
+    batch = PackedBatch.from_sequences(sequences)
+    everywhere = torch.ones(len(batch), dtype=torch.bool)
+    native = ours.forward_logprobs([batch], None, record=True)[0]
+    own = ours.forward_logprobs([batch], [PackedRoutes(native.routes, everywhere)])[0]
+    assert torch.equal(own.logprobs, native.logprobs)
+
+    given = tiny.random_routes(len(batch), len(case.moe))
+    replayed = ours.forward_logprobs([batch], [PackedRoutes(given, everywhere)])[0]
+    assert (replayed.logprobs - native.logprobs).abs().max() > 0.1
+    pinned = iter(given.split([len(tokens) for tokens in sequences]))
+    expected = []
+    for tokens in sequences:
+        with routed(reference, next(pinned).long()):
+            expected.append(logprobs(reference, [tokens]))
+    torch.testing.assert_close(replayed.logprobs, torch.cat(expected).detach(), rtol=0, atol=1e-4)
+
+
+class routed:
+    """transformers' model with the experts of ``routes [tokens, moe_layers, k]``, in place of ``torch.topk``'s."""
+
+    def __init__(self, model: Any, routes: Tensor) -> None:
+        self._layers = iter(routes.unbind(1))
+
+    def __enter__(self) -> None:
+        self._topk = torch.topk
+        torch.topk = self._chosen  # type: ignore[assignment]
+
+    def _chosen(self, scores: Tensor, _k: int, dim: int = -1) -> tuple[Tensor, Tensor]:
+        experts = next(self._layers)
+        return scores.gather(dim, experts), experts
+
+    def __exit__(self, *_: Any) -> None:
+        torch.topk = self._topk
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_yarn_frequencies_equal_transformers_at_full_length(kind: str) -> None:
+    """The paper's 65,536 tokens, out of an original context of 16,384."""
+    from transformers import AutoConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    from agent_rl.train.megatron.rotary import rotary
+
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16384}
+    sizes = {"head_dim": 128, "rope_theta": 1e6, "max_position_embeddings": 65536, "rope_scaling": scaling}
+    frequencies, factor = ROPE_INIT_FUNCTIONS["yarn"](AutoConfig.for_model(kind, **SIZES | sizes), "cpu")
+    ours = rotary(128, 1e6, {"beta_fast": 32.0, "beta_slow": 1.0, **{k: v for k, v in scaling.items() if k[0] != "r"}})
+    assert ours.scale == pytest.approx(factor)
+    torch.testing.assert_close(65535 * ours.frequencies, 65535 * frequencies, rtol=0, atol=5e-3)
+
+
+def config(tmp_path: Path, kind: str, **changes: Any) -> Path:
+    from transformers import AutoConfig
+
+    plain = next(case for case in CASES.values() if case.kind == kind)
+    AutoConfig.for_model(kind, **SIZES | plain.changes).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({k: v for k, v in (json.loads(path.read_text()) | changes).items() if v != "absent"}))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("qwen3", {"model_type": "llama"}, "model_type 'llama' is not supported; supported: mixtral, qwen2, qwen2_moe"),
+        ("qwen3", {"use_sliding_window": True}, "use_sliding_window=True is not supported"),
+        ("mixtral", {"sliding_window": 4096}, "sliding_window=4096 is not supported"),
+        ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ("qwen3_moe", {"attention_bias": True}, "attention_bias=True is not supported"),
+        ("qwen3_moe", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported, only 'silu' is"),
+        ("qwen2", {"attention_dropout": 0.1}, r"attention_dropout=0\.1 is not supported"),
+        ("mixtral", {"router_jitter_noise": 0.1}, r"router_jitter_noise=0\.1 is not supported"),
+        ("qwen3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ("qwen3", {"logit_softcapping": 30.0}, r"logit_softcapping=30\.0 is not known for qwen3"),
+        ("qwen3", {"num_experts": 8}, "num_experts=8 is not known for qwen3"),
+        ("mixtral", {"norm_topk_prob": False}, "norm_topk_prob=False is not known for mixtral"),
+        ("qwen3", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling of type llama3"),
+        ("qwen3", {"rope_scaling": {"type": "dynamic", "factor": 8.0}}, "rope_scaling of type dynamic"),
+        ("qwen3", {"rope_scaling": {"factor": 8.0}}, "rope_scaling of type default is not supported"),
+        ("qwen3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "needs original_max_position_embeddings"),
+        ("qwen3", {"rope_scaling": {**YARN, "factor": 2.0}}, "max_position_embeddings=512 must be .* = 256"),
+        ("qwen3", {"rope_scaling": {**YARN, "attention_factor": 1.2}}, r"rope_scaling\.attention_factor"),
+        ("qwen3", {"rope_theta": "absent"}, "rope_theta is missing"),
+        ("qwen3", {"num_key_value_heads": "absent"}, "num_key_value_heads is missing, and a qwen3 needs it"),
+        ("mixtral", {"num_local_experts": "absent"}, "num_local_experts is missing"),
+    ],
+)
+def test_what_we_do_not_compute_is_refused_in_one_line(
+    tmp_path: Path, kind: str, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        read_config(config(tmp_path, kind, **change))
+    assert "\n" not in str(error.value)
+    assert str(tmp_path / "config.json") in str(error.value)
+
+
+def test_the_rotary_settings_of_newer_files_are_read(tmp_path: Path) -> None:
+    newer = {"rope_theta": "absent", "rope_scaling": "absent", "rope_parameters": {**YARN, "rope_theta": 5e5}}
+    _, found = read_config(config(tmp_path, "qwen3", **newer))
+    assert found["rope_theta"] == 5e5
+    assert found["rope_scaling"]["factor"] == 4
+    _, found = read_config(config(tmp_path, "qwen3", rope_parameters={"rope_theta": 7.0, "rope_type": "default"}))
+    assert (found["rope_theta"], found["rope_scaling"]) == (7.0, None)
