@@ -67,6 +67,17 @@ class EnvConfig(Section):
     quarantine: Path | None = Field(None, description="File of tasks to leave out, as `agent-rl doctor` writes it.")
 
 
+class DynamicSamplingConfig(Section):
+    """DAPO's dynamic sampling (arXiv 2503.14476): groups whose rewards are all equal are thrown away, and further tasks
+    drawn until a step has its ``tasks_per_step`` groups."""
+
+    enabled: bool = Field(False, description="Draw a further task for every group that teaches nothing.")
+    max_draws: int = Field(4, gt=0, description="Tasks drawn for a step at most, in multiples of tasks_per_step.")
+    when_short: Literal["train", "stop"] = Field(
+        "train", description="A step that still lacks groups then: train on those it has, or end the run."
+    )
+
+
 class RolloutConfig(Section):
     """How episodes are driven."""
 
@@ -90,6 +101,7 @@ class RolloutConfig(Section):
     sandbox_retries: int = Field(
         3, ge=0, description="Episodes of a group that may be run again after an infrastructure failure."
     )
+    dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
 
 
 class ParallelConfig(Section):
@@ -109,6 +121,23 @@ class ParallelConfig(Section):
         description="The ranks that hold a copy of a weight share its optimizer state out (ZeRO-1); a single copy "
         "is kept whole.",
     )
+
+
+class RescoreConfig(Section):
+    """The engine evaluates each finished trajectory again, while other episodes still run (KwaiKAT's old log-probs)."""
+
+    n: int = Field(8, gt=0, description="Evaluations of a trajectory; the mean of their log-probs is taken.")
+    concurrency: int = Field(4, gt=0, description="Evaluations in flight at once, beside the episodes' own requests.")
+
+
+class OldLogprobConfig(Section):
+    """The old log-probs that the ratio is taken against; docs/old-logprobs.md says which to use when."""
+
+    source: Literal["recompute", "rollout", "rescore"] = Field(
+        "recompute",
+        description="The trainer's own before the update, the engine's as sampled, or the engine's evaluated again.",
+    )
+    rescore: RescoreConfig = RescoreConfig()
 
 
 class CorrectionConfig(Section):
@@ -166,8 +195,11 @@ class TrainConfig(Section):
     scale: Literal["group", "batch", "none"] = Field(
         "group", description="Whose standard deviation advantages are divided by."
     )
-    old_logprobs: Literal["recompute", "rollout"] = Field(
-        "recompute", description="What the ratio is taken against: the trainer's own log-probs, or the rollout's."
+    old_logprob: OldLogprobConfig = OldLogprobConfig()
+    filter: Literal["none", "overlong", "compact"] = Field(
+        "none",
+        description="Trajectories left out of the loss by how they ended: overlong those cut at the context's end, "
+        "compact also those out of turns or time. Their rewards still count for their groups' advantages.",
     )
     correction: CorrectionConfig = CorrectionConfig()
     dual_clip: float | None = Field(None, gt=1, description="Dual clip's constant; None leaves it out.")
@@ -303,6 +335,15 @@ class RunConfig(Section):
     r3: R3Config = R3Config()
     guard: GuardConfig = GuardConfig()
     eval: EvalConfig = EvalConfig()
+
+    @model_validator(mode="after")
+    def _can_be_rescored(self) -> RunConfig:
+        if self.train.old_logprob.source == "rescore" and self.rollout.temperature not in (0.0, 1.0):
+            raise ValueError(
+                "train.old_logprob.source rescore: SGLang gives a prompt's log-probs at temperature 1 whatever is asked, "
+                f"and rollout.temperature is {self.rollout.temperature:g}: set it to 1, or take recompute or rollout"
+            )
+        return self
 
     @property
     def run_dir(self) -> Path:

@@ -1,55 +1,274 @@
-"""Megatron's optimizer and learning-rate schedule behind one small class. Import only in rank processes."""
+"""Megatron's optimizer and learning-rate schedule behind one small class. Import only in rank processes.
+
+The state is Adam's two moments and a float32 master of every weight. Where the model was wrapped for Megatron's
+distributed optimizer (``train.parallel.distributed_optimizer``; ZeRO-1, arXiv 1910.02054), the ranks that hold a copy
+of a parameter share its state out: each keeps, and updates, a stretch of the flattened weight.
+:meth:`PolicyOptimizer.shards` says which, :meth:`PolicyOptimizer.named_state` puts the stretches together; both work
+with and without it.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
 
 from agent_rl.errors import TrainerError
 from agent_rl.train.reports import Update
-from agent_rl.train.settings import OptimizerSettings
+from agent_rl.train.settings import ALLOW_SPIKES, OptimizerSettings, SpikePolicy
+
+SLOTS = ("master", "exp_avg", "exp_avg_sq")
+_MOMENTS = SLOTS[1:]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateShard:
+    """What this rank keeps of one parameter's state: elements ``[start, stop)`` of its flattened weight.
+
+    ``name``: ``<chunk>.<name of the parameter in that model chunk>``; ``shape``: the weight's on this rank.
+    ``slots``: the optimizer's own tensors, flat ``[stop - start]`` float32, by the names in ``SLOTS``. ``master`` is
+    the weight itself in float32 training and its float32 copy in bfloat16.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    slots: Mapping[str, Tensor]
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.slots["master"].numel()
 
 
 class PolicyOptimizer:
     """AdamW over Megatron's model chunks, with warm-up and a constant or cosine schedule."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module], settings: OptimizerSettings, dtype: torch.dtype) -> None:
-        self._optimizer = get_megatron_optimizer(_megatron_config(settings, dtype), list(chunks))
+        self._chunks: list[Any] = list(chunks)
+        self.distributed: bool = self._chunks[0].ddp_config.use_distributed_optimizer
+        self._grad_clip = settings.grad_clip
+        self._optimizer = get_megatron_optimizer(_megatron_config(settings, dtype, self.distributed), self._chunks)
         self._scheduler = _scheduler(self._optimizer, settings)
 
-    def step(self) -> Update:
-        """Apply the gradients that are in the model's buffers. Raises TrainerError where their norm is not finite."""
-        # Before the update: the first one of a warm-up then has lr / warmup_steps, not 0.
-        self._scheduler.step(1)
-        taken, grad_norm, _ = self._optimizer.step()
+    @torch.no_grad()
+    def step(self, *, finite_loss: bool = True, spikes: SpikePolicy = ALLOW_SPIKES) -> Update:
+        """Apply the gradients that are in the model's buffers; collective.
+
+        An update is left out on every rank, weights, optimizer and schedule untouched, where any rank's loss
+        (``finite_loss``) or the gradient norm is not finite, and where the norm is a spike that ``spikes`` skips.
+        """
+        overflow = self._optimizer.prepare_grads()
+        grad_norm = float(self._optimizer.get_grad_norm())
+        finite = finite_loss and not overflow and math.isfinite(grad_norm)
+        finite, highest = _agree(finite, grad_norm)
+        spike = finite and spikes.norm is not None and highest > spikes.norm
+        taken = finite and not (spike and spikes.action == "skip")
+        if taken:
+            # Before the update: the first one of a warm-up then has lr / warmup_steps, not 0.
+            self._scheduler.step(1)
+            limits = [self._grad_clip, *([spikes.norm] if spike and spikes.norm and spikes.action == "clip" else [])]
+            self._clip(min(limits), grad_norm)
+            self._optimizer.step_with_ready_grads()
         # The step leaves each parameter's grad aliased to Megatron's gradient buffer: the next backward pass would add
         # its first micro-batch to the buffer twice.
         self._optimizer.zero_grad()
-        if not taken or grad_norm is None or not math.isfinite(grad_norm):
-            raise TrainerError(f"the gradient norm is {grad_norm}: no update was possible")
-        return Update(float(grad_norm), float(self._scheduler.get_lr({})))
+        return Update(grad_norm, float(self._scheduler.get_lr({})), finite=finite, spike=spike, taken=taken)
+
+    def _clip(self, limit: float, grad_norm: float) -> None:
+        for part in self._optimizer.chained_optimizers:
+            if not getattr(part, "is_stub_optimizer", False) and (parameters := part.get_parameters()):
+                decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+                clip_grad_by_total_norm_fp32(parameters, limit, grad_norm, decoupled)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What is not a tensor: ``updates`` that Adam made (its bias correction), ``schedule`` steps taken."""
+        return {"updates": self._updates(), "schedule": int(self._scheduler.num_steps)}
+
+    def shards(self) -> Iterator[StateShard]:
+        """This rank's stretches, live: what is copied into a slot is what the next update uses. Not collective.
+
+        Moments are zeros before the first update. In bfloat16 the model's weights don't follow a changed master by
+        themselves: use :meth:`load_named_state`, or load the model's weights too.
+        """
+        names = {id(parameter): name for name, parameter in self._named_parameters()}
+        for optimizer in self._parts():
+            _allocate(optimizer)
+            for parameter, start, held in _held(optimizer):
+                moments = optimizer.optimizer.state[held]
+                slots = {"master": held, **{slot: moments[slot] for slot in _MOMENTS}}
+                flat = {slot: tensor.detach().view(-1) for slot, tensor in slots.items()}
+                yield StateShard(names[id(parameter)], tuple(parameter.shape), start, flat)
+
+    def named_state(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """Every parameter of this rank's model chunks with its state in full: ``(name, {slot: tensor})``.
+
+        Names and slots as in :class:`StateShard`, tensors float32 in the shape of this rank's weight (its tensor,
+        expert and pipeline share). The ranks of a data-parallel group all get the same. Collective over that group,
+        where the state is distributed: every rank must exhaust it. One parameter is gathered at a time.
+        """
+        held = {shard.name: shard for shard in self.shards()}
+        for name, parameter in self._named_parameters():
+            shard, group = held.get(name), _copies(parameter) if self.distributed else None
+            yield name, {slot: _whole(parameter, shard, slot, group) for slot in SLOTS}
+
+    def load_named_state(self, state: Callable[[str], Mapping[str, Tensor]], counts: Mapping[str, int]) -> None:
+        """Take over what :meth:`named_state` gave, of whatever layout: ``state(name)`` is the parameter's full slots.
+
+        Asked only for parameters of which this rank keeps something. The model's weights follow the masters.
+        Collective where the state is distributed. Raises TrainerError where a shape is another one.
+        """
+        for shard in self.shards():
+            full = state(shard.name)
+            for slot, tensor in shard.slots.items():
+                if tuple(full[slot].shape) != shard.shape:
+                    found, wanted = tuple(full[slot].shape), shard.shape
+                    raise TrainerError(
+                        f"optimizer state {slot} of {shard.name}: shape {found}, the model's is {wanted}"
+                    )
+                tensor.copy_(full[slot].reshape(-1)[shard.start : shard.stop])
+        self._set_counts(counts)
+        self._spread_masters()
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's optimizer and schedule state, for :meth:`load_state_dict`."""
-        return {"optimizer": self._optimizer.state_dict(), "scheduler": self._scheduler.state_dict()}
+        """This rank's own stretches and the counts, for :meth:`load_state_dict` in the same layout. Not collective."""
+        shards = [(shard.name, shard.start, dict(shard.slots)) for shard in self.shards()]
+        return {"counts": self.counts, "shards": shards}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore :meth:`state_dict`'s answer exactly. The schedule's settings stay those of this run's config."""
-        self._optimizer.load_state_dict(state["optimizer"])
-        self._scheduler.num_steps = 0
-        self._scheduler.step(int(state["scheduler"]["num_steps"]))
+        """Restore :meth:`state_dict`'s answer exactly; the model's weights follow. Settings stay those of this run.
+
+        Collective where the state is distributed. Raises TrainerError where it was written in another layout.
+        """
+        saved = {(name, start): slots for name, start, slots in state["shards"]}
+        mine = {(shard.name, shard.start): shard.slots for shard in self.shards()}
+        if {key: slots["master"].numel() for key, slots in saved.items()} != {
+            key: slots["master"].numel() for key, slots in mine.items()
+        }:
+            raise TrainerError("the optimizer state was written in another parallel layout: it names other stretches")
+        for key, slots in mine.items():
+            for slot, tensor in slots.items():
+                tensor.copy_(saved[key][slot])
+        self._set_counts(state["counts"])
+        self._spread_masters()
 
     def reload_params(self) -> None:
         """Take over model weights that were changed from outside (the optimizer's master copies follow them)."""
         self._optimizer.reload_model_params()
 
+    def _named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        for index, chunk in enumerate(self._chunks):
+            for name, parameter in chunk.module.named_parameters():
+                yield f"{index}.{name}", parameter
 
-def _megatron_config(settings: OptimizerSettings, dtype: torch.dtype) -> OptimizerConfig:
+    def _parts(self) -> list[Any]:
+        """Megatron's optimizers that have parameters: one for those every data rank holds, one for the experts."""
+        return [part for part in self._optimizer.chained_optimizers if part.optimizer is not None]
+
+    def _updates(self) -> int:
+        for optimizer in self._parts():
+            inner = optimizer.optimizer
+            for group in inner.param_groups:
+                if "step" in group:  # Transformer Engine's and Apex's Adam
+                    return int(group["step"])
+            for state in inner.state.values():
+                return int(state["step"])
+        return 0
+
+    def _set_counts(self, counts: Mapping[str, int]) -> None:
+        for optimizer in self._parts():
+            inner = optimizer.optimizer
+            if isinstance(inner, torch.optim.Optimizer) and type(inner).__module__.startswith("torch."):
+                for state in inner.state.values():
+                    state["step"].fill_(counts["updates"])
+            else:
+                for group in inner.param_groups:
+                    group["step"] = counts["updates"]
+        self._scheduler.num_steps = 0
+        self._scheduler.step(counts["schedule"])
+
+    def _spread_masters(self) -> None:
+        """Make the model's weights those of the masters, on every rank that has a copy."""
+        for optimizer in self._parts():
+            if not isinstance(optimizer, FP32Optimizer):
+                optimizer._copy_main_params_to_model_params()
+        if self.distributed:
+            for chunk in self._chunks:
+                chunk.start_param_sync()
+
+
+def _allocate(optimizer: Any) -> None:
+    """Make the moments that Adam would make at its first step, as zeros."""
+    inner = optimizer.optimizer
+    optimizer.init_state_fn(inner, optimizer.config)
+    if type(inner).__module__.startswith("torch."):
+        for state in inner.state.values():
+            state.setdefault("step", torch.tensor(0.0))  # Megatron's function leaves this out, and torch wants it
+
+
+def _held(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, int, Tensor]]:
+    """``(model parameter, first element, what Adam updates)`` for all that this optimizer keeps on this rank."""
+    if isinstance(optimizer, FP32Optimizer):
+        for group in optimizer.optimizer.param_groups:
+            for parameter in group["params"]:
+                yield parameter, 0, parameter
+        return
+    if isinstance(optimizer, DistributedOptimizer):
+        pairs = [
+            (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
+            (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
+        ]
+    else:
+        pairs = [
+            (optimizer.float16_groups, optimizer.fp32_from_float16_groups),
+            (optimizer.fp32_from_fp32_groups, optimizer.fp32_from_fp32_groups),
+        ]
+    for models, masters in pairs:
+        for parameters, held in zip(models, masters, strict=True):
+            for parameter, master in zip(parameters, held, strict=True):
+                start = 0
+                if isinstance(optimizer, DistributedOptimizer):
+                    start = optimizer._get_model_param_range_map(parameter)["param"].start
+                yield parameter, start, master
+
+
+def _copies(parameter: torch.nn.Parameter) -> torch.distributed.ProcessGroup:
+    """The ranks that hold a copy of ``parameter`` and share its state out."""
+    if getattr(parameter, "allreduce", True):
+        return parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return parallel_state.get_expert_data_parallel_group()
+
+
+def _whole(parameter: Tensor, shard: StateShard | None, slot: str, group: Any) -> Tensor:
+    full = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
+    if shard is not None:
+        full[shard.start : shard.stop] = shard.slots[slot]
+    if group is not None:
+        # Stretches don't overlap: added as integers, their bits arrive unchanged.
+        torch.distributed.all_reduce(full.view(torch.int32), group=group)
+    return full.view(parameter.shape)
+
+
+def _agree(finite: bool, grad_norm: float) -> tuple[bool, float]:
+    """Whether all ranks are ``finite``, and their highest norm: ranks that decide by these decide alike."""
+    device = torch.cuda.current_device()  # the CPU where init_parallel has installed its shim
+    votes = torch.tensor([0.0 if finite else 1.0, grad_norm if finite else 0.0], dtype=torch.float64, device=device)
+    torch.distributed.all_reduce(votes, torch.distributed.ReduceOp.MAX)
+    bad, highest = votes.tolist()
+    return bad == 0.0, highest
+
+
+def _megatron_config(settings: OptimizerSettings, dtype: torch.dtype, distributed: bool) -> OptimizerConfig:
     return OptimizerConfig(
         optimizer="adam",
         lr=settings.lr,
@@ -61,6 +280,7 @@ def _megatron_config(settings: OptimizerSettings, dtype: torch.dtype) -> Optimiz
         clip_grad=settings.grad_clip,
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
+        use_distributed_optimizer=distributed,
     )
 
 
