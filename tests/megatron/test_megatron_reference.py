@@ -1,0 +1,214 @@
+"""The reference model in a real model's place, and what a step makes of it. The parallel layouts are in
+test_megatron_parallel.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed (the train extra)")
+import megatron_tiny as tiny
+import torch
+from torch import Tensor
+
+from agent_rl.config import RunConfig
+from agent_rl.errors import ConfigError
+from agent_rl.train.megatron.batch import PackedBatch, PackedRoutes
+from agent_rl.train.objectives import kl_estimate, penalised_advantages
+from agent_rl.train.ray_trainer import split_step
+from agent_rl.train.reports import RankReport
+from agent_rl.train.settings import OptimizerSettings, step_settings
+from agent_rl.types import Sample
+
+pytestmark = pytest.mark.megatron
+
+Build = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint like the trained one, with other weights."""
+    folder = tmp_path_factory.mktemp("other") / "model"
+    tiny.make(folder, seed=7)
+    return folder
+
+
+def routed(batch: PackedBatch) -> list[PackedRoutes]:
+    experts = tiny.random_routes(len(batch))
+    return [PackedRoutes(experts, torch.ones(len(batch), dtype=torch.bool))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_reference_speaks_and_leaves_no_trace(build: Build, other: Path, dtype: torch.dtype) -> None:
+    """Its log-probs are those of its own checkpoint; weights, gradients and optimizer keep every bit."""
+    from agent_rl.train.optimizer import PolicyOptimizer
+    from agent_rl.train.reference import Reference
+
+    batch = PackedBatch.from_sequences(tiny.sequences())
+    given = routed(batch)
+    expected = build(other, dtype=dtype).forward_logprobs([batch], given)[0].logprobs
+    model = build(dtype=dtype)
+    reference = Reference.load(model, other)
+    optimizer = PolicyOptimizer(model.chunks, OptimizerSettings(lr=1e-2), dtype)
+    for _ in range(2):
+        model.train_microbatches([batch], given, lambda got, _, __: (-got.mean(), {}))
+        optimizer.step()
+        model.train_microbatches([batch], given, lambda got, _, __: (-got.mean(), {}))  # gradients that wait
+        before, own = traces(model, optimizer), model.forward_logprobs([batch], given)[0].logprobs
+        with reference.in_place():
+            (output,) = model.forward_logprobs([batch], given)
+        assert torch.equal(output.logprobs, expected)
+        assert not torch.equal(own, expected)
+        after = traces(model, optimizer)
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_pass_that_fails_gives_the_weights_back(build: Build, other: Path) -> None:
+    from agent_rl.train.reference import Reference
+
+    model = build()
+    before = {name: weight.clone() for name, weight in model.modules[0].state_dict().items() if torch.is_tensor(weight)}
+    reference = Reference.load(model, other)
+    with pytest.raises(ZeroDivisionError), reference.in_place():
+        raise ZeroDivisionError
+    after = model.modules[0].state_dict()
+    assert all(torch.equal(weight, after[name]) for name, weight in before.items())
+
+
+def traces(model: Any, optimizer: Any) -> dict[str, Tensor]:
+    """Copies of the weights, the waiting gradients and the optimizer's state."""
+    found = {}
+    for name, parameter in model.modules[0].named_parameters():
+        found |= {f"{name} weight": parameter.detach().clone(), f"{name} gradient": parameter.main_grad.clone()}
+    for name, slots in optimizer.named_state():
+        found |= {f"{name} {slot}": tensor.clone() for slot, tensor in slots.items()}
+    return found
+
+
+def test_a_reference_of_another_architecture_is_refused(build: Build, tmp_path: Path) -> None:
+    from agent_rl.train.reference import Reference
+
+    tiny.make(tmp_path / "wide", moe_intermediate_size=16)
+    model = build()
+    before = model.modules[0].decoder.layers[0].mlp.router.weight.clone()
+    with pytest.raises(
+        ConfigError, match=r"train\.kl\.reference: .*wide has moe_intermediate_size 16, the trained .*24"
+    ):
+        Reference.load(model, tmp_path / "wide")
+    assert torch.equal(before, model.modules[0].decoder.layers[0].mlp.router.weight)
+
+
+def test_the_entropys_gradient_equals_finite_differences(world: Any) -> None:
+    from agent_rl.train.megatron.entropy import vocab_parallel_entropy
+
+    logits = torch.randn(6, 11, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 3
+    logits[0, 3] = -800.0  # its probability underflows to 0, as does its share of the entropy
+    logits.requires_grad_()
+    table = logits.detach().log_softmax(-1)
+    expected = -(table.exp() * table).sum(-1)
+    torch.testing.assert_close(vocab_parallel_entropy(logits, gradient=True).detach(), expected)
+    torch.testing.assert_close(vocab_parallel_entropy(logits, gradient=False), expected)
+    assert not vocab_parallel_entropy(logits, gradient=False).requires_grad
+    assert torch.autograd.gradcheck(lambda z: vocab_parallel_entropy(z, gradient=True), (logits,))
+
+
+def samples() -> list[Sample]:
+    generator = np.random.default_rng(0)
+    found = []
+    for place, tokens in enumerate(tiny.sequences(lengths=(17, 30, 12, 21))):
+        mask = np.arange(len(tokens)) > 3 + place
+        logprobs = np.where(mask, -3 * generator.random(len(tokens)), 0).astype(np.float32)
+        found.append(Sample(tokens.numpy().astype(np.int32), mask, logprobs, float(generator.normal()), None))
+    return found
+
+
+def take_step(model: Any, reference: Any, seen: list[Any], **train: Any) -> RankReport:
+    """A step of two mini steps of two micro-batches each. ``seen``: what each update was given, and the log-probs of
+    the policy that it began with."""
+    from agent_rl.train.optimizer import PolicyOptimizer
+    from agent_rl.train.step import grpo_step
+
+    config = RunConfig.model_validate(
+        {"name": "test", "model": model.folder, "train": {"replay": "off", "device": "cpu", **train}}
+    )
+    (shares,) = split_step(samples(), mini_steps=2, budget=32, ranks=1)
+    assert [len(share.micro_batches) for share in shares] == [2, 2]
+
+    class Watched:
+        """The model, with a look at what its updates are given."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(model, name)
+
+        def train_microbatches(self, batches: Any, routes: Any, loss_fn: Any, **options: Any) -> Any:
+            now = [output.logprobs for output in model.forward_logprobs(batches, routes, temperature=1.0)]
+            seen.append((batches, now))
+            return model.train_microbatches(batches, routes, loss_fn, **options)
+
+    optimizer = PolicyOptimizer(model.chunks, OptimizerSettings(lr=3e-3), torch.float32)
+    settings = step_settings(config, measure_native=False)
+    report, _ = grpo_step(Watched(), optimizer, dict(enumerate(samples())), shares, [], settings, reference=reference)
+    return report
+
+
+def test_all_mini_steps_have_the_log_probs_of_before_the_first(build: Build, other: Path) -> None:
+    """Of the policy and of the reference; and the KL in the loss is that of the policy as it is by then."""
+    from agent_rl.train.reference import Reference
+
+    seen: list[Any] = []
+    model, whole = build(), PackedBatch.from_sequences([torch.from_numpy(s.tokens) for s in samples()])
+    start, theirs = model.forward_logprobs([whole], None)[0].logprobs, build(other).forward_logprobs([whole], None)
+    bounds = whole.cu_seqlens.tolist()
+
+    def of(batch: PackedBatch, values: Tensor) -> Tensor:
+        return torch.cat([values[bounds[index] : bounds[index + 1]] for index in batch.sample_ids])
+
+    kl = {"coefficient": 0.2, "estimator": "k2"}
+    report = take_step(model, Reference.load(model, other), seen, kl=kl, mini_steps=2)
+    assert len(report.updates) == len(seen) == 2
+    for update, (batches, now) in zip(report.updates, seen, strict=True):
+        moved = squares = 0.0
+        for batch, current in zip(batches, now, strict=True):
+            mask, old, reference = (batch.extras[name] for name in ("mask", "old_logprobs", "reference"))
+            torch.testing.assert_close(old, of(batch, start), rtol=0, atol=2e-5)
+            torch.testing.assert_close(reference, of(batch, theirs[0].logprobs), rtol=0, atol=2e-5)
+            gap = (current - old)[mask]
+            moved += float((gap.exp() - 1 - gap).sum())
+            squares += float(kl_estimate("k2", current, reference)[mask].sum())
+        assert update.kl == pytest.approx(moved, rel=1e-3, abs=1e-5)
+        assert update.kl_reference == pytest.approx(squares, rel=1e-4)
+    assert report.updates[0].kl == pytest.approx(0, abs=1e-6)
+    assert report.updates[1].kl > 1e-3, "the policy moved, and is compared with where it was"
+
+
+@pytest.mark.parametrize("scale", ["none", "batch"])
+def test_a_penalty_in_the_reward_reaches_the_updates(build: Build, other: Path, scale: str) -> None:
+    from agent_rl.train.reference import Reference
+
+    seen: list[Any] = []
+    model = build()
+    kl = {"coefficient": 0.2, "estimator": "k1", "where": "reward"}
+    report = take_step(model, Reference.load(model, other), seen, kl=kl, scale=scale, mini_steps=2)
+    batches = [batch for given, _ in seen for batch in given]
+    masks = [batch.extras["mask"] for batch in batches]
+    expected, plain = [], []
+    for batch in batches:
+        extras = batch.extras
+        plain.append(torch.cat([torch.full((int(n),), samples()[i].advantage) for i, n in
+                                zip(batch.sample_ids, batch.cu_seqlens.diff(), strict=True)]))  # fmt: skip
+        k1 = extras["old_logprobs"] - extras["reference"]
+        expected.append(penalised_advantages(plain[-1], k1, extras["mask"], extras["sequence"], 0.2))
+    pairs = zip(plain, expected, masks, strict=True)
+    taken = sum(float((before - after)[mask].sum()) for before, after, mask in pairs)
+    assert report.reference is not None
+    assert report.reference.taken == pytest.approx(taken, rel=1e-4)
+    if scale == "batch":
+        sampled = torch.cat([values[mask] for values, mask in zip(expected, masks, strict=True)])
+        expected = [(values - sampled.mean()) / (sampled.std(correction=0) + 1e-6) for values in expected]
+    for batch, values in zip(batches, expected, strict=True):
+        torch.testing.assert_close(batch.extras["advantages"], values, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,135 @@
+"""KL penalties: what each estimator's gradient is where it stands, the penalty in the reward, its normalisation."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch", reason="needs the trainer environment")
+
+from agent_rl.train.objectives import (  # noqa: E402
+    advantage_moments,
+    kl_estimate,
+    normalised_advantages,
+    penalised_advantages,
+)
+
+LENGTHS = (7, 1, 12, 5)
+
+
+def draw(lengths: tuple[int, ...] | list[int] = LENGTHS, seed: int = 0) -> dict[str, Any]:
+    generator = np.random.default_rng(seed)
+    total = sum(lengths)
+    return {
+        "advantages": torch.tensor(np.repeat(generator.normal(size=len(lengths)), lengths)),
+        "kl": torch.tensor(generator.normal(size=total)),
+        "mask": torch.tensor(generator.random(total) < 0.7),
+        "sequence": torch.tensor(np.repeat(np.arange(len(lengths)), lengths)),
+    }
+
+
+def penalised(data: dict[str, Any], beta: float = 0.3) -> Any:
+    return penalised_advantages(data["advantages"], data["kl"], data["mask"], data["sequence"], beta)
+
+
+def test_the_penalty_is_the_kl_still_to_come() -> None:
+    data = draw()
+    found = penalised(data)
+    for t in range(sum(LENGTHS)):
+        to_come = 0.0
+        for i in range(t, sum(LENGTHS)):
+            if data["sequence"][i] == data["sequence"][t] and data["mask"][i]:
+                to_come += data["kl"][i].item()
+        assert found[t].item() == pytest.approx(data["advantages"][t].item() - 0.3 * to_come, rel=1e-12)
+    assert torch.equal(penalised(data, beta=0.0), data["advantages"])
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 2**31), st.randoms(use_true_random=False))
+def test_a_sequences_penalty_is_its_own(lengths: list[int], seed: int, random: Any) -> None:
+    """Where it lies in a micro-batch, and beside which others, makes no difference; nor what is not sampled."""
+    data = draw(lengths, seed)
+    whole = penalised(data)
+    data["kl"][~data["mask"]] = torch.nan
+    order = list(range(len(lengths)))
+    random.shuffle(order)
+    rows = [torch.nonzero(data["sequence"] == sequence)[:, 0] for sequence in order]
+    shuffled = {name: values[torch.cat(rows)] for name, values in data.items()}
+    shuffled["sequence"] = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor([len(r) for r in rows]))
+    torch.testing.assert_close(penalised(shuffled), whole[torch.cat(rows)], rtol=1e-12, atol=1e-12)
+
+
+def test_a_long_sequences_penalty_keeps_its_digits() -> None:
+    """65,536 tokens in float32, packed behind others: the last token's penalty is its own KL alone."""
+    kl = torch.rand(3 * 65_536, generator=torch.Generator().manual_seed(0))
+    mask, sequence = torch.ones_like(kl, dtype=torch.bool), torch.arange(3).repeat_interleave(65_536)
+    found = penalised_advantages(torch.zeros_like(kl), kl, mask, sequence, 1.0)
+    torch.testing.assert_close(found[65_535::65_536], -kl[65_535::65_536], rtol=1e-6, atol=0)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 2**31))
+def test_normalised_over_all_sampled_tokens(lengths: list[int], seed: int) -> None:
+    """By moments that were summed up sequence by sequence, as micro-batches' and ranks' are."""
+    data = draw(lengths, seed)
+    values = penalised(data)
+    parts = [
+        advantage_moments(values[own], data["mask"][own])
+        for own in (data["sequence"] == sequence for sequence in range(len(lengths)))
+    ]
+    found = normalised_advantages(values, torch.stack(parts).sum(0)).numpy()
+    sampled = values[data["mask"]].numpy()
+    if len(sampled):
+        np.testing.assert_allclose(found, (values.numpy() - sampled.mean()) / (sampled.std() + 1e-6), rtol=1e-6)
+
+
+def expected_slope(weights: Any, logits: Any, terms: Any) -> Any:
+    """The gradient in the logits of ``sum weights * terms``; the ``weights`` (chances of outcomes) are constants."""
+    (slope,) = torch.autograd.grad((weights.detach() * terms).sum(), logits)
+    return slope
+
+
+def test_the_gradient_of_each_estimator_where_it_stands() -> None:
+    """Exactly, over all outcomes of one choice: what docs/trainer.md says of the six combinations."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(5, generator=generator, dtype=torch.float64).requires_grad_()
+    reference = torch.randn(5, generator=generator, dtype=torch.float64).log_softmax(-1)
+
+    def own() -> Any:
+        return logits.log_softmax(-1)
+
+    p = own().exp()
+    (reverse,) = torch.autograd.grad((own().exp() * (own() - reference)).sum(), logits)
+    (forward,) = torch.autograd.grad((reference.exp() * (reference - own())).sum(), logits)
+    in_loss = {k: expected_slope(p, logits, kl_estimate(k, own(), reference)) for k in ("k1", "k2", "k3")}
+    in_reward = {
+        k: expected_slope(p, logits, kl_estimate(k, own(), reference).detach() * own()) for k in ("k1", "k2", "k3")
+    }
+    close = {"rtol": 0, "atol": 1e-14}
+    torch.testing.assert_close(in_loss["k1"], torch.zeros_like(reverse), **close)
+    torch.testing.assert_close(in_loss["k2"], reverse, **close)
+    torch.testing.assert_close(in_loss["k3"], forward, **close)
+    torch.testing.assert_close(in_reward["k1"], reverse, **close)
+    torch.testing.assert_close(in_reward["k3"], reverse - forward, **close)
+    (squares,) = torch.autograd.grad((own().exp() * (own() - reference).square() / 2).sum(), logits)
+    torch.testing.assert_close(in_reward["k2"], squares - reverse, **close)
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_in_the_reward_k2_and_k3_fade_near_the_reference(estimator: str) -> None:
+    """Halfway nearer, the right gradient halves and theirs quarters: so little holds a policy that has not left."""
+    generator = torch.Generator().manual_seed(1)
+    start, way = torch.randn(2, 5, generator=generator, dtype=torch.float64)
+
+    def slope(distance: float, kind: str) -> float:
+        logits = (start + distance * way).requires_grad_()
+        own, reference = logits.log_softmax(-1), start.log_softmax(-1)
+        return float(expected_slope(own.exp(), logits, kl_estimate(kind, own, reference).detach() * own).norm())
+
+    assert math.log2(slope(2e-3, "k1") / slope(1e-3, "k1")) == pytest.approx(1, abs=0.01)
+    assert math.log2(slope(2e-3, estimator) / slope(1e-3, estimator)) == pytest.approx(2, abs=0.01)

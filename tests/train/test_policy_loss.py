@@ -1,0 +1,241 @@
+"""The whole loss, every part with every other, against its formula written out once more as loops over floats."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch", reason="needs the trainer environment")
+
+from agent_rl.train.losses import Counts, policy_loss  # noqa: E402
+from agent_rl.train.settings import (  # noqa: E402
+    Aggregation,
+    Bounds,
+    Clip,
+    Correction,
+    KlPenalty,
+    LossSettings,
+    Objective,
+)
+
+NAMES = ("new", "old", "log_ratio", "log_weight", "advantages", "weights", "reference", "entropy")
+PENALTIES = (None, KlPenalty(0.3, "k2"), KlPenalty(0.3, "k3"), KlPenalty(0.3, "k1", "reward"))
+CORRECTIONS = (None, *get_args(Correction))
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sequences of floats ``[T]`` by name; ``mask`` and ``sequence`` beside them."""
+
+    values: dict[str, np.ndarray]
+    mask: np.ndarray
+    sequence: np.ndarray
+
+    def take(self, rows: np.ndarray, sequence: np.ndarray | None = None) -> Case:
+        """Some rows, perhaps of renamed sequences."""
+        names = self.sequence[rows] if sequence is None else sequence
+        return Case({name: values[rows] for name, values in self.values.items()}, self.mask[rows], names)
+
+    @property
+    def counts(self) -> Counts:
+        return Counts(int(self.mask.sum()), len(set(self.sequence[self.mask].tolist())))
+
+
+def draw(lengths: list[int], seed: int) -> Case:
+    generator, total = np.random.default_rng(seed), sum(lengths)
+    old = -generator.random(total) * 3
+    values = {
+        "new": old + generator.normal(size=total) * 0.4,
+        "old": old,
+        "log_ratio": generator.normal(size=total) * 0.3,
+        "log_weight": generator.normal(size=total) * 0.3,
+        "advantages": generator.normal(size=total),
+        "weights": generator.random(total) + 0.5,
+        "reference": old + generator.normal(size=total) * 0.5,
+        "entropy": generator.random(total) * 2,
+    }
+    return Case(values, generator.random(total) < 0.7, np.repeat(np.arange(len(lengths)), lengths))
+
+
+def ours(case: Case, chosen: LossSettings, counts: Counts) -> tuple[Any, Any, Any]:
+    """The result, and the tensors of log-probs and entropies that it has a gradient in."""
+    tensors = {name: torch.tensor(case.values[name]) for name in NAMES}
+    new, entropy = tensors["new"].requires_grad_(), tensors["entropy"].requires_grad_()
+    result = policy_loss(
+        new,
+        tensors["old"],
+        tensors["log_ratio"],
+        tensors["advantages"],
+        torch.tensor(case.mask),
+        torch.tensor(case.sequence),
+        entropy_T=entropy,
+        weights_T=tensors["weights"],
+        settings=chosen,
+        counts=counts,
+        reference_T=tensors["reference"],
+        log_weight_T=tensors["log_weight"],
+    )
+    return result, new, entropy
+
+
+def direct(case: Case, chosen: LossSettings, counts: Counts, frozen: np.ndarray | None = None) -> float:
+    """The formula. ``frozen``: log-probs for whatever the formula has under a stop-gradient."""
+    v, total = case.values, 0.0
+    frozen = v["new"] if frozen is None else frozen
+    for sequence in sorted(set(case.sequence.tolist())):
+        own = [t for t in range(len(case.mask)) if case.mask[t] and case.sequence[t] == sequence]
+        for t in own:
+            term = direct_correction(case, chosen, own, t) * direct_term(case, chosen, own, t, frozen)
+            if chosen.kl is not None and chosen.kl.place == "loss":
+                d = v["new"][t] - v["reference"][t]
+                term += chosen.kl.coefficient * {"k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[chosen.kl.estimator]
+            term -= chosen.entropy * v["entropy"][t]
+            divisor = {
+                "token": counts.tokens,
+                "sequence": counts.sequences * len(own),
+                "constant": counts.sequences * chosen.length,
+            }[chosen.aggregation]
+            total += v["weights"][t] * term / divisor
+    return total
+
+
+def direct_term(case: Case, chosen: LossSettings, own: list[int], t: int, frozen: np.ndarray) -> float:
+    v, clip, advantage = case.values, chosen.clip, case.values["advantages"][t]
+    log_ratio = v["new"][t] - v["old"][t]
+    if chosen.objective == "gspo":
+        log_ratio = sum(frozen[u] - v["old"][u] for u in own) / len(own) + v["new"][t] - frozen[t]
+    ratio = math.exp(log_ratio)
+    if chosen.objective == "reinforce":
+        return -ratio * advantage
+    if chosen.objective == "cispo":
+        weight = min(max(math.exp(frozen[t] - v["old"][t]), 1 - clip.low), 1 + clip.high)
+        return -weight * advantage * v["new"][t]
+    term = -min(ratio * advantage, min(max(ratio, 1 - clip.low), 1 + clip.high) * advantage)
+    return min(term, -clip.dual * advantage) if clip.dual is not None and advantage < 0 else term
+
+
+def direct_correction(case: Case, chosen: LossSettings, own: list[int], t: int) -> float:
+    ratios, bounds = case.values["log_ratio"], chosen.bounds
+    if bounds.veto is not None and min(math.exp(ratios[u]) for u in own) < bounds.veto:
+        return 0.0
+    weight = math.exp(case.values["log_weight"][t])
+    if chosen.correction == "tis":
+        return min(weight, bounds.high)
+    if chosen.correction == "sequence_tis":
+        return min(math.exp(sum(case.values["log_weight"][u] for u in own)), bounds.high)
+    if chosen.correction == "icepop":
+        return weight if bounds.low <= math.exp(ratios[t]) <= bounds.high else 0.0
+    if chosen.correction == "sequence_mask":
+        return float(bounds.low <= math.exp(sum(ratios[u] for u in own)) <= bounds.high)
+    if chosen.correction == "geometric_mask":
+        return float(bounds.low <= math.exp(sum(ratios[u] for u in own) / len(own)) <= bounds.high)
+    return 1.0
+
+
+def all_settings() -> list[LossSettings]:
+    """Every objective with every aggregation, correction and penalty; dual clip, veto and entropy come in turns."""
+    parts = itertools.product(get_args(Objective), get_args(Aggregation), CORRECTIONS, PENALTIES)
+    return [
+        LossSettings(
+            objective,
+            Clip(0.2, 0.28, 1.3 if index % 2 and objective in ("grpo", "gspo") else None),
+            aggregation,
+            50,
+            correction,
+            Bounds(0.8, 1.25, 0.5 if index % 3 == 0 else None),
+            penalty,
+            0.05 if index % 5 else 0.0,
+        )
+        for index, (objective, aggregation, correction, penalty) in enumerate(parts)
+    ]
+
+
+ALL = all_settings()
+LENGTHS = [7, 1, 12, 5, 4]
+
+
+def test_every_combination_equals_the_formula() -> None:
+    assert len(ALL) == 4 * 3 * 6 * 4
+    for index, chosen in enumerate(ALL):
+        case = draw(LENGTHS, seed=index)
+        result, *_ = ours(case, chosen, case.counts)
+        assert result.loss.item() == pytest.approx(direct(case, chosen, case.counts), rel=1e-10, abs=1e-12), chosen
+
+
+def test_every_combinations_gradient_equals_finite_differences() -> None:
+    """In every log-prob and every entropy. What is under a stop-gradient stays where it was."""
+    step = 1e-6
+    for index, chosen in enumerate(ALL[::5]):
+        case = draw([3, 4], seed=index)
+        result, new, entropy = ours(case, chosen, case.counts)
+        slopes = torch.autograd.grad(result.loss, (new, entropy), allow_unused=True)
+        for name, slope in zip(("new", "entropy"), slopes, strict=True):
+            for t in range(len(case.mask)):
+                sides = []
+                for shift in (step, -step):
+                    moved = case.values[name].copy()
+                    moved[t] += shift
+                    shifted = replace(case, values={**case.values, name: moved})
+                    sides.append(direct(shifted, chosen, case.counts, frozen=case.values["new"]))
+                got = 0.0 if slope is None else float(slope[t])
+                assert got == pytest.approx((sides[0] - sides[1]) / (2 * step), rel=1e-5, abs=1e-8), (chosen, name)
+
+
+def gradient(case: Case, chosen: LossSettings, counts: Counts) -> tuple[float, np.ndarray]:
+    result, new, entropy = ours(case, chosen, counts)
+    slopes = torch.autograd.grad(result.loss, (new, entropy), allow_unused=True)
+    return result.loss.item(), np.stack([np.zeros(len(new)) if s is None else s.numpy() for s in slopes])
+
+
+batches = st.tuples(st.lists(st.integers(1, 9), min_size=1, max_size=7), st.integers(0, 2**31), st.sampled_from(ALL))
+
+
+@settings(deadline=None, max_examples=60)
+@given(batches, st.randoms(use_true_random=False))
+def test_neither_packing_order_nor_micro_batches_change_the_sum(
+    batch: tuple[list[int], int, LossSettings], random: Any
+) -> None:
+    """Sequences in any order, in any number of micro-batches: each token's gradient and the loss stay the same."""
+    lengths, seed, chosen = batch
+    case = draw(lengths, seed)
+    loss, slopes = gradient(case, chosen, case.counts)
+    order = list(range(len(lengths)))
+    random.shuffle(order)
+    cuts = sorted(random.sample(range(1, len(order)), random.randint(0, len(order) - 1)))
+    total, found = 0.0, np.full_like(slopes, np.nan)
+    for start, stop in itertools.pairwise([0, *cuts, len(order)]):
+        members = [np.flatnonzero(case.sequence == sequence) for sequence in order[start:stop]]
+        rows = np.concatenate(members)
+        part = case.take(rows, np.repeat(np.arange(len(members)), [len(own) for own in members]))
+        share, found[:, rows] = gradient(part, chosen, case.counts)
+        total += share
+    assert total == pytest.approx(loss, rel=1e-9, abs=1e-12)
+    np.testing.assert_allclose(found, slopes, rtol=1e-9, atol=1e-12)
+
+
+@settings(deadline=None, max_examples=60)
+@given(batches)
+def test_tokens_that_were_not_sampled_take_part_in_nothing(batch: tuple[list[int], int, LossSettings]) -> None:
+    """Whatever stands at them, infinite or not a number, loss and gradients are as if they were not there."""
+    lengths, seed, chosen = batch
+    case = draw(lengths, seed)
+    kept = np.flatnonzero(case.mask)
+    if not len(kept):
+        return
+    names = {sequence: place for place, sequence in enumerate(dict.fromkeys(case.sequence[kept].tolist()))}
+    bare = case.take(kept, np.array([names[s] for s in case.sequence[kept].tolist()]))
+    loss, slopes = gradient(bare, chosen, case.counts)
+    spoiled = {name: values.copy() for name, values in case.values.items()}
+    for name, junk in (("old", -np.inf), ("log_ratio", np.nan), ("log_weight", np.inf), ("reference", np.nan)):
+        spoiled[name][~case.mask] = junk
+    with_padding, theirs = gradient(replace(case, values=spoiled), chosen, case.counts)
+    assert with_padding == pytest.approx(loss, rel=1e-9, abs=1e-12)
+    np.testing.assert_allclose(theirs[:, kept], slopes, rtol=1e-9, atol=1e-12)
+    assert (theirs[:, ~case.mask] == 0).all()
