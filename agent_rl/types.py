@@ -99,6 +99,22 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Rescored:
+    """A trajectory's log-probs as the engine gave them when it evaluated the whole of it again, ``n`` times.
+
+    ``values`` float32 ``[n, sampled tokens]``, in the order of the tokens; ``seconds`` all evaluations took together.
+    """
+
+    values: NDArray[np.float32]
+    seconds: float = 0.0
+
+    @property
+    def mean(self) -> NDArray[np.float32]:
+        """``[sampled tokens]``: the mean of the log-probs (not the log of the mean probability)."""
+        return self.values.mean(axis=0, dtype=np.float64).astype(np.float32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
     """A finished episode: all tokens in order, which were sampled, their log-probs, and every token's routes.
 
@@ -126,6 +142,7 @@ class Trajectory:
     grade_seconds: float = 0.0
     tests: Mapping[str, str] = field(default_factory=dict)
     test_log: str = ""
+    rescored: Rescored | None = None
 
     @property
     def routes_needed(self) -> int:
@@ -150,7 +167,11 @@ class Group:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """What the trainer trains on: one trajectory with its advantage (a scalar, the same for all its sampled tokens)."""
+    """What the trainer trains on: one trajectory with its advantage (a scalar, the same for all its sampled tokens).
+
+    ``logprobs`` float32 ``[S]`` are those it was sampled with; ``old_logprobs`` float32 ``[S]`` those that the ratio is
+    to be taken against, where they are neither these nor the trainer's own (0 where nothing was sampled).
+    """
 
     tokens: NDArray[np.int32]
     loss_mask: NDArray[np.bool_]
@@ -158,6 +179,7 @@ class Sample:
     advantage: float
     routing: Routing | None
     weight: float = 1.0
+    old_logprobs: NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,9 @@
 
 ::
 
-    schedule ── tasks ──▶ collect_groups ── groups ──▶ samples_of ── samples ──▶ trainer.step ── weights ──▶ engine
-       ▲                                                                                                       │
-       └──────────────────────────── the next step waits for the published version ────────────────────────────┘
+    schedule ── tasks ──▶ Collector ── groups ──▶ samples_of ── samples ──▶ trainer.step ── weights ──▶ engine
+       ▲                                                                                                  │
+       └───────────────────────── the next step waits for the published version ──────────────────────────┘
 
 On-policy: a step's episodes are all sampled with the weights the step before published. What a step consumed and
 produced is on disk before the next begins; a killed run goes on from its last checkpoint.
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, field
 
@@ -22,9 +22,10 @@ import numpy as np
 
 from agent_rl.config import RunConfig
 from agent_rl.controller import preflight
+from agent_rl.controller.batch import Batch, Collector
 from agent_rl.controller.guard import Guard
 from agent_rl.controller.routes import check_budget, probe_engines
-from agent_rl.controller.schedule import tasks_of_step
+from agent_rl.controller.schedule import check_enough
 from agent_rl.controller.state import RunState
 from agent_rl.controller.stop import cancel_on_sigterm
 from agent_rl.controller.summary import summarize, summary_table
@@ -33,19 +34,20 @@ from agent_rl.errors import WeightSyncError
 from agent_rl.evaluate import EvalReport, evaluate
 from agent_rl.observe.display import Display
 from agent_rl.observe.metrics import MetricsLog
-from agent_rl.rollout.group import GroupSettings, Rollout, RolloutEvent, collect_groups
+from agent_rl.rollout.filters import length_report, masked_stops
+from agent_rl.rollout.group import RolloutEvent
 from agent_rl.rollout.records import write_trajectories
 from agent_rl.rollout.settings import RolloutSettings
-from agent_rl.rollout.stats import rollout_metrics
 from agent_rl.train.advantages import samples_of
 from agent_rl.train.ray_trainer import RayTrainer
 from agent_rl.train.settings import advantage_scale
 from agent_rl.types import Sample
-from envs import Task
 
 # Engine and trainer differ by bf16 rounding, a mean of about 0.03 nats a token; weights that did not arrive, or arrived
 # under wrong names, differ by whole nats.
 SYNC_LIMIT = {"bfloat16": 0.3, "float32": 0.02}
+
+FILTER_REPORT_STEPS = 10
 
 
 @dataclass
@@ -97,6 +99,7 @@ class TrainingRun:
         self.settings = RolloutSettings.from_config(config)
         self.metrics = MetricsLog(state.dir)
         self.guard = Guard(config.guard, state.dir, display.note)
+        self.position = 0  # of the data: where the next step begins to draw its tasks
 
     async def run(self) -> dict[str, object]:
         """All remaining steps, with the evaluations before, between and after them. Returns the summary."""
@@ -108,10 +111,11 @@ class TrainingRun:
             self.display.step(int(row["step"]), row)
         await self._publish(done, Clock())
         await self._evaluate(done, total)
-        train_tasks = self.world.workshop.tasks("train")
+        tasks = self.world.workshop.tasks("train")
+        check_enough(tasks, self.config.rollout.tasks_per_step)
+        collector = Collector(self.config, tasks, limiter=self.world.limiter, engine=self.world.engine)
         for step in range(done + 1, total + 1):
-            tasks = tasks_of_step(train_tasks, step, self.config.rollout.tasks_per_step, self.config.seed)
-            await self._step(step, tasks)
+            await self._step(step, collector)
             await self._checkpoint(step, total)
             self.guard.enforce(step, self.state.checkpoint(step))
             await self._evaluate(step, total)
@@ -130,20 +134,24 @@ class TrainingRun:
         self.metrics.forget_after(step)
         self.state.forget_after(step)
         self.guard.resume(step)
+        if self.metrics.rows:
+            self.position = int(self.metrics.rows[-1]["data/position"])
         return step
 
-    async def _step(self, step: int, tasks: Sequence[Task]) -> None:
+    async def _step(self, step: int, collector: Collector) -> None:
         clock = Clock()
         async with clock.stage("step"):
             async with clock.stage("rollout"):
-                rollout = await self._rollout(step, tasks)
-            values = rollout_metrics(rollout)
-            check_budget(step, rollout.groups, self.config.r3)
+                batch = await self._rollout(step, collector)
+            self.position = batch.position
+            values = batch.values | {"data/position": float(batch.position)}
+            check_budget(step, batch.groups, self.config.r3)
             prepared = samples_of(
-                rollout.groups,
+                batch.groups,
                 baseline=self.config.train.baseline,
                 scale=advantage_scale(self.config.train),
                 drop_missing=self.config.r3.missing == "drop_sample",
+                masked=masked_stops(self.config.train.filter),
             )
             values |= prepared.metrics
             if prepared.samples:
@@ -154,22 +162,23 @@ class TrainingRun:
                     prepared.samples, measure_native=native, step=step, spike_norm=spike
                 )  # fmt: skip
             values |= await self._publish(step, clock)
-            await asyncio.to_thread(write_trajectories, self.state.dir, step, rollout.groups)
+            await asyncio.to_thread(write_trajectories, self.state.dir, step, batch.sampled)
         values |= clock.values
         values |= self.guard.judge(step, values, self.metrics.rows)
         self.metrics.append(step, values)
         self.display.step(step, values)
+        self._report_filters(step)
 
-    async def _rollout(self, step: int, tasks: Sequence[Task]) -> Rollout:
-        size = self.config.rollout.group_size
-        self.display.stage(f"step {step}: rollout", total=len(tasks) * size)
-        return await collect_groups(
-            tasks,
-            self.world.runner(self.settings),
-            GroupSettings(size, retries=self.config.rollout.sandbox_retries),
-            limiter=self.world.limiter,
-            on_event=self._on_event,
-        )
+    async def _rollout(self, step: int, collector: Collector) -> Batch:
+        rollout = self.config.rollout
+        self.display.stage(f"step {step}: rollout", total=rollout.tasks_per_step * rollout.group_size)
+        return await collector.collect(self.position, self.world.runner(self.settings), self._on_event)
+
+    def _report_filters(self, step: int) -> None:
+        if step % FILTER_REPORT_STEPS == 0:
+            ratios = [row["filter/length_ratio"] for row in self.metrics.rows if "filter/length_ratio" in row]
+            if line := length_report(ratios):
+                self.display.note(line)
 
     def _on_event(self, event: RolloutEvent) -> None:
         if event.trajectory is not None and not event.trajectory.stop.infrastructure:

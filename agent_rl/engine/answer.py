@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import orjson
 
-from agent_rl.errors import EngineOverloaded, EngineRejected, RoutesMissingError
-from agent_rl.types import Completion, FinishReason
+from agent_rl.engine.types import Scores
+from agent_rl.errors import EngineAborted, EngineOverloaded, EngineRejected, RoutesMissingError
+from agent_rl.types import Completion, FinishReason, TokenIds
 from r3.codec import RouteLayout, decode_payload, extract_payload
 from r3.routing import Routing, RoutingError, Span, SpanKind, append_span
 
@@ -61,6 +62,27 @@ def read_answer(body: bytes, asked: Asked, seconds: float) -> Completion:
     )
 
 
+def read_scores(body: bytes, tokens: TokenIds, asked: Asked, vocab_size: int) -> Scores:
+    """The log-probs of a prompt that was evaluated whole.
+
+    Raises EngineAborted for a request that the engine gave up (EngineOverloaded for one it turned away), EngineRejected
+    for an answer about other tokens or with a log-prob that is no number.
+    """
+    meta = split_body(body, asked)[0]["meta_info"]
+    if _finish(meta, asked) is FinishReason.ABORT:
+        raise EngineAborted(f"{asked}: aborted by the engine while it was evaluated")
+    entries = meta.get("input_token_logprobs") or []
+    # SGLang 0.5.23 names the vocabulary's last id as 0 here (logprob_result_processor.py); its log-prob is right.
+    last = vocab_size - 1
+    named = [token if token < last else 0 for token in tokens]
+    if [entry[1] if entry[1] < last else 0 for entry in entries] != named:
+        raise EngineRejected(
+            f"{asked}: expected input log-probs of its {len(tokens)} tokens, received {len(entries)} of others"
+        )
+    _no_null(entries[1:], asked)
+    return Scores((0.0, *(float(entry[0]) for entry in entries[1:])), _last_version(meta))
+
+
 def split_body(body: bytes, asked: Asked) -> tuple[Mapping[str, Any], bytes | memoryview | None]:
     """The parsed answer without its routes, and the routes' base64 (None where there are none)."""
     cut = extract_payload(body)
@@ -101,9 +123,13 @@ def _logprobs(meta: Mapping[str, Any], tokens: Sequence[int], asked: Asked) -> t
         raise EngineRejected(f"{asked}: expected {len(tokens)} log-probs, received {received}")
     if tuple(entry[1] for entry in entries) != tuple(tokens):
         raise EngineRejected(f"{asked}: the log-probs belong to other tokens than output_ids")
+    _no_null(entries, asked)
+    return tuple(float(entry[0]) for entry in entries)
+
+
+def _no_null(entries: Sequence[Sequence[Any]], asked: Asked) -> None:
     if any(entry[0] is None for entry in entries):
         raise EngineRejected(f"{asked}: a log-prob is null, which is how the engine writes NaN: its weights are broken")
-    return tuple(float(entry[0]) for entry in entries)
 
 
 def _last_version(meta: Mapping[str, Any]) -> str:

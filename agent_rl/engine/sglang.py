@@ -26,15 +26,17 @@ import tenacity
 
 from agent_rl.config import EngineConfig
 from agent_rl.engine.aio import shielded
-from agent_rl.engine.answer import Asked, read_answer, split_body
+from agent_rl.engine.answer import Asked, read_answer, read_scores, split_body
 from agent_rl.engine.facts import ModelFacts
 from agent_rl.engine.homes import SessionHomes
 from agent_rl.engine.http import get_json, post
-from agent_rl.errors import EngineOverloaded, EngineRejected, EngineUnreachable, RoutesMissingError
+from agent_rl.engine.types import Scores
+from agent_rl.errors import EngineAborted, EngineOverloaded, EngineRejected, EngineUnreachable, RoutesMissingError
 from agent_rl.types import Completion, SamplingParams, TokenIds
 
 _ABORT_SECONDS = 5.0
 _CONTROL_SECONDS = 120.0
+_INFRASTRUCTURE = (EngineUnreachable, EngineOverloaded, EngineAborted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +153,7 @@ class SGLangEngine:
         )
 
     def _worth_retrying(self, error: BaseException) -> bool:
-        return isinstance(error, EngineUnreachable | EngineOverloaded) and self._death() is None
+        return isinstance(error, _INFRASTRUCTURE) and self._death() is None
 
     async def _once(
         self, body: Mapping[str, Any], tokens: TokenIds, routes_from: int | None, session: str
@@ -190,25 +192,29 @@ class SGLangEngine:
 
     async def score(self, tokens: TokenIds, *, url: str | None = None) -> tuple[float, ...]:
         """Teacher-forced log-prob of every token given those before it, 0 for the first, at temperature 1."""
-        url = url or self.urls[0]
-        asked = Asked(uuid.uuid4().hex, "score", url, len(tokens), None, None)
+        return (await self._scores(url or self.urls[0], tokens, "score")).logprobs
+
+    async def rescore(self, tokens: TokenIds, *, session: str) -> Scores:
+        """As :meth:`score`, on any of the engines, tried again like a turn; see :class:`agent_rl.engine.types.Scorer`.
+
+        A sequence that fills the model's context is EngineRejected: SGLang wants room for a token after a prompt.
+        """
+        async for attempt in self._attempts(session):
+            with attempt, self._homes.visit(session) as url:
+                return await self._scores(url, tokens, session)
+        raise AssertionError("unreachable: the last attempt re-raises")
+
+    async def _scores(self, url: str, tokens: TokenIds, session: str) -> Scores:
+        asked = Asked(uuid.uuid4().hex, session, url, len(tokens), None, None)
         body = {
             "rid": asked.rid,
             "input_ids": list(tokens),
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
             "return_logprob": True,
+            # From token 0, which keeps SGLang from taking a prefix from its cache: for that it has no log-probs.
             "logprob_start_len": 0,
         }
-        answer, _ = split_body(await self._post(url, body), asked)
-        entries = answer["meta_info"].get("input_token_logprobs") or []
-        # SGLang 0.5.23 names the vocabulary's last id as 0 here (logprob_result_processor.py); its log-prob is right.
-        last = self.facts.vocab_size - 1
-        named = [token if token < last else 0 for token in tokens]
-        if [entry[1] if entry[1] < last else 0 for entry in entries] != named:
-            raise EngineRejected(
-                f"{asked}: expected input log-probs of its {len(tokens)} tokens, received {len(entries)} of others"
-            )
-        return (0.0, *(float(entry[0]) for entry in entries[1:]))
+        return read_scores(await self._post(url, body), tokens, asked, self.facts.vocab_size)
 
     async def info(self, url: str | None = None) -> EngineInfo:
         """What the server at ``url`` (the first by default) says of itself."""

@@ -1,7 +1,8 @@
-"""The engine as the loop sees it: one method."""
+"""The engine as the loop sees it: what samples, and what evaluates a finished sequence again."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from agent_rl.types import Completion, SamplingParams, TokenIds
@@ -19,6 +20,26 @@ class Engine(Protocol):
         ``len(tokens) + len(completion) - 1 - routes_from`` rows, or is None where the engine sent none: whether that
         may be is the caller's to say. ``session`` names the episode (keeps it on its engine).
         A request that the engine gave up is answered with what came until then and ``finish`` ABORT.
+        Raises one of :mod:`agent_rl.errors`' engine errors once the retry budget is spent.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """A sequence's teacher-forced log-probs at temperature 1, each token's given those before it (0 for the first), and
+    the version of the weights that gave them."""
+
+    logprobs: tuple[float, ...]
+    weight_version: str
+
+
+class Scorer(Protocol):
+    """Evaluates a whole sequence."""
+
+    async def rescore(self, tokens: TokenIds, *, session: str) -> Scores:
+        """Compute all of ``tokens`` afresh, no cached prefix used. ``session`` spreads evaluations over engines.
+
         Raises one of :mod:`agent_rl.errors`' engine errors once the retry budget is spent.
         """
         ...

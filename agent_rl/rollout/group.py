@@ -5,6 +5,7 @@ What holds:
 - at most ``limiter.limit`` episodes are in flight, however many groups there are;
 - every group is reported exactly once, as finished or as dropped, in the order they end;
 - an infrastructure failure is run again at most ``retries`` times a group, and never enters a group as a reward;
+- a finished trajectory is rescored at once, while other episodes still run, but only in a group that teaches something;
 - leaving :func:`collect_groups` by any way (return, error, cancellation) leaves no episode running.
 """
 
@@ -13,15 +14,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from agent_rl.errors import RolloutFailed
+from agent_rl.errors import EngineError, RolloutFailed
+from agent_rl.rollout.filters import contrasting
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.types import Group, Trajectory
 from envs import Task
 
 EpisodeRunner = Callable[[Task], Awaitable[Trajectory]]
 """Runs one episode of a task: ``functools.partial(run_episode, env, engine=..., renderer=..., ...)``, say."""
+
+
+Rescore = Callable[[Trajectory], Awaitable[Trajectory]]
+"""Gives a finished trajectory back rescored: :class:`agent_rl.rollout.rescore.Rescorer`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,14 +64,20 @@ class GroupSettings:
     """``size`` trajectories a group; ``retries`` episodes of it may be run again after an infrastructure failure.
 
     A group that ends with fewer than ``min_size`` trajectories is dropped (an advantage needs two to compare), and
-    more than ``max_dropped`` dropped groups fail the rollout; None allows a quarter of them, so that one task with a
-    broken image doesn't end a long run and a broken host does.
+    more than ``max_dropped`` dropped groups fail the rollout; None allows a quarter of the tasks, so that one task with
+    a broken image doesn't end a long run and a broken host does. ``rescore_uniform``: rescore groups also while all
+    their rewards are equal (for advantages that are not taken within the group).
     """
 
     size: int
     retries: int = 3
     min_size: int = 2
     max_dropped: int | None = None
+    rescore_uniform: bool = False
+
+
+Refill = Callable[[Group | DroppedGroup], Task | None]
+"""Asked as each group ends: a further task to run, or None."""
 
 
 async def collect_groups(
@@ -75,19 +87,31 @@ async def collect_groups(
     *,
     limiter: Limiter,
     on_event: Callable[[RolloutEvent], None] | None = None,
+    rescore: Rescore | None = None,
+    refill: Refill | None = None,
 ) -> Rollout:
     """Run ``settings.size`` episodes of every task, calling ``on_event`` as episodes and groups end.
 
+    ``rescore`` is called with every trajectory once its group has any contrast; one whose rescoring raises EngineError
+    is no member of its group, as if it had not been run, and counts as an infrastructure failure. ``refill`` may add a
+    task whenever a group ends.
     Raises RolloutFailed when more groups than ``settings.max_dropped`` allows were dropped, and whatever ``run`` raises
     (the first one, not a group of them); the other episodes are then cancelled and have cleaned up.
     """
     max_dropped = len(tasks) // 4 if settings.max_dropped is None else settings.max_dropped
-    collector = _Collector(run, replace(settings, max_dropped=max_dropped), limiter, on_event or (lambda event: None))
+    settings = replace(settings, max_dropped=max_dropped)
+    collector = _Collector(run, settings, limiter, on_event or (lambda event: None), rescore)
     started = time.perf_counter()
     try:
         async with asyncio.TaskGroup() as scope:
+
+            async def run_group(task: Task) -> None:
+                ended = await collector.group(task)
+                if refill is not None and (further := refill(ended)) is not None:
+                    scope.create_task(run_group(further), name=f"group-{further.id}")
+
             for task in tasks:
-                scope.create_task(collector.group(task), name=f"group-{task.id}")
+                scope.create_task(run_group(task), name=f"group-{task.id}")
     except BaseExceptionGroup as errors:
         raise first_leaf(errors) from None
     return Rollout(tuple(collector.groups), tuple(collector.dropped), time.perf_counter() - started)
@@ -100,6 +124,17 @@ def first_leaf(error: BaseException) -> BaseException:
     return error
 
 
+@dataclass(slots=True)
+class _Forming:
+    """A group while its episodes run. Members keep their places: ``asked`` of them were sent to be rescored, those in
+    ``lost`` could not be."""
+
+    members: list[Trajectory] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    asked: int = 0
+    lost: set[int] = field(default_factory=set)
+
+
 class _Collector:
     def __init__(
         self,
@@ -107,41 +142,59 @@ class _Collector:
         settings: GroupSettings,
         limiter: Limiter,
         on_event: Callable[[RolloutEvent], None],
+        rescore: Rescore | None,
     ) -> None:
         self.run, self.settings, self.limiter, self.on_event = run, settings, limiter, on_event
+        self.rescore = rescore
         self.groups: list[Group] = []
         self.dropped: list[DroppedGroup] = []
 
-    async def group(self, task: Task) -> None:
-        members: list[Trajectory] = []
-        failures: list[str] = []
+    async def group(self, task: Task) -> Group | DroppedGroup:
+        forming = _Forming()
         async with asyncio.TaskGroup() as scope:
             for index in range(self.settings.size):
-                scope.create_task(self._member(task, members, failures), name=f"episode-{task.id}-{index}")
+                scope.create_task(self._member(task, forming, scope), name=f"episode-{task.id}-{index}")
+        members = [member for at, member in enumerate(forming.members) if at not in forming.lost]
         if len(members) >= min(self.settings.min_size, self.settings.size):
-            self._finish(Group(task.id, tuple(members), infrastructure_failures=len(failures)))
-        else:
-            self._drop(DroppedGroup(task.id, tuple(failures)))
+            return self._finish(Group(task.id, tuple(members), infrastructure_failures=len(forming.failures)))
+        return self._drop(DroppedGroup(task.id, tuple(forming.failures)))
 
-    async def _member(self, task: Task, members: list[Trajectory], failures: list[str]) -> None:
+    async def _member(self, task: Task, forming: _Forming, scope: asyncio.TaskGroup) -> None:
         """Run one trajectory of the group, again after an infrastructure failure while the group's budget lasts."""
         while True:
             async with self.limiter:
                 trajectory = await self.run(task)
             if trajectory.stop.infrastructure:
-                failures.append(trajectory.error or trajectory.stop.value)
+                forming.failures.append(trajectory.error or trajectory.stop.value)
             else:
-                members.append(trajectory)
+                forming.members.append(trajectory)
+                self._rescore_members(forming, scope)
             self._tell(trajectory=trajectory)
             # The n-th failure is retried only for n <= retries; members that fail after that are given up.
-            if not trajectory.stop.infrastructure or len(failures) > self.settings.retries:
+            if not trajectory.stop.infrastructure or len(forming.failures) > self.settings.retries:
                 return
 
-    def _finish(self, group: Group) -> None:
+    def _rescore_members(self, forming: _Forming, scope: asyncio.TaskGroup) -> None:
+        """Begin to rescore the members not yet begun with, unless the group has taught nothing so far."""
+        if self.rescore is None or not (self.settings.rescore_uniform or contrasting(forming.members)):
+            return
+        for at in range(forming.asked, len(forming.members)):
+            scope.create_task(self._rescore_member(forming, at, self.rescore), name=f"rescore-{at}")
+        forming.asked = len(forming.members)
+
+    async def _rescore_member(self, forming: _Forming, at: int, rescore: Rescore) -> None:
+        try:
+            forming.members[at] = await rescore(forming.members[at])
+        except EngineError as error:
+            forming.lost.add(at)
+            forming.failures.append(f"rescoring: {type(error).__name__}: {error}")
+
+    def _finish(self, group: Group) -> Group:
         self.groups.append(group)
         self._tell(group=group)
+        return group
 
-    def _drop(self, dropped: DroppedGroup) -> None:
+    def _drop(self, dropped: DroppedGroup) -> DroppedGroup:
         self.dropped.append(dropped)
         self._tell(dropped=dropped)
         bound = self.settings.max_dropped
@@ -150,6 +203,7 @@ class _Collector:
                 f"{len(self.dropped)} group(s) could not be collected (at most {bound} may be "
                 f"dropped); task {dropped.task_id} failed {len(dropped.errors)} times, last: {dropped.errors[-1]}"
             )
+        return dropped
 
     def _tell(
         self,

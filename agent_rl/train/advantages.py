@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agent_rl.errors import TrainerError
-from agent_rl.types import Group, Sample, Trajectory
+from agent_rl.types import Group, Sample, StopReason, Trajectory
 from r3.routing import Routing, Span, SpanKind
 
 Baseline = Literal["mean", "leave_one_out", "batch"]
@@ -68,6 +68,7 @@ def samples_of(
     baseline: Baseline = "mean",
     scale: Scale = "group",
     drop_missing: bool = False,
+    masked: Collection[StopReason] = (),
     eps: float = 1e-6,
 ) -> GroupSamples:
     """One sample a trajectory, its advantage taken within its group; groups without variance are dropped and counted.
@@ -78,7 +79,9 @@ def samples_of(
     nothing was sampled counts for its group's advantages and is no sample. Where the engine sent the routes of some
     tokens only, the others' rows are absent and the trainer routes those tokens itself; with ``drop_missing`` such a
     trajectory is left out before advantages are taken, as if it had not been run, and a group that keeps fewer than 2
-    teaches nothing. Raises TrainerError where a trajectory has no reward: an infrastructure failure must not reach the
+    teaches nothing. One that ended in a way that is ``masked`` counts for its group's advantages and is no sample: its
+    tokens are in no term of the loss and in nothing it is divided by (overlong filtering: DAPO, arXiv 2503.14476,
+    section 3.4). Raises TrainerError where a trajectory has no reward: an infrastructure failure must not reach the
     trainer.
     """
     like = next((t.routing for group in groups for t in group.trajectories if t.routing is not None), None)
@@ -91,9 +94,9 @@ def samples_of(
         if not advantages.any():
             zero_variance += 1
             continue
-        kept.extend((t, a) for t, a in zip(members, advantages.tolist(), strict=True) if t.loss_mask.any())
+        kept.extend((t, a) for t, a in zip(members, advantages.tolist(), strict=True) if _trained(t, masked))
     spread = float(np.std([advantage for _, advantage in kept])) + eps if scale == "batch" and kept else 1.0
-    samples = tuple(_sample(t, advantage / spread, like) for t, advantage in kept if t.loss_mask.any())
+    samples = tuple(_sample(t, advantage / spread, like) for t, advantage in kept)
     return GroupSamples(samples, len(groups), zero_variance, dropped)
 
 
@@ -105,6 +108,10 @@ def _advantages(
         return [group_advantages(group, baseline=baseline, scale=scale, eps=eps) for group in rewards]
     flat = group_advantages([reward for group in rewards for reward in group], scale="none")
     return np.split(flat, np.cumsum([len(group) for group in rewards]))[:-1]
+
+
+def _trained(trajectory: Trajectory, masked: Collection[StopReason]) -> bool:
+    return trajectory.stop not in masked and bool(trajectory.loss_mask.any())
 
 
 def _reward(group: Group, trajectory: Trajectory) -> float:
@@ -124,7 +131,17 @@ def _sample(trajectory: Trajectory, advantage: float, like: Routing | None) -> S
         logprobs=trajectory.logprobs,
         advantage=advantage,
         routing=routing,
+        old_logprobs=_old_logprobs(trajectory),
     )
+
+
+def _old_logprobs(trajectory: Trajectory) -> NDArray[np.float32] | None:
+    """``[S]``: the rescored means, 0 where nothing was sampled; None where it was not rescored."""
+    if trajectory.rescored is None:
+        return None
+    old = np.zeros(len(trajectory.tokens), np.float32)
+    old[trajectory.loss_mask] = trajectory.rescored.mean
+    return old
 
 
 def _absent_rows(tokens: int, like: Routing) -> Routing:

@@ -57,6 +57,7 @@ def policy_loss(
     settings: LossSettings,
     counts: Counts,
     reference_T: Tensor | None = None,
+    log_weight_T: Tensor | None = None,
 ) -> PolicyLoss:
     """This micro-batch's share of the loss::
 
@@ -64,7 +65,8 @@ def policy_loss(
 
     ``l`` the objective's terms (:mod:`.objectives`) with ``rho_t = exp(logprob_t - old_logprob_t)``; ``a`` the
     aggregation's weights, which divide by ``counts``; ``c`` the correction's (:mod:`.corrections`) from
-    ``log_ratio_T``, the trainer's log-probs before the update minus the rollout's; ``w`` the samples' weights
+    ``log_ratio_T``, the trainer's log-probs before the update minus the rollout's, and ``log_weight_T``, the old ones
+    minus the rollout's (None: the old ones are the trainer's); ``w`` the samples' weights
     ``weights_T``, 1 by default, which scale a token's term and not what is divided by; ``k`` the estimated KL to the
     reference, whose log-probs are ``reference_T`` (GRPO, arXiv 2402.03300, eq. 3; only of place "loss"); ``H`` the
     entropy ``entropy_T``, of which a gradient is wanted where ``settings.entropy``, eta, is not 0. A correction leaves
@@ -74,7 +76,9 @@ def policy_loss(
     terms = objective_terms(
         settings.objective, logprobs_T, old_logprobs_T, advantages_T, mask_T, sequence_T, settings.clip
     )
-    factors_T = correction_weights(settings.correction, log_ratio_T, mask_T, sequence_T, settings.bounds)
+    factors_T = correction_weights(
+        settings.correction, log_ratio_T, mask_T, sequence_T, settings.bounds, log_weight_T=log_weight_T
+    )
     shares_T = aggregation_weights(
         settings.aggregation,
         mask_T,

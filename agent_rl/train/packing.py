@@ -27,7 +27,8 @@ class MicroBatch:
 
     ``sample_ids``: each sequence's index in the global batch.
     ``tokens_T`` int64, ``cu_seqlens`` int32 ``[n + 1]``, ``mask_T`` bool (sampled, and not a sequence's first token),
-    ``logprobs_T`` float32 (the rollout's), ``advantages_T`` and ``weights_T`` float32.
+    ``logprobs_T`` float32 (the rollout's), ``advantages_T`` and ``weights_T`` float32. ``old_logprobs_T`` float32: the
+    samples' own ``old_logprobs``, None where they have none.
     """
 
     sample_ids: tuple[int, ...]
@@ -37,6 +38,7 @@ class MicroBatch:
     logprobs_T: NDArray[np.float32]
     advantages_T: NDArray[np.float32]
     weights_T: NDArray[np.float32]
+    old_logprobs_T: NDArray[np.float32] | None = None
 
     @property
     def tokens(self) -> int:
@@ -108,7 +110,17 @@ def pack(samples: Mapping[int, Sample] | Sequence[Sample], ids: Sequence[int]) -
         logprobs_T=np.concatenate([sample.logprobs for sample in members]).astype(np.float32),
         advantages_T=np.repeat([sample.advantage for sample in members], lengths).astype(np.float32),
         weights_T=np.repeat([sample.weight for sample in members], lengths).astype(np.float32),
+        old_logprobs_T=_old_logprobs(ids, members),
     )
+
+
+def _old_logprobs(ids: Sequence[int], members: Sequence[Sample]) -> NDArray[np.float32] | None:
+    """All samples have some or none has: the ratio is taken against one source."""
+    own = [sample.old_logprobs for sample in members if sample.old_logprobs is not None]
+    if own and len(own) != len(members):
+        lacking = next(i for i, sample in zip(ids, members, strict=True) if sample.old_logprobs is None)
+        raise TrainerError(f"sample {lacking} has no old log-probs of its own, and others of its micro-batch have")
+    return np.concatenate(own).astype(np.float32) if own else None
 
 
 def pack_weighted(sequences: Sequence[tuple[NDArray[np.int32], NDArray[np.float32]]], ids: Sequence[int]) -> MicroBatch:
@@ -160,3 +172,5 @@ def _check_sample(index: int, sample: Sample) -> None:
     for name, array in (("loss_mask", sample.loss_mask), ("logprobs", sample.logprobs)):
         if len(array) != tokens:
             raise TrainerError(f"sample {index} has {tokens} tokens and {len(array)} entries of {name}")
+    if sample.old_logprobs is not None and len(sample.old_logprobs) != tokens:
+        raise TrainerError(f"sample {index} has {tokens} tokens and {len(sample.old_logprobs)} old log-probs")

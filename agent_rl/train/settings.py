@@ -9,6 +9,7 @@ from typing import Literal
 from agent_rl.config import ParallelConfig, RunConfig, TrainConfig
 
 Replay = Literal["r3", "r2", "off"]
+OldLogprobs = Literal["recompute", "rollout", "rescore"]
 Objective = Literal["grpo", "gspo", "cispo", "reinforce"]
 Aggregation = Literal["token", "sequence", "constant"]
 Correction = Literal["tis", "icepop", "sequence_tis", "sequence_mask", "geometric_mask"]
@@ -116,11 +117,12 @@ ALLOW_SPIKES = SpikePolicy()
 @dataclass(frozen=True, slots=True)
 class StepSettings:
     """One global step. ``old_logprobs``: what the ratio is taken against, the trainer's own (recomputed before the
-    update) or the rollout's. ``temperature`` is the one the rollout sampled at: log-probs are compared there."""
+    update), the rollout's as sampled, or the samples' ``old_logprobs`` (rescored by the engine). ``temperature`` is the
+    one the rollout sampled at: log-probs are compared there."""
 
     replay: Replay
     loss: LossSettings
-    old_logprobs: Literal["recompute", "rollout"]
+    old_logprobs: OldLogprobs
     temperature: float
     measure_native: bool
     spikes: SpikePolicy = ALLOW_SPIKES
@@ -184,7 +186,7 @@ def step_settings(config: RunConfig, *, measure_native: bool, spike_norm: float 
     return StepSettings(
         replay=config.train.replay,
         loss=loss_settings(config),
-        old_logprobs=config.train.old_logprobs,
+        old_logprobs=config.train.old_logprob.source,
         temperature=config.rollout.temperature or 1.0,
         measure_native=measure_native,
         spikes=SpikePolicy(spike_norm, config.guard.on_spike),

@@ -13,7 +13,7 @@ Axes: ``T`` packed tokens, ``L`` MoE layers, ``R`` rows and ``C`` columns of a r
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,7 +69,7 @@ def without_routes(samples: Sequence[Sample], micro_batches: MicroBatches) -> di
 
 
 def _bare(sample: Sample) -> Sample:
-    return Sample(sample.tokens, sample.loss_mask, sample.logprobs, sample.advantage, None, sample.weight)
+    return replace(sample, routing=None)
 
 
 def cut(samples: Sequence[Sample], ids: Sequence[int], spec: ShardSpec) -> RouteShard:

@@ -1,0 +1,20 @@
+"""Trajectories made by hand, for tests of what becomes of them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from agent_rl.types import StopReason, Trajectory
+
+
+def trajectory(
+    reward: float, sampled: int = 2, stop: StopReason = StopReason.SUBMITTED, task_id: str = "t"
+) -> Trajectory:
+    """Three tokens of prompt, then ``sampled`` ones of log-prob -1, by weights "0"."""
+    length = 3 + sampled
+    mask = np.arange(length) >= 3
+    return Trajectory(
+        task_id=task_id, env="e", tokens=np.arange(length, dtype=np.int32), loss_mask=mask,
+        logprobs=np.where(mask, -1.0, 0.0).astype(np.float32), routing=None, stop=stop, reward=reward,
+        resolved=reward == 1.0, turns=(), messages=(), weight_versions=("0",),
+    )  # fmt: skip
