@@ -17,7 +17,9 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from agent_rl.train.megatron.kernels import rotary_tables, rotate
 from agent_rl.train.megatron.layout import Layout
+from agent_rl.train.megatron.rotary import Rotary
 
 
 @dataclass
@@ -30,14 +32,11 @@ class PackedAttention(PackedSeqParams):
     cu_seqlens: Tensor = field(default=None)  # type: ignore[assignment]
 
     @classmethod
-    def build(cls, layout: Layout, head_dim: int, theta: float, device: torch.device) -> PackedAttention:
-        """Rotary tables ``[T, 1, D/2]`` for the positions of this rank's tokens."""
-        inverse = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-        angles = torch.outer(layout.positions.float(), inverse)[:, None, :].to(device)
+    def build(cls, layout: Layout, rotary: Rotary, device: torch.device) -> PackedAttention:
+        """Rotary tables ``[T, 1, D]`` for the positions of this rank's tokens."""
+        cos, sin = rotary_tables(layout.positions.to(device), rotary)
         cumulative = torch.tensor([0, *layout.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        return cls(
-            qkv_format="thd", layout=layout, cos=angles.cos(), sin=angles.sin(), cu_seqlens=cumulative.to(device)
-        )
+        return cls(qkv_format="thd", layout=layout, cos=cos, sin=sin, cu_seqlens=cumulative.to(device))
 
 
 class CoreAttention(torch.nn.Module):
@@ -106,9 +105,3 @@ class CoreAttention(torch.nn.Module):
             **mask,
         )
         return out[0].transpose(0, 1)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding of ``x [T, H, D]`` in float32, the two halves of D rotated against each other."""
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

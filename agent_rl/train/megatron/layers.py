@@ -16,6 +16,7 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -27,6 +28,7 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor
 
 from agent_rl.train.megatron.attention import CoreAttention
+from agent_rl.train.megatron.kernels import rms_norm
 
 
 class RMSNorm(torch.nn.Module):
@@ -41,9 +43,7 @@ class RMSNorm(torch.nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * normed.to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class Experts(torch.nn.Module):
@@ -81,6 +81,15 @@ class Experts(torch.nn.Module):
         return F.grouped_mm(tokens, weight.transpose(1, 2), offs=ends)
 
 
+class SharedExpert(SharedExpertMLP):
+    """An expert that every token uses, its output times a sigmoid gate of the token's own."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        if self.gate_weight is not None:  # Megatron leaves it on the CPU
+            self.gate_weight.data = self.gate_weight.data.to(torch.cuda.current_device())
+
+
 class EvenMoELayer(MoELayer):
     """For the allgather dispatcher, whose ranks must bring equally many tokens: fills up to the largest number.
 
@@ -114,7 +123,9 @@ def block_spec(config: TransformerConfig, moe: list[bool], virtual_stage: int | 
 def _layer_spec(config: TransformerConfig, moe: bool) -> ModuleSpec:
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     layer = EvenMoELayer if config.moe_token_dispatcher_type == "allgather" else MoELayer
-    experts = ModuleSpec(module=layer, submodules=MoESubmodules(experts=ModuleSpec(module=Experts)))
+    shared = ModuleSpec(module=SharedExpert, submodules=linears)
+    submodules = MoESubmodules(experts=ModuleSpec(module=Experts), shared_experts=shared)
+    experts = ModuleSpec(module=layer, submodules=submodules)
     attention = ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},

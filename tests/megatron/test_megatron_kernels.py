@@ -1,0 +1,76 @@
+"""The hand-written backward passes against autograd's own, on the formulas written out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed (the train extra)")
+import torch
+from torch import Tensor
+
+from agent_rl.train.megatron.kernels import rms_norm, rotary_tables, rotate
+from agent_rl.train.megatron.rotary import Rotary
+
+pytestmark = pytest.mark.megatron
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
+dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+
+
+def norm_written_out(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def rotation_written_out(x: Tensor, angles: Tensor) -> Tensor:
+    first, second = x.float().chunk(2, dim=-1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def same(ours: Callable[..., Tensor], written_out: Callable[..., Tensor], leaves: list[Tensor]) -> None:
+    """Values and gradients agree, relative to the largest entry."""
+    got, wanted = ours(*leaves), written_out(*leaves)
+    assert got.dtype == wanted.dtype
+    gradient = torch.randn_like(wanted)
+    pairs = zip(
+        (got, *torch.autograd.grad(got, leaves, gradient)),
+        (wanted, *torch.autograd.grad(wanted, leaves, gradient)),
+        strict=True,
+    )
+    for mine, theirs in pairs:
+        assert mine.dtype == theirs.dtype
+        error = (mine.float() - theirs.float()).abs().max() / theirs.float().abs().max()
+        assert error < TOLERANCE[leaves[0].dtype]
+
+
+def leaf(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    return (torch.randn(shape) * scale).to(dtype).requires_grad_()
+
+
+@dtypes
+@pytest.mark.parametrize("shape", [(50, 1, 24), (7, 1, 3, 16)], ids=["hidden", "heads"])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])  # at the smallest, eps is as large as the mean square
+def test_norm(dtype: torch.dtype, shape: tuple[int, ...], scale: float) -> None:
+    torch.manual_seed(0)
+    leaves = [leaf(*shape, dtype=dtype, scale=scale), leaf(shape[-1], dtype=dtype)]
+    same(lambda x, w: rms_norm(x, w, 1e-6), lambda x, w: norm_written_out(x, w, 1e-6), leaves)
+
+
+def test_norm_of_zeros_is_zero() -> None:
+    x = torch.zeros(3, 1, 8, requires_grad=True)
+    rms_norm(x, torch.ones(8), 1e-6).sum().backward()
+    assert torch.isfinite(x.grad).all()
+
+
+@dtypes
+@pytest.mark.parametrize("scale", [1.0, 1.3])
+def test_rotation(dtype: torch.dtype, scale: float) -> None:
+    torch.manual_seed(0)
+    frequencies = 1.0 / 1e6 ** (torch.arange(0, 16, 2) / 16)
+    positions = torch.tensor([0, 1, 2, 0, 1, 70_000])
+    cos, sin = rotary_tables(positions, Rotary(frequencies, scale))
+    angles = (positions[:, None] * frequencies)[:, None, :]
+    x = [leaf(len(positions), 3, 16, dtype=dtype)]
+    same(lambda x: rotate(x, cos, sin), lambda x: scale * rotation_written_out(x, angles), x)
