@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from agent_rl.train.rank import TrainerRank
     from agent_rl.train.shards import RankInfo
 
+WRITER = "writer"
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -60,3 +62,10 @@ class RankActor:
         if self._rank is None:
             raise TrainerError("the rank was not started")
         return getattr(self._rank, method)(*arguments)
+
+    def written(self) -> int:
+        """:meth:`agent_rl.train.rank.TrainerRank.written`, in the concurrency group ``WRITER``: it waits beside what
+        :meth:`call` runs."""
+        if self._rank is None:
+            raise TrainerError("the rank was not started")
+        return self._rank.written()

@@ -1,7 +1,15 @@
-"""Checkpoints: one file a rank and a manifest, written beside the target and renamed into place.
+"""Checkpoints as folders: every rank's files and a manifest, written beside the target and renamed into place.
 
-A folder that holds ``manifest.json`` is complete: the manifest is written last, and the rename makes the whole folder
-appear at once. A killed save leaves only a ``.partial`` folder, which the next save of that name removes.
+::
+
+    step-000010/
+      manifest.json            format, counts, the layout that wrote, checksums, and what the run says of itself
+      rank-00000.safetensors   the pieces of the state that rank 0 keeps (agent_rl/train/pieces.py)
+      rank-00000.rng.pt        its random state
+      rank-00001...
+
+A folder that holds ``manifest.json`` is complete: the manifest is written last, when all files are synced, and the
+rename makes the whole folder appear at once. A killed save leaves only a ``.partial`` folder; :func:`tidy` removes it.
 """
 
 from __future__ import annotations
@@ -9,29 +17,37 @@ from __future__ import annotations
 import errno
 import json
 import os
-import pickle
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from agent_rl.config import ParallelConfig
-from agent_rl.errors import ConfigError, TrainerError, UserError
+from agent_rl.errors import AgentRlError, ConfigError, TrainerError, UserError
+from agent_rl.train import pieces
+from agent_rl.train.pieces import PieceReader
 
-FORMAT = 1
+FORMAT = 2
 _STEP = re.compile(r"step-(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a checkpoint was made with: it resumes only in the same layout."""
+    """What a checkpoint is of. ``counts`` are the optimizer's; ``parallel`` and ``dtype`` those of the trainer that
+    wrote; ``checksums`` its ranks' CRC-32s, in order; ``run`` is the controller's own, of plain values."""
 
     format: int
     updates: int
-    parallel: Mapping[str, int | str]
+    counts: Mapping[str, int]
+    parallel: Mapping[str, int | str | bool]
     dtype: str
+    checksums: tuple[int, ...]
+    run: Mapping[str, int | str] = field(default_factory=dict)
+
+    def written_by(self, parallel: ParallelConfig) -> bool:
+        """Whether a trainer of the layout ``parallel`` wrote it."""
+        return ParallelConfig.model_validate(self.parallel) == parallel
 
 
 def partial_folder(folder: Path) -> Path:
@@ -40,8 +56,13 @@ def partial_folder(folder: Path) -> Path:
 
 
 def rank_file(folder: Path, rank: int) -> Path:
-    """The file of one rank in a checkpoint."""
-    return folder / f"rank-{rank:05d}.pt"
+    """The state of one rank in a checkpoint."""
+    return folder / f"rank-{rank:05d}.safetensors"
+
+
+def rng_file(folder: Path, rank: int) -> Path:
+    """The random state of one rank in a checkpoint."""
+    return folder / f"rank-{rank:05d}.rng.pt"
 
 
 def begin(folder: Path) -> Path:
@@ -53,13 +74,18 @@ def begin(folder: Path) -> Path:
 
 
 def commit(folder: Path, manifest: Manifest) -> None:
-    """Make the partial folder of ``folder`` appear as ``folder``, replacing an older one of that name."""
+    """Make the partial folder of ``folder`` appear as ``folder``, replacing an older one of that name. Raises as
+    :func:`disk_error`, leaving no partial folder."""
     partial = partial_folder(folder)
     path = partial / "manifest.json"
-    path.write_text(json.dumps(asdict(manifest), indent=1))
-    _sync(path)
-    _sync(partial)
-    old = folder.with_name(f".{folder.name}.old")
+    try:
+        path.write_text(json.dumps(asdict(manifest), indent=1))
+        _sync(path)
+        _sync(partial)
+    except OSError as error:
+        abandon(folder)
+        raise disk_error(path, error) from error
+    old = _old_folder(folder)
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
         folder.rename(old)
@@ -73,19 +99,60 @@ def abandon(folder: Path) -> None:
     shutil.rmtree(partial_folder(folder), ignore_errors=True)
 
 
-def read_manifest(folder: Path, parallel: ParallelConfig) -> Manifest:
-    """The manifest of a complete checkpoint. Raises ConfigError where there is none, or it has another layout."""
+def remove(folder: Path) -> None:
+    """Remove a checkpoint; killed on the way, it leaves only what :func:`tidy` removes."""
+    gone = partial_folder(folder)
+    shutil.rmtree(gone, ignore_errors=True)
+    folder.rename(gone)
+    shutil.rmtree(gone)
+
+
+def tidy(checkpoints: Path) -> None:
+    """Remove what killed saves left in the folder of all checkpoints; one that was being replaced is put back."""
+    for old in checkpoints.glob(".*.old"):
+        folder = old.with_name(old.name.removeprefix(".").removesuffix(".old"))
+        if not folder.exists():
+            old.rename(folder)
+    for rest in (*checkpoints.glob(".*.partial"), *checkpoints.glob(".*.old")):
+        shutil.rmtree(rest)
+
+
+def disk_error(path: Path, error: OSError) -> AgentRlError:
+    """Why ``path`` could not be written, in one line: a UserError where the disk is full, else a TrainerError."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return UserError(f"{path}: no room on the disk; make some, set runs_dir, or lower train.keep_checkpoints")
+    return TrainerError(f"{path}: could not be written: {error.strerror or error}")
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a complete checkpoint. Raises ConfigError where there is none, or of another format."""
     path = folder / "manifest.json"
     if not path.is_file():
         raise ConfigError(f"{folder}: not a complete checkpoint (no manifest.json)")
-    manifest = Manifest(**json.loads(path.read_text()))
-    if manifest.format != FORMAT:
-        raise ConfigError(f"{folder}: checkpoint format {manifest.format}, this version reads {FORMAT}")
-    if ParallelConfig.model_validate(manifest.parallel) != parallel:
-        raise ConfigError(
-            f"{folder}: written with train.parallel {dict(manifest.parallel)}, the config has {parallel.model_dump()}"
-        )
-    return manifest
+    try:
+        said = json.loads(path.read_text())
+        if said["format"] == FORMAT:
+            return Manifest(**{**said, "checksums": tuple(said["checksums"])})
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path}: not the manifest of a checkpoint: {error}") from error
+    raise ConfigError(
+        f"{folder}: checkpoint format {said['format']}, this version reads {FORMAT}: go on with the version that wrote "
+        "it, or start a new run from an exported model"
+    )
+
+
+def open_pieces(folder: Path, manifest: Manifest) -> PieceReader:
+    """The state in a checkpoint. Raises TrainerError where a file is missing or damaged."""
+    return PieceReader([rank_file(folder, rank) for rank in range(len(manifest.checksums))])
+
+
+def verify(folder: Path, manifest: Manifest, *, share: int = 0, shares: int = 1) -> None:
+    """Read every file (of ``shares``, those of ``share``) and compare checksums. Raises TrainerError naming one that
+    is missing or damaged."""
+    for rank in range(share, len(manifest.checksums), shares):
+        path = rank_file(folder, rank)
+        if pieces.checksum(path) != manifest.checksums[rank]:
+            raise TrainerError(f"{path}: damaged, its checksum is not the manifest's; remove {folder} to go on before")
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
@@ -103,32 +170,8 @@ def checkpoint_step(folder: Path) -> int:
     return int(match[1])
 
 
-def write_rank(folder: Path, rank: int, state: Mapping[str, Any]) -> None:
-    """Write and sync one rank's state. Raises UserError where the disk has no room."""
-    import torch
-
-    path = rank_file(folder, rank)
-    try:
-        with path.open("wb") as stream:
-            torch.save(dict(state), stream)
-            stream.flush()
-            os.fsync(stream.fileno())
-    except (OSError, RuntimeError) as error:
-        # torch wraps the stream's OSError in a RuntimeError of its own.
-        if shutil.disk_usage(folder).free < 1 << 20 or getattr(error, "errno", 0) == errno.ENOSPC:
-            raise UserError(f"{folder}: no room on the disk for the checkpoint; free some or set runs_dir") from None
-        raise TrainerError(f"{path}: could not be written: {error}") from error
-
-
-def read_rank(folder: Path, rank: int) -> dict[str, Any]:
-    """One rank's state, on the CPU. Raises TrainerError where its file is missing or damaged."""
-    import torch
-
-    path = rank_file(folder, rank)
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise TrainerError(f"{path}: could not be read: {str(error).splitlines()[0]}") from error
+def _old_folder(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.old")
 
 
 def _sync(path: Path) -> None:

@@ -2,30 +2,59 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
+import subprocess
+from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from agent_rl.config import ParallelConfig
-from agent_rl.errors import ConfigError, TrainerError
+from agent_rl.errors import ConfigError, TrainerError, UserError
 from agent_rl.train import checkpoint
 from agent_rl.train.checkpoint import Manifest, latest_checkpoint, read_manifest
+from agent_rl.train.pieces import Part, whole_part, write_pieces
 
 LAYOUT = ParallelConfig()
+RUN = {"run_id": "r", "step": 3, "position": 24}
 
 
-def written(folder: Path, content: str = "weights") -> Path:
+def written(folder: Path, value: float = 1.0) -> Path:
+    """A checkpoint of one rank with one parameter of four elements."""
     partial = checkpoint.begin(folder)
-    checkpoint.rank_file(partial, 0).write_text(content)
-    checkpoint.commit(folder, Manifest(checkpoint.FORMAT, 3, LAYOUT.model_dump(), "float32"))
+    checksum = write(partial, value)
+    commit(folder, checksum)
     return folder
+
+
+def write(partial: Path, value: float) -> int:
+    stretch = whole_part(Part("w", (2, 2)))
+    with checkpoint.rank_file(partial, 0).open("wb") as file:
+        return write_pieces(file, [(stretch, "master")], np.full(4, value, np.float32))
+
+
+def commit(folder: Path, checksum: int) -> None:
+    counts = {"updates": 3, "schedule": 3}
+    manifest = Manifest(checkpoint.FORMAT, 3, counts, LAYOUT.model_dump(), "float32", (checksum,), RUN)
+    checkpoint.commit(folder, manifest)
+
+
+def value(folder: Path) -> float:
+    reader = checkpoint.open_pieces(folder, read_manifest(folder))
+    return float(reader.read(whole_part(Part("w", (2, 2))), "master")[0])
 
 
 def test_commit_makes_it_appear_and_leaves_nothing_beside(tmp_path: Path) -> None:
     folder = written(tmp_path / "step-000003")
     assert os.listdir(tmp_path) == ["step-000003"]
-    assert read_manifest(folder, LAYOUT).updates == 3
+    manifest = read_manifest(folder)
+    assert (manifest.updates, manifest.counts["schedule"], dict(manifest.run)) == (3, 3, RUN)
+    assert manifest.written_by(LAYOUT)
+    assert not manifest.written_by(ParallelConfig(world_size=2))
+    checkpoint.verify(folder, manifest)
 
 
 def test_a_killed_save_is_not_seen_and_its_rest_is_removed(tmp_path: Path) -> None:
@@ -33,16 +62,50 @@ def test_a_killed_save_is_not_seen_and_its_rest_is_removed(tmp_path: Path) -> No
     partial = checkpoint.begin(tmp_path / "step-000004")
     checkpoint.rank_file(partial, 0).write_text("half")
     assert latest_checkpoint(tmp_path) == tmp_path / "step-000002"
-    folder = written(tmp_path / "step-000004", "whole")
-    assert checkpoint.rank_file(folder, 0).read_text() == "whole"
+    folder = written(tmp_path / "step-000004", 4.0)
+    assert value(folder) == 4
     assert sorted(os.listdir(tmp_path)) == ["step-000002", "step-000004"]
 
 
 def test_saving_again_replaces(tmp_path: Path) -> None:
-    written(tmp_path / "step-000001", "first")
-    folder = written(tmp_path / "step-000001", "second")
-    assert checkpoint.rank_file(folder, 0).read_text() == "second"
+    written(tmp_path / "step-000001", 1.0)
+    folder = written(tmp_path / "step-000001", 2.0)
+    assert value(folder) == 2
     assert os.listdir(tmp_path) == ["step-000001"]
+
+
+@pytest.mark.parametrize("dies_at", range(3))
+def test_a_kill_at_any_rename_leaves_a_whole_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_at: int
+) -> None:
+    """Replacing takes two renames; whichever is the last, after tidying up there is the old one or the new one."""
+    folder = written(tmp_path / "step-000001", 1.0)
+    checksum = write(checkpoint.begin(folder), 2.0)
+    renames, rename = iter(range(3)), Path.rename
+
+    def dying(self: Path, target: Path) -> Path:
+        if next(renames) == dies_at:
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", dying)
+    with suppress(KeyboardInterrupt):
+        commit(folder, checksum)
+    monkeypatch.undo()
+    checkpoint.tidy(tmp_path)
+    assert os.listdir(tmp_path) == ["step-000001"]
+    checkpoint.verify(folder, read_manifest(folder))
+    assert value(folder) == (1 if dies_at < 2 else 2)
+
+
+def test_removing_is_never_half_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = written(tmp_path / "step-000001")
+    monkeypatch.setattr(shutil, "rmtree", lambda path, ignore_errors=False: None)  # killed right after the rename
+    checkpoint.remove(folder)
+    monkeypatch.undo()
+    assert latest_checkpoint(tmp_path) is None
+    checkpoint.tidy(tmp_path)
+    assert os.listdir(tmp_path) == []
 
 
 def test_an_abandoned_save_leaves_nothing(tmp_path: Path) -> None:
@@ -63,27 +126,37 @@ def test_the_latest_is_the_highest_step(tmp_path: Path) -> None:
     assert checkpoint.checkpoint_step(latest) == 100
 
 
-def test_another_layout_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_another_format_is_refused_in_one_line(tmp_path: Path) -> None:
     folder = written(tmp_path / "step-000001")
-    with pytest.raises(ConfigError, match=r"written with train\.parallel .*'world_size': 1.*'world_size': 2"):
-        read_manifest(folder, ParallelConfig(world_size=2))
+    said = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps({**said, "format": 1}))
+    with pytest.raises(ConfigError, match=r"checkpoint format 1, this version reads 2: go on with the version"):
+        read_manifest(folder)
+    (folder / "manifest.json").write_text(json.dumps({"format": 2}))
+    with pytest.raises(ConfigError, match="not the manifest of a checkpoint"):
+        read_manifest(folder)
 
 
-def test_a_damaged_rank_file_is_named(tmp_path: Path) -> None:
-    pytest.importorskip("torch", reason="needs the trainer environment")
-    folder = written(tmp_path / "step-000001", "not a torch file")
-    with pytest.raises(TrainerError, match=r"rank-00000\.pt: could not be read"):
-        checkpoint.read_rank(folder, 0)
-    with pytest.raises(TrainerError, match=r"rank-00001\.pt: could not be read"):
-        checkpoint.read_rank(folder, 1)
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    folder = written(tmp_path / "step-000001")
+    manifest, path = read_manifest(folder), checkpoint.rank_file(folder, 0)
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(TrainerError, match=r"rank-00000\.safetensors: damaged.*remove .*step-000001 to go on before"):
+        checkpoint.verify(folder, manifest)
+    for broken in (data[:-1], data[:20], b"", b"not such a file"):
+        path.write_bytes(broken)
+        with pytest.raises(TrainerError, match=r"rank-00000\.safetensors: could not be read"):
+            checkpoint.open_pieces(folder, manifest)
+    path.unlink()
+    with pytest.raises(TrainerError, match=r"rank-00000\.safetensors: could not be read"):
+        checkpoint.verify(folder, manifest)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
 def test_a_full_disk_is_told_in_one_line(tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch", reason="needs the trainer environment")
-    import subprocess
-
-    from agent_rl.errors import UserError
+    pytest.importorskip("torch", reason="needs the trainer environment")
+    from agent_rl.train.saving import Snapshot, write_rank
 
     small = tmp_path / "small"
     small.mkdir()
@@ -91,7 +164,8 @@ def test_a_full_disk_is_told_in_one_line(tmp_path: Path) -> None:
         pytest.skip("no right to mount a file system here")
     try:
         partial = checkpoint.begin(small / "step-000001")
-        with pytest.raises(UserError, match="no room on the disk"):
-            checkpoint.write_rank(partial, 0, {"model": torch.zeros(1 << 20)})
+        snapshot = Snapshot([(whole_part(Part("w", (1 << 20,))), "master")], np.zeros(1 << 20, np.float32), {})
+        with pytest.raises(UserError, match=r"no room on the disk; make some, set runs_dir, or lower train\.keep_ch"):
+            write_rank(partial, 0, snapshot, b"")
     finally:
         subprocess.run(["umount", small], check=True)
