@@ -51,6 +51,17 @@ def missing_part(marker: str) -> str | None:
     return {"docker": _docker, "bubblewrap": _bubblewrap, "sglang": _sglang, "megatron": _megatron}[marker]()
 
 
+WHOLE_FOLDERS = ("engine", "envs", "rollout", "sandbox")
+"""Folders whose tests share a server or images, or look for what each other left: one process runs each of them."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where the suite is spread over processes (pytest-xdist), what belongs together stays together."""
+    for item in items:
+        folder, *rest = item.path.relative_to(ROOT / "tests").parts
+        item.add_marker(pytest.mark.xdist_group(folder if folder in WHOLE_FOLDERS else "/".join((folder, *rest))))
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     for marker in ("docker", "bubblewrap", "sglang", "megatron"):
         if item.get_closest_marker(marker) and (reason := missing_part(marker)):
