@@ -22,9 +22,10 @@ class PodmanBackend(DockerBackend):
         return "podman"
 
     def _prepare(self, container: str, spec: SandboxSpec) -> None:
-        # Podman gives a working folder that the image lacks to the container's user; commands run as another one.
-        if not self._api.has_path(container, spec.workdir):
-            self._api.unpack(container, archive({}, folders=[spec.workdir]))
+        # Podman makes the container's top folder read-only (mode 555, and a box's root has no capability to write there
+        # all the same), and gives a working folder that the image lacks to the container's user, who is not root.
+        lacks = [] if self._api.has_path(container, spec.workdir) else [spec.workdir]
+        self._api.unpack(container, archive({}, folders=[".", *lacks]))
 
     def _ulimits(self) -> list[Ulimit]:
         # Unless told, podman as root asks for more of these two than a machine without CAP_SYS_RESOURCE gives. A box's

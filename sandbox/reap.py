@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _visit(kind: str, *, remove: bool, asked: bool) -> None:
     try:
-        place = _open(kind)
+        place = open_place(kind)
     except SandboxUnavailableError as error:
         if asked:
             raise
@@ -62,7 +62,8 @@ def _visit(kind: str, *, remove: bool, asked: bool) -> None:
         print(f"{kind}: run {lease.owner.run_id}, {len(lease.boxes)} box(es), {lease.verdict}{removed}", flush=True)
 
 
-def _open(kind: str) -> Place:
+def open_place(kind: str) -> Place:
+    """The boxes of ``kind``. Raises ``SandboxUnavailableError`` where there can be none here."""
     if kind == "bubblewrap":
         from sandbox.bubblewrap import default_base
         from sandbox.bwrapfolder import folder_leases

@@ -97,9 +97,10 @@ class Host:
                 return any(c["Id"].startswith(box_id) for c in api.containers(all=True))
             finally:
                 api.close()
-        groups = [path for path in Path("/sys/fs/cgroup").rglob(f"agent-rl-{box_id}") if path.is_dir()]
+        # Not glob, which stumbles over groups of others' that go away under it.
+        groups = any(f"agent-rl-{box_id}" in names for _, names, _ in os.walk("/sys/fs/cgroup"))
         folders = Path(tempfile.gettempdir()).glob(f"agent-rl-boxes-{os.getuid()}/*/boxes/{box_id}")
-        return bool(groups) or any(True for _ in folders)
+        return groups or any(True for _ in folders)
 
 
 @pytest.fixture

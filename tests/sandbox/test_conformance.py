@@ -279,6 +279,16 @@ async def test_file_size_limit(box: Sandbox) -> None:
 # Files
 
 
+async def test_all_of_a_container_and_three_places_of_another_box_can_be_written(box: Sandbox, backend: Any) -> None:
+    """What an image keeps at its top can be taken away from an agent's sight."""
+    places = ("/top", "/opt/new/deep", "/usr/new")
+    for place in places:
+        written = await box.exec(f"mkdir -p $(dirname {place}) && touch {place} && rm {place}", timeout=20)
+        assert written.ok is (backend.name != "bubblewrap"), written
+    for place in ("/testbed/new", "/tmp/new", "$HOME/new"):
+        assert (await box.exec(f"touch {place}", timeout=20)).ok
+
+
 async def test_write_and_read(box: Sandbox) -> None:
     files = {"pkg/a.py": b"a\n", "/testbed/pkg/b c.py": bytes(range(256)), "/tmp/t/x": b"", "e": b"1" * 2_000_000}
     await box.write_files(files)

@@ -10,32 +10,34 @@ from pathlib import Path
 
 import pytest
 
+from sandbox.reap import open_place
+
 CHURN = Path(__file__).with_name("churn.py")
 COUNT = 40  # tests/bench/bench_sandbox.py has 300
-
-
-def reap(backend: str, *arguments: str) -> list[str]:
-    command = [sys.executable, "-m", "sandbox.reap", "--backend", backend, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout.splitlines()
 
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "backend", [pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("bubblewrap", "docker")]
 )
-def test_nothing_is_left_of_a_killed_run_after_the_next_start(backend: str) -> None:
+def test_nothing_is_left_of_a_killed_run_after_the_next_start(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     killed, following = (f"{name}-{uuid.uuid4().hex[:8]}" for name in ("killed", "following"))
     churn = [sys.executable, CHURN, backend]
     with subprocess.Popen([*churn, str(COUNT), killed], stdout=subprocess.PIPE) as run:
         assert run.stdout is not None
         done = [json.loads(run.stdout.readline()) for _ in range(COUNT // 2)]
         run.kill()
+        run.wait()
+        left = [lease for lease in open_place(backend).leases() if lease.owner.run_id == killed]
     assert [box for box in done if "error" in box] == []
-    (left,) = [line for line in reap(backend, "--list") if killed in line]
-    assert "dead: its process has ended" in left
-    assert " 0 box(es)" not in left, "it was killed in the middle"
+    assert [lease.dead for lease in left] == [True]
+    assert left[0].boxes, "it was killed in the middle"
     rest = subprocess.run([*churn, str(COUNT // 2), following], capture_output=True, check=True, timeout=120).stdout
     boxes = [json.loads(line) for line in rest.splitlines()]
     assert len(boxes) == COUNT // 2
     assert [box for box in boxes if "error" in box] == []
-    assert [line for line in reap(backend, "--list") if killed in line or following in line] == []
+    assert [lease for lease in open_place(backend).leases() if lease.owner.run_id in (killed, following)] == []

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
-import json
 import os
-import shutil
-import socket
-import subprocess
 import tarfile
 import threading
 import time
@@ -18,6 +14,7 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import containers
 import pytest
 
 from sandbox import ImageMissingError, ImagePolicy, ImagePullError, SandboxError, SandboxSpec
@@ -100,27 +97,11 @@ def api() -> Iterator[EngineClient]:
 @pytest.fixture(scope="module")
 def registry(api: EngineClient, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a registry that has the images one, two and three, each of about ``_SIZE`` bytes."""
-    program = shutil.which("docker-registry")
-    if program is None:
-        pytest.skip("no registry is installed: apt-get install docker-registry")
-    folder = tmp_path_factory.mktemp("registry")
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    storage = {"filesystem": {"rootdirectory": str(folder / "data")}}
-    config = {"version": "0.1", "log": {"level": "error"}, "storage": storage, "http": {"addr": address}}
-    (folder / "config.json").write_text(json.dumps(config))  # JSON is YAML
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen([program, "serve", folder / "config.json"], stdout=log, stderr=log)
-    try:
-        wait_until(lambda: reachable(address))
+    with containers.registry(tmp_path_factory.mktemp("registry")) as address:
         for name in ("one", "two", "three"):
             api.import_image_from_data(some_files(), repository=f"{address}/{name}", tag="1")
-            assert "error" not in str(api.push(f"{address}/{name}", tag="1"))
-            api.remove_image(f"{address}/{name}:1")
+            containers.push(api, f"{address}/{name}:1")
         yield f"http://{address}"
-    finally:
-        process.kill()
-        process.wait()
 
 
 @pytest.fixture
@@ -128,10 +109,7 @@ def door(registry: str, api: EngineClient) -> Iterator[Door]:
     door = Door(registry)
     yield door
     door.close()
-    for image in api.images():
-        for tag in image["RepoTags"] or []:
-            if tag.startswith(door.address):
-                api.remove_image(tag, force=True)
+    containers.forget_images(api, door.address)
 
 
 @pytest.fixture
@@ -152,14 +130,6 @@ def some_files() -> bytes:
         member.size = _SIZE
         tar.addfile(member, io.BytesIO(os.urandom(_SIZE)))
     return stream.getvalue()
-
-
-def reachable(address: str) -> bool:
-    try:
-        urllib.request.urlopen(f"http://{address}/v2/", timeout=5).close()
-    except OSError:
-        return False
-    return True
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

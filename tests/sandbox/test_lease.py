@@ -83,10 +83,10 @@ async def test_containers_go_when_their_heartbeat_has_stopped(
     assert found.silent_for is not None
     assert -2 < found.silent_for < 60
     assert not found.dead
-    before = {volume["Name"] for volume in dockerlease._volumes(api)}
+    before = backend._lease._volume
     backend._lease.renew()
-    assert len(mine()) == 1, "a new beat replaces the last one"
-    assert {volume["Name"] for volume in dockerlease._volumes(api)} != before
+    volumes = [volume["Name"] for volume in dockerlease._volumes(api) if dockerlease._owner_of(volume) == owner]
+    assert volumes == [backend._lease._volume] != [before], "a new beat replaces the last one"
     monkeypatch.setattr(lease, "EXPIRY_SECONDS", -10)  # all that can't be seen has been silent for too long
     assert reap_containers(api, "docker") >= 1
     assert mine() == []
@@ -110,7 +110,10 @@ asyncio.run(main())
 @pytest.mark.parametrize(
     "backend", [pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("bubblewrap", "docker")]
 )
-def test_the_command_removes_dead_runs_and_no_others(backend: str) -> None:
+def test_the_command_removes_dead_runs_and_no_others(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     run_id = f"command-{uuid.uuid4().hex[:8]}"
 
     def reap(*arguments: str) -> str:
@@ -118,6 +121,8 @@ def test_the_command_removes_dead_runs_and_no_others(backend: str) -> None:
         lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
         return "".join(line for line in lines if run_id in line)
 
+    # In an engine, which all runs of the machine share, another one's start may be the first to reap.
+    reaped_by_another = ("",) if backend != "bubblewrap" else ()
     run = subprocess.Popen([sys.executable, "-c", _RUN, backend, run_id], stdout=subprocess.PIPE)
     try:
         assert run.stdout is not None
@@ -125,8 +130,9 @@ def test_the_command_removes_dead_runs_and_no_others(backend: str) -> None:
         assert reap() == f"{backend}: run {run_id}, 1 box(es), alive"
         run.kill()
         run.wait()
-        assert reap("--list") == f"{backend}: run {run_id}, 1 box(es), dead: its process has ended"
-        assert reap().endswith("; removed 1")
+        dead = f"{backend}: run {run_id}, 1 box(es), dead: its process has ended"
+        assert reap("--list") in (dead, *reaped_by_another)
+        assert reap() in (f"{dead}; removed 1", *reaped_by_another)
         assert reap() == ""
     finally:
         run.kill()
