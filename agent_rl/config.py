@@ -34,6 +34,14 @@ class EngineConfig(Section):
     start_timeout: float = Field(180.0, gt=0, description="Seconds until a launched server must be healthy.")
     request_timeout: float = Field(600.0, gt=0, description="Seconds one request may take.")
     retries: int = Field(5, ge=0, description="Retries of a request that met an infrastructure failure.")
+    pause_mode: Literal["abort", "retract", "in_place"] = Field(
+        "retract",
+        description="What a weight update does to running requests: end them with what they have, compute their "
+        "prefixes again with the new weights, or go on with the old ones.",
+    )
+    weight_sync_timeout: float = Field(
+        120.0, gt=0, description="Seconds that one call or broadcast of a weight update may take."
+    )
 
 
 class SandboxConfig(Section):
@@ -221,7 +229,8 @@ class TrainConfig(Section):
     ray_address: str | None = Field(None, description="A Ray cluster's address; None starts a local one.")
     native_every: int = Field(1, ge=0, description="Measure mismatch_native/* every so many steps; 0 never.")
     checkpoint_every: int = Field(5, ge=0, description="Steps between checkpoints; 0 keeps only the last.")
-    keep_checkpoints: int = Field(2, gt=0, description="Checkpoints kept.")
+    keep_checkpoints: int = Field(2, gt=0, description="The newest checkpoints kept.")
+    keep_every: int = Field(0, ge=0, description="Also keep the checkpoints of multiples of so many steps; 0: none.")
 
     @model_validator(mode="after")
     def _makes_sense(self) -> TrainConfig:
@@ -320,6 +329,18 @@ class EvalConfig(Section):
     split: str = Field("heldout", description="The environment's split to evaluate on.")
 
 
+class HardwareConfig(Section):
+    """The machines a run is meant for. Nothing but `agent-rl plan` reads it; sizes in GiB."""
+
+    gpu_memory_gb: float | None = Field(None, gt=0, description="Memory of a GPU; None plans for CPU ranks, or device.")
+    gpus_per_host: int = Field(8, gt=0, description="GPUs of a host.")
+    trainer_hosts: int | None = Field(None, gt=0, description="Hosts for trainer ranks; None: as many as they fill.")
+    engines: int | None = Field(None, gt=0, description="Engine servers; None: those of engine.urls, or one.")
+    engine_gpus: int = Field(1, gt=0, description="GPUs an engine server spans (its tensor parallelism).")
+    host_memory_gb: float | None = Field(None, gt=0, description="Memory of a host; None: this machine's.")
+    disk_gb: float | None = Field(None, gt=0, description="Room for runs_dir; None: what is free where it is.")
+
+
 class RunConfig(Section):
     """A whole config file."""
 
@@ -335,6 +356,7 @@ class RunConfig(Section):
     r3: R3Config = R3Config()
     guard: GuardConfig = GuardConfig()
     eval: EvalConfig = EvalConfig()
+    hardware: HardwareConfig = HardwareConfig()
 
     @model_validator(mode="after")
     def _can_be_rescored(self) -> RunConfig:

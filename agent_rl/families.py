@@ -130,7 +130,7 @@ def read_config(folder: Path) -> tuple[Family, dict[str, Any]]:
 def family_of(config: Mapping[str, Any], path: Path) -> Family:
     """The family of a config's ``model_type``. Raises ConfigError naming those there are."""
     kind = config.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise ConfigError(f"{path}: model_type {kind!r} is not supported; supported: {', '.join(sorted(FAMILIES))}")
     return FAMILIES[kind]
 

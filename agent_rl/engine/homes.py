@@ -46,6 +46,13 @@ class SessionHomes:
         self._homes.move_to_end(session)
         return url
 
+    def retire(self, url: str) -> None:
+        """Send no session to ``url`` any more; those it served begin anew elsewhere. Raises ValueError for the last."""
+        if self._urls == (url,):
+            raise ValueError(f"{url} is the only engine left")
+        self._urls = tuple(each for each in self._urls if each != url)
+        self._homes = OrderedDict((session, home) for session, home in self._homes.items() if home != url)
+
     def forget(self, session: str) -> None:
         """Move the session to another engine than the one it was on, where there is another."""
         url = self._homes.pop(session, None)

@@ -101,6 +101,15 @@ class SGLangEngine:
         """Close the connections. Idempotent."""
         await shielded(self._client.aclose())
 
+    def death(self) -> str | None:
+        """Why the server that we launched is dead, in one line; None while it lives, or where it is not ours."""
+        return self._death()
+
+    def retire(self, url: str) -> None:
+        """Use the engine at ``url`` no more. Raises ValueError where it is the last."""
+        self._homes.retire(url)
+        self.urls = tuple(each for each in self.urls if each != url)
+
     async def generate(
         self, tokens: TokenIds, sampling: SamplingParams, *, routes_from: int | None, session: str
     ) -> Completion:

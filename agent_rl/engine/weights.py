@@ -5,8 +5,9 @@ SGLang takes new weights by a process group in which rank 0 is the trainer and e
     with receivers.joining(address, port, backend) as joining:   every engine blocks until rank 0 joins ...
         group = <rank 0 joins>                                   ... so the caller joins inside the context
     receivers.begin()
-    with receivers.receiving(names, dtypes, shapes, version) as receiving:
-        <rank 0 broadcasts one flattened bucket; receiving.check() says at once if an engine refused>
+    receiving = receivers.receive(names, dtypes, shapes, version)
+    <rank 0 broadcasts one flattened bucket; receiving.check() says at once if an engine refused>
+    receiving.wait()
     receivers.end()
 
 A server that refuses never joins the broadcast, and a sender that does not look would wait for ever: so the calls run
@@ -18,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -31,10 +33,18 @@ from agent_rl.errors import WeightSyncError
 GROUP_NAME = "agent-rl"
 
 
+@dataclass(frozen=True, slots=True)
+class Checksums:
+    """An engine's checksums: ``whole`` of all its weights, ``ranks[i]`` by parameter of its rank i."""
+
+    whole: str
+    ranks: tuple[Mapping[str, str], ...]
+
+
 class Pending:
     """Replies on their way, one an engine."""
 
-    def __init__(self, futures: Sequence[Future[None]], timeout: float, what: str) -> None:
+    def __init__(self, futures: Sequence[Future[bytes]], timeout: float, what: str) -> None:
         self._futures = futures
         self._timeout = timeout
         self._what = what
@@ -45,12 +55,13 @@ class Pending:
             if future.done():
                 future.result()
 
-    def wait(self) -> None:
-        """Wait for every engine's reply. Raises WeightSyncError for a refusal or when the time is up."""
+    def wait(self) -> list[bytes]:
+        """Every engine's reply, in order. Raises WeightSyncError for a refusal or when the time is up."""
         _, late = wait(self._futures, timeout=self._timeout, return_when=FIRST_EXCEPTION)
         self.check()
         if late:
             raise WeightSyncError(f"{self._what}: {len(late)} of {len(self._futures)} engines did not answer in time")
+        return [future.result() for future in self._futures]
 
 
 class WeightReceivers:
@@ -65,7 +76,8 @@ class WeightReceivers:
         self._tensor_parallel = tensor_parallel
         self._timeout = timeout
         self._client = httpx.Client(timeout=timeout, trust_env=False)
-        self._threads = ThreadPoolExecutor(max_workers=max(1, len(self.urls)), thread_name_prefix="weight-receiver")
+        # Two an engine: a bucket may be announced while the reply to the one before is still awaited by a thread.
+        self._threads = ThreadPoolExecutor(max_workers=2 * max(1, len(self.urls)), thread_name_prefix="weight-receiver")
 
     @property
     def world_size(self) -> int:
@@ -99,8 +111,9 @@ class WeightReceivers:
             }
             for index in range(len(self.urls))
         ]
-        with self._pending("init_weights_update_group", bodies) as pending:
-            yield pending
+        pending = self._post("init_weights_update_group", bodies)
+        yield pending
+        pending.wait()
 
     def leave(self, group: str = GROUP_NAME) -> None:
         """Tell every engine to leave the group."""
@@ -113,10 +126,11 @@ class WeightReceivers:
         except WeightSyncError as error:
             if "already open" not in str(error):
                 raise
-            self._each_end()
+            self.abandon()
             self._all("begin_weight_update", {})
 
-    def _each_end(self) -> None:
+    def abandon(self) -> None:
+        """Close an update that was left open, where there is one. What it brought stays."""
         for url in self.urls:
             try:
                 self._call(url, "end_weight_update", {})
@@ -124,8 +138,7 @@ class WeightReceivers:
                 if "no weight-update session" not in str(error):
                     raise
 
-    @contextmanager
-    def receiving(
+    def receive(
         self,
         names: Sequence[str],
         dtypes: Sequence[str],
@@ -134,8 +147,9 @@ class WeightReceivers:
         weight_version: str,
         flush_cache: bool = True,
         group: str = GROUP_NAME,
-    ) -> Iterator[Pending]:
-        """Tell every engine that one bucket is coming; the caller broadcasts it from rank 0 inside.
+    ) -> Pending:
+        """Tell every engine that one bucket is coming; the caller then broadcasts it from rank 0 and waits for the
+        replies, which come when the engines have loaded it.
 
         The bucket is one uint8 tensor: the tensors' bytes one after the other in the order of ``names`` (Hugging Face
         names), each at a byte offset that its dtype divides. ``dtypes`` are names such as ``bfloat16``. From the bucket
@@ -150,42 +164,65 @@ class WeightReceivers:
             "weight_version": weight_version,
             "flush_cache": flush_cache,
         }
-        with self._pending("update_weights_from_distributed", [body] * len(self.urls)) as pending:
-            yield pending
+        return self._post("update_weights_from_distributed", [body] * len(self.urls))
 
     def end(self) -> None:
         """Close the update: from here on the engines sample with the new weights."""
         self._all("end_weight_update", {})
 
     def pause(self, mode: str = "retract") -> None:
-        """Pause sampling on every engine; running requests are put back and go on later with the new weights."""
+        """Pause sampling on every engine; docs/weight-sync.md says what each ``mode`` does to running requests."""
         self._all("pause_generation", {"mode": mode})
 
-    def resume(self) -> None:
-        """Let every engine go on sampling."""
-        self._all("continue_generation", {})
+    def resume(self, urls: Sequence[str] | None = None) -> None:
+        """Let the engines at ``urls`` (None: all) go on sampling."""
+        self._post("continue_generation", [{}] * len(self.urls if urls is None else urls), urls).wait()
 
-    def load_from_disk(self, model: Path, weight_version: str) -> None:
+    def stop_requests(self) -> None:
+        """Abort whatever every engine is still to sample."""
+        self._all("abort_request", {"abort_all": True})
+
+    def flush(self) -> list[str]:
+        """Forget the cached prefixes; the engines that did not, because requests hold theirs."""
+        stale = []
+        for url in self.urls:
+            try:
+                self._call(url, "flush_cache", {})
+            except WeightSyncError as error:
+                if "answered 400" not in str(error):
+                    raise
+                stale.append(url)
+        return stale
+
+    def load_from_disk(self, model: Path, weight_version: str, *, flush_cache: bool = True) -> None:
         """Make every engine load the checkpoint in folder ``model``; needs no group and no begin or end."""
-        body = {"model_path": str(model.resolve()), "weight_version": weight_version, "flush_cache": True}
+        body = {"model_path": str(model.resolve()), "weight_version": weight_version, "flush_cache": flush_cache}
         self._all("update_weights_from_disk", body)
 
-    def _all(self, endpoint: str, body: Mapping[str, Any]) -> None:
-        with self._pending(endpoint, [body] * len(self.urls)):
-            pass
-
-    @contextmanager
-    def _pending(self, endpoint: str, bodies: Sequence[Mapping[str, Any]]) -> Iterator[Pending]:
-        futures = [
-            self._threads.submit(self._call, url, endpoint, body) for url, body in zip(self.urls, bodies, strict=True)
+    def checksums(self) -> list[Checksums]:
+        """Every engine's checksums of the weights it holds."""
+        answers = [orjson.loads(body) for body in self._all("weights_checker", {"action": "checksum"})]
+        return [
+            Checksums(answer["per_engine_checksum"], tuple(rank["checksums"] for rank in answer["ranks"]))
+            for answer in answers
         ]
-        pending = Pending(futures, self._timeout, endpoint)
-        yield pending
-        pending.wait()
 
-    def _call(self, url: str, endpoint: str, body: Mapping[str, Any]) -> None:
+    def server_infos(self) -> list[dict[str, Any]]:
+        """What every engine says of itself."""
+        return [orjson.loads(self._call(url, "server_info", None)) for url in self.urls]
+
+    def _all(self, endpoint: str, body: Mapping[str, Any]) -> list[bytes]:
+        return self._post(endpoint, [body] * len(self.urls)).wait()
+
+    def _post(self, endpoint: str, bodies: Sequence[Mapping[str, Any]], urls: Sequence[str] | None = None) -> Pending:
+        to = self.urls if urls is None else urls
+        futures = [self._threads.submit(self._call, url, endpoint, body) for url, body in zip(to, bodies, strict=True)]
+        return Pending(futures, self._timeout, endpoint)
+
+    def _call(self, url: str, endpoint: str, body: Mapping[str, Any] | None) -> bytes:
+        """POST, or GET where there is no body; the answer. Raises WeightSyncError."""
         try:
-            response = self._client.post(f"{url}/{endpoint}", json=body)
+            response = self._client.request("GET" if body is None else "POST", f"{url}/{endpoint}", json=body)
         except httpx.TransportError as error:
             raise WeightSyncError(f"{url}/{endpoint}: no answer ({type(error).__name__}: {error})") from error
         said = server_message(response.content)
@@ -193,6 +230,7 @@ class WeightReceivers:
             raise WeightSyncError(f"{url}/{endpoint} answered {response.status_code}: {said}")
         if _refused(response.content):
             raise WeightSyncError(f"{url}/{endpoint} refused: {said}")
+        return response.content
 
 
 def _refused(body: bytes) -> bool:

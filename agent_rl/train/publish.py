@@ -3,7 +3,9 @@
 ::
 
     join (once)    engines are told where to meet ── rank 0 meets them there
-    publish        pause ─ begin ─ [announce bucket ─ broadcast] ... ─ end ─ resume        every reply checked
+    publish        pause ─ begin ─ [announce bucket ─ broadcast] ... ─ end ─ checksums ─ resume    every reply checked
+
+While the engines load a bucket, the next one is gathered; while it is broadcast, it is hashed.
 
 Neither side may be left waiting: an engine that refuses never joins the collective, so rank 0 looks at the replies
 while a rendezvous or a broadcast is under way, and everything is bounded by one time limit.
@@ -16,8 +18,9 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -27,6 +30,8 @@ from torch import Tensor
 
 from agent_rl.engine.weights import Pending, WeightReceivers
 from agent_rl.errors import WeightSyncError
+from agent_rl.train.digests import Digests, difference, foretold, outvoted
+from agent_rl.train.order import PublishOrder, PublishReport
 
 BUCKET_BYTES = 256 << 20
 _POLL_SECONDS = 0.002
@@ -71,33 +76,135 @@ def _bucket(held: Sequence[tuple[str, Tensor]], *, last: bool) -> Bucket:
     )
 
 
+class Stages:
+    """Seconds by stage, summed."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+
+
+@dataclass
+class Sent:
+    """What went out in one update."""
+
+    bytes: int = 0
+    hashing: list[Future[None]] = field(default_factory=list)
+
+    def hashed(self) -> None:
+        """Wait until all of it is hashed."""
+        for part in self.hashing:
+            part.result()
+
+
 class WeightPublisher:
     """Rank 0's link to a set of engines; the group is made once and used for every update.
 
-    ``timeout`` in seconds bounds each rendezvous and each broadcast. After a WeightSyncError it must be closed.
+    ``pause_mode`` is SGLang's. ``timeout`` in seconds bounds each call, rendezvous and broadcast. After an update that
+    an engine did not take it must be closed.
     """
 
-    def __init__(self, urls: Sequence[str], device: torch.device, *, timeout: float = 120.0) -> None:
+    def __init__(
+        self,
+        urls: Sequence[str],
+        device: torch.device,
+        *,
+        pause_mode: str = "retract",
+        timeout: float = 120.0,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
         self.urls = tuple(urls)
-        self._device = device
-        self._timeout = timeout
+        self._device, self._mode, self._timeout, self._bucket_bytes = device, pause_mode, timeout, bucket_bytes
         self._name = f"agent-rl-{uuid.uuid4().hex[:8]}"  # an engine may still hold the group of a trainer that died
         self._receivers = WeightReceivers(urls, timeout=timeout)
+        self._hashing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-digests")
+        self._foretold = False
         self._group: Any = None
 
-    def publish(self, weights: Iterable[tuple[str, Tensor]], version: str, dtype: torch.dtype) -> None:
-        """Send all ``weights`` (Hugging Face names) as ``version``. Raises WeightSyncError where an engine refuses."""
-        if self._group is None:
-            self._join()
-        receivers = self._receivers
-        receivers.pause()
+    def serves(self, order: PublishOrder) -> bool:
+        """Whether this link is the one that ``order`` asks for."""
+        return (self.urls, self._mode, self._timeout) == (order.urls, order.pause_mode, order.timeout)
+
+    def publish(self, weights: Iterable[tuple[str, Tensor]], version: str, dtype: torch.dtype) -> PublishReport:
+        """Send all ``weights`` (Hugging Face names) as ``version`` and compare what the engines then hold.
+
+        What an engine does not take is told in the report; its reasons are one line each.
+        """
+        clock, digests, sent = Stages(), Digests(), Sent()
+        parts = self._counted(buckets(weights, dtype, limit=self._bucket_bytes), dtype.itemsize, digests, sent)
+        stale = 0
         try:
-            receivers.begin()
-            for bucket in buckets(weights, dtype):
-                self._send(bucket, version)
-            receivers.end()
-        finally:
-            receivers.resume()
+            stale = self._update(parts, version, dtype, clock)
+            with clock.stage("check"):
+                failures = self._check(version, sent, digests)
+                self._receivers.resume([url for url in self.urls if url not in failures])
+        except WeightSyncError as error:
+            failures = dict.fromkeys(self.urls, str(error))
+            for _ in parts:  # the checksums of what was not sent any more are wanted for a load from disk
+                pass
+            sent.hashed()
+        return PublishReport(
+            failures=failures,
+            digests=digests.found(),
+            verified=float(self._foretold),
+            stale_caches=stale,
+            seconds=clock.seconds,
+            bytes=sent.bytes,
+        )
+
+    def _update(self, parts: Iterator[Bucket], version: str, dtype: torch.dtype, clock: Stages) -> int:
+        """Pause, begin, every bucket, end. Returns how many engines kept old prefixes."""
+        if self._group is None:
+            with clock.stage("join"):
+                self._meet(dtype)
+        with clock.stage("pause"):
+            self._receivers.pause(self._mode)
+            self._receivers.begin()
+        loading: Pending | None = None
+        while bucket := self._next(parts, clock):
+            if loading is not None:
+                with clock.stage("load"):  # what is left of it: the next bucket was prepared meanwhile
+                    loading.wait()
+            with clock.stage("broadcast"):
+                loading = self._broadcast(bucket, version)
+        assert loading is not None, "buckets() gives at least one"
+        with clock.stage("load"):
+            loading.wait()
+            self._receivers.end()
+            return len(self._receivers.flush()) if self._mode == "in_place" else 0
+
+    @staticmethod
+    def _next(parts: Iterator[Bucket], clock: Stages) -> Bucket | None:
+        with clock.stage("prepare"):
+            return next(parts, None)
+
+    def _counted(self, parts: Iterator[Bucket], itemsize: int, digests: Digests, sent: Sent) -> Iterator[Bucket]:
+        """``parts`` as they are, counted and (where it is of use) hashed on a thread of their own."""
+        for bucket in parts:
+            sent.bytes += bucket.data.nbytes
+            if self._foretold:
+                hashing = self._hashing.submit(digests.add, bucket.names, bucket.shapes, itemsize, bucket.data)
+                sent.hashing.append(hashing)
+            yield bucket
+
+    def _check(self, version: str, sent: Sent, digests: Digests) -> dict[str, str]:
+        """Why, by URL, an engine does not hold what was sent."""
+        held = dict(zip(self.urls, self._receivers.checksums(), strict=True))
+        if self._foretold:
+            sent.hashed()
+            expected = digests.found()
+            wrong = {url: difference(expected, sums.ranks[0]) for url, sums in held.items()}
+        else:
+            odd = outvoted({url: sums.whole for url, sums in held.items()})
+            wrong = dict.fromkeys(odd, "does not hold the weights that the other engines hold")
+        return {url: f"{url}, updated to version {version}, {reason}" for url, reason in wrong.items() if reason}
 
     def close(self) -> None:
         """Drop the group and the connections. Idempotent."""
@@ -105,6 +212,17 @@ class WeightPublisher:
             torch.distributed.destroy_process_group(self._group)
             self._group = None
         self._receivers.close()
+        self._hashing.shutdown(wait=False, cancel_futures=True)
+
+    def _meet(self, dtype: torch.dtype) -> None:
+        """Look at the engines and make the group with them."""
+        infos = self._receivers.server_infos()
+        wanted = str(dtype).removeprefix("torch.")
+        for url, info in zip(self.urls, infos, strict=True):
+            if info.get("dtype") not in (None, "auto", wanted):
+                raise WeightSyncError(f"{url} holds its weights in {info['dtype']}, not in {wanted}: set engine.dtype")
+        self._foretold = all(foretold(info) for info in infos)
+        self._join()
 
     def _join(self) -> None:
         host = _meeting_host(self.urls)
@@ -119,19 +237,22 @@ class WeightPublisher:
             self._wait(join.done, joining, "the rendezvous")
             self._group = join.result()
 
-    def _send(self, bucket: Bucket, version: str) -> None:
+    def _broadcast(self, bucket: Bucket, version: str) -> Pending:
+        """Announce and send one bucket; the replies come when the engines have loaded it."""
         data = bucket.data.to(self._device)
-        with self._receivers.receiving(
+        replies = self._receivers.receive(
             bucket.names,
             [bucket.dtype] * len(bucket.names),
             bucket.shapes,
-            weight_version=version,
-            flush_cache=bucket.last,
+            # An engine that has got only a part of the weights shall not claim to have the version.
+            weight_version=version if bucket.last else f"{version}-partial",
+            flush_cache=bucket.last and self._mode != "in_place",
             group=self._name,
-        ) as receiving:
-            work = torch.distributed.broadcast(data, group=self._group, group_src=0, async_op=True)
-            self._wait(work.is_completed, receiving, "the broadcast")
-            work.wait()
+        )
+        work = torch.distributed.broadcast(data, group=self._group, group_src=0, async_op=True)
+        self._wait(work.is_completed, replies, "the broadcast")
+        work.wait()
+        return replies
 
     def _wait(self, done: Callable[[], bool], replies: Pending, what: str) -> None:
         deadline = time.monotonic() + self._timeout

@@ -12,12 +12,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agent_rl.errors import TrainerError, WeightSyncError
+from agent_rl.errors import TrainerError
 from agent_rl.train import checkpoint
 from agent_rl.train.checkpoint import Manifest
 from agent_rl.train.losses import weighted_cross_entropy
 from agent_rl.train.megatron.batch import LossFn, PackedBatch
 from agent_rl.train.megatron.parallel import destroy_parallel, init_parallel
+from agent_rl.train.order import PublishOrder, PublishReport
 from agent_rl.train.packing import pack_weighted
 from agent_rl.train.publish import WeightPublisher
 from agent_rl.train.reference import Reference
@@ -188,24 +189,26 @@ class TrainerRank:
         """Write a Hugging Face checkpoint. Collective."""
         self._model.save_hf(folder)
 
-    def publish(self, urls: Sequence[str], version: str, dtype: str) -> None:
-        """Send the weights to the engines at ``urls``, in their ``dtype``. Collective; rank 0 sends."""
-        weights = self._model.export_weights()
+    def publish(self, order: PublishOrder) -> PublishReport | None:
+        """Send the weights to the engines; rank 0 sends and reports. Collective."""
+        weights, report = self._model.export_weights(), None
         try:
             if self._ranks.rank == 0:
-                self._publisher_to(urls).publish(weights, version, getattr(torch, dtype))
-        except WeightSyncError:
-            self._drop_publisher()
-            raise
+                report = self._publisher_to(order).publish(weights, order.version, getattr(torch, order.dtype))
+                if report.failures:
+                    self._drop_publisher()
         finally:
             # The other ranks take part in gathering every tensor, also of an update that an engine refused.
             for _ in weights:
                 pass
+        return report
 
-    def _publisher_to(self, urls: Sequence[str]) -> WeightPublisher:
-        if self._publisher is None or self._publisher.urls != tuple(urls):
+    def _publisher_to(self, order: PublishOrder) -> WeightPublisher:
+        if self._publisher is None or not self._publisher.serves(order):
             self._drop_publisher()
-            self._publisher = WeightPublisher(urls, self._model.device)
+            self._publisher = WeightPublisher(
+                order.urls, self._model.device, pause_mode=order.pause_mode, timeout=order.timeout
+            )
         return self._publisher
 
     def _drop_publisher(self) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from agent_rl.train.order import PublishReport
 from agent_rl.types import Sample
 
 
@@ -33,8 +34,8 @@ class Trainer(Protocol):
         """Log-probs of every token given those before it (0 for the first), one list a sample, in float32."""
         ...
 
-    async def publish(self, engine_urls: Sequence[str], weight_version: str) -> float:
-        """Send the weights to every engine under ``weight_version``; returns seconds. Raises WeightSyncError."""
+    async def publish(self, engine_urls: Sequence[str], weight_version: str) -> PublishReport:
+        """Send the weights to every engine under ``weight_version``; the report names those that did not take them."""
         ...
 
     async def save(self, folder: Path) -> None:
