@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from agent_rl.config import RunConfig
 from agent_rl.controller.schedule import task_at
@@ -83,7 +83,7 @@ class Collector:
         return not self._config.rollout.dynamic_sampling.enabled or teaches(group, self._masked)
 
     def _batch(self, draws: Draws, rollout: Rollout, rescored: dict[str, float]) -> Batch:
-        ordered = sorted(rollout.groups, key=draws.position_of)
+        ordered = sorted(map(_in_order, rollout.groups), key=draws.position_of)
         kept = tuple(group for group in ordered if self.keeps(group))
         discarded = tuple(group for group in ordered if not self.keeps(group))
         values = rollout_metrics(rollout) | filter_metrics(kept, discarded, self._masked) | rescored
@@ -100,6 +100,13 @@ class Collector:
             return None
         limiter = Limiter(old.rescore.concurrency)
         return Rescorer(self._engine, n=old.rescore.n, limiter=limiter, skipped=self._masked)
+
+
+def _in_order(group: Group) -> Group:
+    """``group`` with its trajectories in an order that does not depend on when they finished: sums are then the same
+    bits in a step that is done again."""
+    members = sorted(group.trajectories, key=lambda t: (t.tokens.tobytes(), t.logprobs.tobytes()))
+    return replace(group, trajectories=tuple(members))
 
 
 class Draws:

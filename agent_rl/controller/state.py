@@ -4,9 +4,10 @@
 
     runs/<name>/
       config.yaml                      the resolved config
-      state.json                       evaluations made so far, by step
+      state.json                       the run's id; evaluations made so far, by step
       metrics.jsonl  tensorboard/      one object a step
       trajectories/step-NNNNNN.jsonl   what the agents did
+      journal/step-NNNNNN.journal      episodes that finished since the last checkpoint
       checkpoints/step-NNNNNN/         what training resumes from
       model/  summary.json  run.png    the result
 """
@@ -14,6 +15,7 @@
 from __future__ import annotations
 
 import shutil
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,9 +32,12 @@ MAY_CHANGE = (
     {"sandbox"},
     {"runs_dir"},
     {"guard"},
+    {"hardware"},
     {"train", "steps"},
     {"train", "checkpoint_every"},
     {"train", "keep_checkpoints"},
+    {"train", "keep_every"},
+    {"train", "parallel"},
     {"train", "ray_address"},
 )
 
@@ -46,8 +51,11 @@ class RunState:
         self._evaluations: dict[str, dict[str, Any]] = {}
         self.dir.mkdir(parents=True, exist_ok=True)
         self._adopt_config(config)
-        if (self.dir / "state.json").exists():
-            self._evaluations = read_json(self.dir / "state.json")["evaluations"]
+        self._path = self.dir / "state.json"
+        saved = read_json(self._path) if self._path.exists() else {}
+        self._evaluations.update(saved.get("evaluations", {}))
+        self.run_id: str = saved.get("run_id") or uuid.uuid4().hex[:12]
+        self._write()
 
     @property
     def evaluations(self) -> Mapping[str, Mapping[str, Any]]:
@@ -56,7 +64,7 @@ class RunState:
 
     def record_evaluation(self, key: str, report: Mapping[str, Any]) -> None:
         self._evaluations[key] = dict(report)
-        write_json(self.dir / "state.json", {"evaluations": self._evaluations})
+        self._write()
 
     def forget_after(self, step: int) -> None:
         """Drop what belongs to steps later than ``step``: they are about to be done again."""
@@ -65,18 +73,11 @@ class RunState:
             if int(path.name.split("-")[1].split(".")[0]) > step:
                 path.unlink() if path.is_file() else shutil.rmtree(path)
 
-    def latest_checkpoint(self) -> tuple[int, Path] | None:
-        """The newest complete checkpoint and its step. (A checkpoint folder appears whole, by rename.)"""
-        found = sorted((int(path.name.removeprefix("step-")), path) for path in self.checkpoints.glob("step-??????"))
-        return found[-1] if found else None
-
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:06d}"
 
-    def prune_checkpoints(self, keep: int) -> None:
-        found = sorted(self.checkpoints.glob("step-??????"))
-        for path in found[:-keep]:
-            shutil.rmtree(path)
+    def _write(self) -> None:
+        write_json(self._path, {"run_id": self.run_id, "evaluations": self._evaluations})
 
     def _adopt_config(self, config: RunConfig) -> None:
         path = self.dir / "config.yaml"

@@ -7,7 +7,8 @@
        └───────────────────────── the next step waits for the published version ──────────────────────────┘
 
 On-policy: a step's episodes are all sampled with the weights the step before published. What a step consumed and
-produced is on disk before the next begins; a killed run goes on from its last checkpoint.
+produced is on disk before the next begins, and every episode as soon as it ends; a killed run goes on from its last
+checkpoint with the episodes that had finished since.
 """
 
 from __future__ import annotations
@@ -15,22 +16,22 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import asdict, dataclass, field
-
-import numpy as np
 
 from agent_rl.config import RunConfig
 from agent_rl.controller import preflight
 from agent_rl.controller.batch import Batch, Collector
+from agent_rl.controller.checkpoints import Checkpoints, Progress
 from agent_rl.controller.guard import Guard
+from agent_rl.controller.journal import Journal
 from agent_rl.controller.routes import check_budget, probe_engines
 from agent_rl.controller.schedule import check_enough
 from agent_rl.controller.state import RunState
 from agent_rl.controller.stop import cancel_on_sigterm
 from agent_rl.controller.summary import summarize, summary_table
+from agent_rl.controller.sync import WeightSync
 from agent_rl.controller.world import World, open_world
-from agent_rl.errors import WeightSyncError
 from agent_rl.evaluate import EvalReport, evaluate
 from agent_rl.observe.display import Display
 from agent_rl.observe.metrics import MetricsLog
@@ -41,11 +42,6 @@ from agent_rl.rollout.settings import RolloutSettings
 from agent_rl.train.advantages import samples_of
 from agent_rl.train.ray_trainer import RayTrainer
 from agent_rl.train.settings import advantage_scale
-from agent_rl.types import Sample
-
-# Engine and trainer differ by bf16 rounding, a mean of about 0.03 nats a token; weights that did not arrive, or arrived
-# under wrong names, differ by whole nats.
-SYNC_LIMIT = {"bfloat16": 0.3, "float32": 0.02}
 
 FILTER_REPORT_STEPS = 10
 
@@ -70,7 +66,11 @@ async def train(config: RunConfig) -> None:
     display = Display(config.name)
     with display:
         async with _parts(config, state, display) as (world, trainer):
-            summary = await TrainingRun(config, state, display, world, trainer).run()
+            run = TrainingRun(config, state, display, world, trainer)
+            try:
+                summary = await run.run()
+            finally:
+                await run.close()
     display.note(f"{state.dir}/summary.json   {state.dir}/run.png")
     display.table(summary_table(summary))
 
@@ -98,14 +98,18 @@ class TrainingRun:
         self.world, self.trainer = world, trainer
         self.settings = RolloutSettings.from_config(config)
         self.metrics = MetricsLog(state.dir)
+        self.sync = WeightSync(config, world.engine, trainer, state.dir / "weights", display.note)
         self.guard = Guard(config.guard, state.dir, display.note)
-        self.position = 0  # of the data: where the next step begins to draw its tasks
+        self.journal = Journal(state.dir / "journal", state.run_id)
+        self.checkpoints = Checkpoints(config.train, state, trainer, self.journal)
+        self.progress = Progress(state.run_id)
 
     async def run(self) -> dict[str, object]:
         """All remaining steps, with the evaluations before, between and after them. Returns the summary."""
         total, env = self.config.train.steps, self.world.workshop.env
         await env.prepare("train", self.config.eval.split)
-        done = await self._resume()
+        await self._resume()
+        done = self.progress.step
         self.display.start_steps(done, total)
         for row in self.metrics.rows:
             self.display.step(int(row["step"]), row)
@@ -116,34 +120,35 @@ class TrainingRun:
         collector = Collector(self.config, tasks, limiter=self.world.limiter, engine=self.world.engine)
         for step in range(done + 1, total + 1):
             await self._step(step, collector)
-            await self._checkpoint(step, total)
+            await self._checkpoint(step)
             self.guard.enforce(step, self.state.checkpoint(step))
             await self._evaluate(step, total)
+        await self.checkpoints.finish()
         await self.trainer.export(self.state.dir / "model")
-        self.metrics.close()
         facts = {"sandbox": self.world.workshop.backend.name, "engine": f"sglang, {self.config.engine.dtype}"}
         return await asyncio.to_thread(summarize, self.state, self.metrics.rows, facts, steps=total)
 
-    async def _resume(self) -> int:
-        """Load the last checkpoint, forget what came after it, and return its step."""
-        latest = self.state.latest_checkpoint()
-        step = latest[0] if latest else 0
-        if latest:
-            self.display.note(f"resuming from {latest[1]}")
-            await self.trainer.load(latest[1])
+    async def close(self) -> None:
+        """End what is under way. Idempotent."""
+        self.metrics.close()
+        await self.checkpoints.close()
+
+    async def _resume(self) -> None:
+        """Load the last checkpoint, and forget what came after it; the journal keeps the episodes since."""
+        self.progress, manifest = await self.checkpoints.resume()
+        step = self.progress.step
+        if manifest is not None:
+            other = "" if manifest.written_by(self.config.train.parallel) else ", written in another parallel layout"
+            self.display.note(f"resuming from {self.state.checkpoint(step)}{other}")
         self.metrics.forget_after(step)
         self.state.forget_after(step)
         self.guard.resume(step)
-        if self.metrics.rows:
-            self.position = int(self.metrics.rows[-1]["data/position"])
-        return step
 
     async def _step(self, step: int, collector: Collector) -> None:
         clock = Clock()
         async with clock.stage("step"):
             async with clock.stage("rollout"):
                 batch = await self._rollout(step, collector)
-            self.position = batch.position
             values = batch.values | {"data/position": float(batch.position)}
             check_budget(step, batch.groups, self.config.r3)
             prepared = samples_of(
@@ -166,13 +171,18 @@ class TrainingRun:
         values |= clock.values
         values |= self.guard.judge(step, values, self.metrics.rows)
         self.metrics.append(step, values)
+        self.progress = self.progress.after(step, batch.position, values)
         self.display.step(step, values)
         self._report_filters(step)
 
     async def _rollout(self, step: int, collector: Collector) -> Batch:
         rollout = self.config.rollout
         self.display.stage(f"step {step}: rollout", total=rollout.tasks_per_step * rollout.group_size)
-        return await collector.collect(self.position, self.world.runner(self.settings), self._on_event)
+        with closing(await asyncio.to_thread(self.journal.open, step, self.progress.weights)) as journal:
+            if journal.found:
+                self.display.note(f"step {step}: {journal.found} finished trajectories are in the journal")
+            run = journal.runner(self.world.runner(self.settings))
+            return await collector.collect(self.progress.position, run, self._on_event)
 
     def _report_filters(self, step: int) -> None:
         if step % FILTER_REPORT_STEPS == 0:
@@ -189,37 +199,18 @@ class TrainingRun:
         return every > 0 and step % every == 0
 
     async def _publish(self, step: int, clock: Clock) -> Mapping[str, float]:
-        """Send the weights to the engine as version ``step``, and check that they arrived."""
+        """Send the weights to the engines as version ``step``, checked."""
         self.display.stage(f"step {step}: weights to the engine")
         async with clock.stage("weight_sync"):
-            await self.trainer.publish(self.world.engine.urls, str(step))
-            return {"weight_sync/logprob_abs_diff": await self._check_sync(step)}
+            return await self.sync.publish(step)
 
-    async def _check_sync(self, step: int) -> float:
-        """Mean difference of the engine's and the trainer's log-probs on a fixed sequence. Raises WeightSyncError."""
-        tokens = np.arange(min(128, self.world.engine.facts.vocab_size), dtype=np.int32)
-        probe = Sample(tokens, np.ones(len(tokens), np.bool_), np.zeros(len(tokens), np.float32), 0.0, None)
-        (ours,) = await self.trainer.logprobs([probe], replay=False)
-        difference = 0.0
-        for url in self.world.engine.urls:
-            version = (await self.world.engine.info(url)).weight_version
-            if version != str(step):
-                raise WeightSyncError(f"{url} answers with weights {version!r}, not {str(step)!r}")
-            theirs = await self.world.engine.score(tokens.tolist(), url=url)
-            difference = max(difference, float(np.abs(np.asarray(theirs)[1:] - np.asarray(ours)[1:]).mean()))
-        if not difference < (limit := SYNC_LIMIT[self.config.engine.dtype]):
-            raise WeightSyncError(
-                f"after the update to version {step} engine and trainer differ by {difference:.3f} nats a token "
-                f"on a fixed sequence, more than {limit}"
-            )
-        return difference
-
-    async def _checkpoint(self, step: int, total: int) -> None:
-        every = self.config.train.checkpoint_every
-        if step == total or self.guard.stopping or (every and step % every == 0):
+    async def _checkpoint(self, step: int) -> None:
+        self.checkpoints.check()
+        if self.checkpoints.due(step) or self.guard.stopping:
             self.display.stage(f"step {step}: checkpoint")
-            await self.trainer.save(self.state.checkpoint(step))
-            self.state.prune_checkpoints(self.config.train.keep_checkpoints)
+            await self.checkpoints.save(self.progress)
+        if self.guard.stopping:
+            await self.checkpoints.finish()
 
     async def _evaluate(self, step: int, total: int) -> None:
         """Evaluate where one is due and not yet recorded: before, after, and every ``eval.every`` steps."""

@@ -3,21 +3,24 @@
 A row holds what a person reads (messages, tool calls, times, reward, ending) and refers to its arrays in
 ``step-NNNNNN.safetensors`` by key: ``<key>/tokens``, ``<key>/loss_mask``, ``<key>/logprobs``, and ``<key>/routes``, the
 bytes of an :mod:`r3.archive`. The arrays are in place before the rows are, so a step whose JSONL exists is whole.
+
+One trajectory alone, as bytes (:func:`encode_trajectory`), is a safetensors file of the same arrays with the row as
+metadata. Rows say their ``format``; one of an unknown or incomplete format is refused in a line, never guessed at.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import safe_open
-from safetensors.numpy import save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import load, save, save_file
 
 from agent_rl.errors import AgentRlError
 from agent_rl.observe.files import write_atomic
@@ -25,7 +28,11 @@ from agent_rl.types import Group, StopReason, Trajectory, Turn
 from r3 import archive
 from r3.routing import Routing, RoutingError
 
+FORMAT = 2
+"""The format of rows. Rows of 2 did not say so at first; those of 1 had their routes as plain arrays."""
+
 FOLDER = "trajectories"
+_ALONE = "trajectory"
 _PLAIN = ("task_id", "env", "reward", "resolved", "patch", "error", "seconds", "grade_seconds")
 
 
@@ -49,6 +56,24 @@ def write_trajectories(run_dir: Path, step: int, groups: Sequence[Group], *, rou
     return path
 
 
+def encode_trajectory(trajectory: Trajectory) -> bytes:
+    """``trajectory`` with all its arrays, for :func:`decode_trajectory`. Here its routes keep their order within a row:
+    a trainer that replays them then computes the same bits."""
+    row = _described(trajectory, _ALONE, trajectory.routing is not None)
+    return save(_arrays(_ALONE, trajectory, True, keep_order=True), metadata={"row": json.dumps(row)})
+
+
+def decode_trajectory(data: bytes, where: str) -> Trajectory:
+    """What :func:`encode_trajectory` made ``data`` of. Raises AgentRlError naming ``where`` on anything else."""
+    try:
+        arrays = load(data)
+        length = int.from_bytes(data[:8], "little")
+        row = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["row"])
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise AgentRlError(f"{where}: not a trajectory: {error}") from error
+    return _trajectory(row, arrays.__getitem__, where)
+
+
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     """The rows of a step's JSONL as they stand, without arrays."""
     with path.open(encoding="utf-8") as file:
@@ -57,8 +82,8 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_trajectories(run_dir: Path, step: int) -> tuple[Group, ...]:
-    """The groups of ``step`` as they were written. Raises AgentRlError where rows or arrays are absent, or routes
-    were damaged."""
+    """The groups of ``step`` as they were written. Raises AgentRlError where rows or arrays are absent, are of a format
+    that this version does not read, or routes were damaged."""
     path = _path(run_dir, step)
     arrays = path.with_suffix(".safetensors")
     for file in (path, arrays):
@@ -68,9 +93,10 @@ def read_trajectories(run_dir: Path, step: int) -> tuple[Group, ...]:
     failures: dict[int, int] = {}
     tasks: dict[int, str] = {}
     with safe_open(arrays, framework="numpy") as tensors:
-        for row in read_rows(path):
+        for number, row in enumerate(read_rows(path), 1):
+            trajectory = _trajectory(row, tensors.get_tensor, f"{path}, line {number}")
             index = row["group"]["index"]
-            members.setdefault(index, []).append(_trajectory(row, tensors))
+            members.setdefault(index, []).append(trajectory)
             failures[index], tasks[index] = row["group"]["infrastructure_failures"], row["task_id"]
     return tuple(Group(tasks[index], tuple(members[index]), failures[index]) for index in members)
 
@@ -86,25 +112,34 @@ def _path(run_dir: Path, step: int) -> Path:
 
 def _row(trajectory: Trajectory, index: int, group: Group, key: str, routes: bool) -> dict[str, Any]:
     return {
-        **{name: getattr(trajectory, name) for name in _PLAIN},
+        **_described(trajectory, key, routes and trajectory.routing is not None),
         "group": {"index": index, "infrastructure_failures": group.infrastructure_failures},
+    }
+
+
+def _described(trajectory: Trajectory, key: str, routes: bool) -> dict[str, Any]:
+    """All of a trajectory but its arrays, which are named ``<key>/<what>``."""
+    return {
+        "format": FORMAT,
+        **{name: getattr(trajectory, name) for name in _PLAIN},
         "stop": trajectory.stop.value,
         "weight_versions": trajectory.weight_versions,
         "suspected_hack": trajectory.suspected_hack,
         "messages": [dict(message) for message in trajectory.messages],
         "turns": [asdict(turn) for turn in trajectory.turns],
-        "arrays": {"key": key, "tokens": len(trajectory.tokens), "routes": routes and trajectory.routing is not None},
+        "arrays": {"key": key, "tokens": len(trajectory.tokens), "routes": routes},
     }
 
 
-def _arrays(key: str, trajectory: Trajectory, routes: bool) -> dict[str, NDArray]:
+def _arrays(key: str, trajectory: Trajectory, routes: bool, *, keep_order: bool = False) -> dict[str, NDArray]:
     arrays: dict[str, NDArray] = {
         f"{key}/tokens": trajectory.tokens,
         f"{key}/loss_mask": trajectory.loss_mask,
         f"{key}/logprobs": trajectory.logprobs,
     }
     if routes and trajectory.routing is not None:
-        arrays[f"{key}/routes"] = np.frombuffer(archive.encode(trajectory.routing), np.uint8)
+        encoded = archive.encode(trajectory.routing, keep_order=keep_order)
+        arrays[f"{key}/routes"] = np.frombuffer(encoded, np.uint8)
     # safetensors writes an array's buffer as it lies in memory, strides ignored.
     return {name: np.ascontiguousarray(array) for name, array in arrays.items()}
 
@@ -122,24 +157,35 @@ def _save_arrays(path: Path, arrays: Mapping[str, NDArray]) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _trajectory(row: Mapping[str, Any], tensors: Any) -> Trajectory:
-    key = row["arrays"]["key"]
-    return Trajectory(
-        **{name: row[name] for name in _PLAIN},
-        tokens=tensors.get_tensor(f"{key}/tokens"),
-        loss_mask=tensors.get_tensor(f"{key}/loss_mask"),
-        logprobs=tensors.get_tensor(f"{key}/logprobs"),
-        routing=_routing(key, tensors) if row["arrays"]["routes"] else None,
-        stop=StopReason(row["stop"]),
-        turns=tuple(Turn(**turn) for turn in row["turns"]),
-        messages=tuple(row["messages"]),
-        weight_versions=tuple(row["weight_versions"]),
-        suspected_hack=tuple(row["suspected_hack"]),
-    )
-
-
-def _routing(key: str, tensors: Any) -> Routing:
+def _trajectory(row: Mapping[str, Any], array: Callable[[str], NDArray], where: str) -> Trajectory:
+    """The trajectory of a row; ``array`` gives its arrays by name."""
+    found = row.get("format", FORMAT if "routes" in row.get("arrays", ()) else 1)
+    if found != FORMAT:
+        raise AgentRlError(f"{where}: written in format {found} of trajectories; this version reads format {FORMAT}")
     try:
-        return archive.decode(tensors.get_tensor(f"{key}/routes").data, where=f"routes of trajectory {key}")
+        key = row["arrays"]["key"]
+        return Trajectory(
+            **{name: row[name] for name in _PLAIN},
+            tokens=array(f"{key}/tokens"),
+            loss_mask=array(f"{key}/loss_mask"),
+            logprobs=array(f"{key}/logprobs"),
+            routing=_routing(key, array) if row["arrays"]["routes"] else None,
+            stop=StopReason(row["stop"]),
+            turns=tuple(Turn(**turn) for turn in row["turns"]),
+            messages=tuple(row["messages"]),
+            weight_versions=tuple(row["weight_versions"]),
+            suspected_hack=tuple(row["suspected_hack"]),
+        )
+    except (KeyError, TypeError, ValueError, SafetensorError) as error:
+        raise AgentRlError(f"{where}: not a trajectory that this version reads: {_why(error)}") from error
+
+
+def _why(error: Exception) -> str:
+    return f"it has no {error}" if isinstance(error, KeyError) else str(error)
+
+
+def _routing(key: str, array: Callable[[str], NDArray]) -> Routing:
+    try:
+        return archive.decode(array(f"{key}/routes").data, where=f"routes of trajectory {key}")
     except RoutingError as error:
         raise AgentRlError(str(error)) from error

@@ -157,10 +157,13 @@ def verify(folder: Path, manifest: Manifest, *, share: int = 0, shares: int = 1)
 
 def latest_checkpoint(folder: Path) -> Path | None:
     """The complete ``step-N`` checkpoint with the highest N in ``folder``, or None."""
-    if not folder.is_dir():
-        return None
-    complete = [path for path in folder.iterdir() if _STEP.fullmatch(path.name) and (path / "manifest.json").is_file()]
-    return max(complete, key=checkpoint_step, default=None)
+    return max(complete_checkpoints(folder), key=checkpoint_step, default=None)
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """The complete ``step-N`` checkpoints in ``folder``, by N."""
+    named = [path for path in folder.glob("step-*") if _STEP.fullmatch(path.name)]
+    return sorted((path for path in named if (path / "manifest.json").is_file()), key=checkpoint_step)
 
 
 def checkpoint_step(folder: Path) -> int:

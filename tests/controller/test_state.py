@@ -28,19 +28,18 @@ def test_evaluations_survive_and_those_after_the_resume_point_are_forgotten(tmp_
     assert sorted(path.name for path in trajectories.iterdir()) == ["step-000005.jsonl", "step-000005.safetensors"]
 
 
-def test_the_latest_checkpoint_is_found_and_half_written_ones_are_not(tmp_path: Path) -> None:
-    state = RunState(config(tmp_path))
-    assert state.latest_checkpoint() is None
-    for name in ("step-000005", "step-000010", "step-000015.partial", ".step-000020.tmp"):
-        (state.checkpoints / name).mkdir(parents=True)
-    assert state.latest_checkpoint() == (10, state.checkpoint(10))
-    state.prune_checkpoints(keep=1)
-    assert not state.checkpoint(5).exists()
-    assert state.checkpoint(10).exists()
+def test_a_run_has_one_id_for_good(tmp_path: Path) -> None:
+    first = RunState(config(tmp_path)).run_id
+    assert RunState(config(tmp_path)).run_id == first
+    assert RunState(config(tmp_path / "other")).run_id != first
+    (tmp_path / "demo" / "state.json").write_text('{"evaluations": {"step-0/sampled": {}}}')  # before runs had ids
+    adopted = RunState(config(tmp_path))
+    assert RunState(config(tmp_path)).run_id == adopted.run_id
+    assert list(adopted.evaluations) == ["step-0/sampled"]
 
 
 def test_a_resumed_run_must_be_the_same_run(tmp_path: Path) -> None:
     RunState(config(tmp_path, lr=1e-3))
-    RunState(config(tmp_path, lr=1e-3, steps=99, checkpoint_every=2))
+    RunState(config(tmp_path, lr=1e-3, steps=99, checkpoint_every=2, keep_every=10, parallel={"world_size": 2}))
     with pytest.raises(ConfigError, match=r"train\.lr: .* was begun with 0.001, the config now says 0.002"):
         RunState(config(tmp_path, lr=2e-3))

@@ -1,0 +1,99 @@
+"""A run's checkpoints: when one is due, that they are written beside the training, and which are kept.
+
+::
+
+    step N ── copy to host memory ──▶ step N+1 ...            training waits for the copy alone
+                     └── written by the ranks' threads ──▶ renamed into place ──▶ older ones and journals removed
+
+A checkpoint counts only when its folder is complete; until then the one before it and the journals since are kept, so a
+kill at any moment loses no finished episode. A write that fails ends the run at the next step's end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from agent_rl.config import TrainConfig
+from agent_rl.controller.journal import Journal, lineage
+from agent_rl.controller.state import RunState
+from agent_rl.train import checkpoint
+from agent_rl.train.checkpoint import Manifest
+from agent_rl.train.ray_trainer import RayTrainer
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run is after ``step``: the first ``position`` of the data not yet drawn, and the weights' lineage."""
+
+    run_id: str
+    step: int = 0
+    position: int = 0
+    weights: str = "start"
+
+    def after(self, step: int, position: int, metrics: Mapping[str, float]) -> Progress:
+        """How far it is when ``step`` is done too, which reported ``metrics``."""
+        return Progress(self.run_id, step, position, lineage(self.weights, metrics))
+
+
+class Checkpoints:
+    """Saves, keeps and finds the checkpoints of one run."""
+
+    def __init__(self, config: TrainConfig, state: RunState, trainer: RayTrainer, journal: Journal) -> None:
+        self._config, self._state, self._trainer, self._journal = config, state, trainer, journal
+        self._writing: asyncio.Task[None] | None = None
+
+    async def resume(self) -> tuple[Progress, Manifest | None]:
+        """Load the newest checkpoint; where the run then is, and the checkpoint's manifest (None: there is none)."""
+        checkpoint.tidy(self._state.checkpoints)
+        latest = checkpoint.latest_checkpoint(self._state.checkpoints)
+        if latest is None:
+            return Progress(self._state.run_id), None
+        manifest = await self._trainer.load(latest)
+        progress = Progress(**manifest.run)  # type: ignore[arg-type]
+        self._journal.forget_through(progress.step)
+        return progress, manifest
+
+    def due(self, step: int) -> bool:
+        """Whether the config wants a checkpoint after ``step``."""
+        every = self._config.checkpoint_every
+        return step == self._config.steps or bool(every and step % every == 0)
+
+    async def save(self, progress: Progress) -> None:
+        """Begin the checkpoint of a step; returns when training may go on. Raises what the former one failed with."""
+        await self.finish()
+        folder = self._state.checkpoint(progress.step)
+        saved = await self._trainer.begin_save(folder, asdict(progress))
+        self._writing = asyncio.create_task(self._complete(saved, progress.step))
+
+    def check(self) -> None:
+        """Raise what a write that has ended meanwhile failed with. Does not wait."""
+        if self._writing is not None and self._writing.done():
+            self._writing.result()
+
+    async def finish(self) -> None:
+        """Wait until the checkpoint under way is complete. Raises what it failed with."""
+        if self._writing is not None:
+            await self._writing
+
+    async def close(self) -> None:
+        """Give up the checkpoint under way, if any; it leaves nothing. Idempotent."""
+        if self._writing is not None:
+            self._writing.cancel()
+            await asyncio.wait([self._writing])
+
+    async def _complete(self, saved: asyncio.Task[None], step: int) -> None:
+        await saved
+        await asyncio.to_thread(self._forget_old, step)
+
+    def _forget_old(self, step: int) -> None:
+        self._journal.forget_through(step)
+        for folder in checkpoint.complete_checkpoints(self._state.checkpoints)[: -self._config.keep_checkpoints]:
+            if not self._kept_for_good(folder):
+                checkpoint.remove(folder)
+
+    def _kept_for_good(self, folder: Path) -> bool:
+        every = self._config.keep_every
+        return bool(every and checkpoint.checkpoint_step(folder) % every == 0)

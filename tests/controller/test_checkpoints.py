@@ -1,0 +1,122 @@
+"""When checkpoints are due, which are kept, and what a failed write does. The trainer here writes real folders, of
+nothing; the real one is in tests/train and in tests/integration."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from agent_rl.config import ParallelConfig, RunConfig, TrainConfig
+from agent_rl.controller.checkpoints import Checkpoints, Progress
+from agent_rl.controller.journal import Journal
+from agent_rl.controller.state import RunState
+from agent_rl.errors import TrainerError
+from agent_rl.train import checkpoint
+from agent_rl.train.checkpoint import Manifest
+
+
+class Writer:
+    """As much of the trainer as saving asks for; a write ends when ``may_end`` is set."""
+
+    def __init__(self) -> None:
+        self.may_end = asyncio.Event()
+        self.may_end.set()
+        self.failure: Exception | None = None
+
+    async def begin_save(self, folder: Path, run: Mapping[str, int | str]) -> asyncio.Task[None]:
+        return asyncio.create_task(self._write(folder, run))
+
+    async def _write(self, folder: Path, run: Mapping[str, int | str]) -> None:
+        checkpoint.begin(folder)
+        await self.may_end.wait()
+        if self.failure:
+            raise self.failure
+        layout = ParallelConfig().model_dump()
+        checkpoint.commit(folder, Manifest(checkpoint.FORMAT, 0, {}, layout, "float32", (), run))
+
+    async def load(self, folder: Path) -> Manifest:
+        return checkpoint.read_manifest(folder)
+
+
+def opened(runs: Path, writer: Writer, **train: object) -> tuple[Checkpoints, RunState]:
+    config = RunConfig(name="demo", runs_dir=runs, model=Path("m"), train=TrainConfig(**train))  # type: ignore[arg-type]
+    state = RunState(config)
+    return Checkpoints(config.train, state, writer, Journal(state.dir / "journal", state.run_id)), state  # type: ignore[arg-type]
+
+
+def folders(state: RunState) -> list[int]:
+    return sorted(int(name.removeprefix("step-")) for name in os.listdir(state.checkpoints))
+
+
+async def test_the_newest_are_kept_and_every_so_many_for_good(tmp_path: Path) -> None:
+    checkpoints, state = opened(tmp_path, Writer(), steps=9, checkpoint_every=2, keep_checkpoints=2, keep_every=4)
+    assert [step for step in range(1, 10) if checkpoints.due(step)] == [2, 4, 6, 8, 9]
+    for step in (2, 4, 6, 8, 9):
+        await checkpoints.save(Progress(state.run_id, step, step * 3, f"w{step}"))
+    await checkpoints.finish()
+    assert folders(state) == [4, 8, 9]
+    resumed, manifest = await opened(tmp_path, Writer())[0].resume()
+    assert resumed == Progress(state.run_id, 9, 27, "w9")
+    assert manifest is not None
+
+
+async def test_training_goes_on_while_one_is_written_and_the_one_before_counts_till_then(tmp_path: Path) -> None:
+    writer = Writer()
+    checkpoints, state = opened(tmp_path, writer, keep_checkpoints=1)
+    journal = state.dir / "journal"
+    for step in (1, 2, 3):
+        Journal(journal, state.run_id).open(step, "w").close()
+    await checkpoints.save(Progress(state.run_id, 1))
+    await checkpoints.finish()
+    assert sorted(os.listdir(journal)) == ["step-000002.journal", "step-000003.journal"]
+    writer.may_end.clear()
+    await checkpoints.save(Progress(state.run_id, 2))
+    checkpoints.check()
+    third = asyncio.create_task(checkpoints.save(Progress(state.run_id, 3)))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not third.done(), "one at a time"
+    assert checkpoint.latest_checkpoint(state.checkpoints) == state.checkpoint(1)
+    assert len(os.listdir(journal)) == 2
+    writer.may_end.set()
+    await third
+    await checkpoints.finish()
+    assert folders(state) == [3]
+    assert os.listdir(journal) == []
+
+
+async def test_a_write_that_fails_is_told_and_the_one_before_is_kept(tmp_path: Path) -> None:
+    writer = Writer()
+    checkpoints, state = opened(tmp_path, writer, keep_checkpoints=1)
+    await checkpoints.save(Progress(state.run_id, 1))
+    await checkpoints.finish()
+    writer.failure = TrainerError("no room")
+    await checkpoints.save(Progress(state.run_id, 2))
+    await asyncio.wait([checkpoints._writing])  # type: ignore[list-item]
+    with pytest.raises(TrainerError, match="no room"):
+        checkpoints.check()
+    with pytest.raises(TrainerError, match="no room"):
+        await checkpoints.save(Progress(state.run_id, 3))
+    await checkpoints.close()
+    again, _ = opened(tmp_path, Writer())
+    assert (await again.resume())[0].step == 1
+    assert folders(state) == [1], "what the failed one left is gone"
+
+
+async def test_closing_gives_up_what_is_under_way(tmp_path: Path) -> None:
+    writer = Writer()
+    checkpoints, state = opened(tmp_path, writer)
+    writer.may_end.clear()
+    await checkpoints.save(Progress(state.run_id, 1))
+    await checkpoints.close()
+    await checkpoints.close()
+    assert checkpoint.latest_checkpoint(state.checkpoints) is None
+
+
+async def test_a_new_run_starts_at_nothing(tmp_path: Path) -> None:
+    checkpoints, state = opened(tmp_path, Writer())
+    assert await checkpoints.resume() == (Progress(state.run_id), None)
