@@ -104,6 +104,23 @@ def test_logprobs_are_aligned_with_the_tokens(runner: asyncio.Runner, trainer: R
     assert np.ptp(table[:, 8]) > 1e-3, "the next token's log-prob depends on this one"
 
 
+def test_entropy_is_that_of_the_policy(runner: asyncio.Runner, trainer: RayTrainer, make_sample: Make) -> None:
+    """Against the log-probs of all tokens that could have stood at each sampled place."""
+    base = make_sample(10, seed=6)
+    assert base.routing is not None
+    variants = []
+    for place in np.flatnonzero(base.loss_mask):
+        kept = slice(0, int(place) + 1)
+        routing = replace(base.routing, experts=base.routing.experts[kept], present=base.routing.present[kept])
+        for token in range(VOCAB):
+            tokens = np.append(base.tokens[:place], token).astype(np.int32)
+            variants.append(Sample(tokens, base.loss_mask[kept], base.logprobs[kept], 0.0, routing))
+    found = runner.run(trainer.logprobs(variants, replay=True))
+    table = np.array([values[-1] for values in found], np.float64).reshape(-1, VOCAB)
+    metrics = runner.run(trainer.step([base], measure_native=False))
+    assert metrics["train/entropy"] == pytest.approx(-(np.exp(table) * table).sum(axis=1).mean(), abs=1e-4)
+
+
 def test_nothing_to_learn_makes_no_update(runner: asyncio.Runner, trainer: RayTrainer, make_sample: Make) -> None:
     one = samples(make_sample)[:1]
     before = runner.run(trainer.logprobs(one, replay=True))

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -93,18 +94,27 @@ async def test_rewarded_tokens_become_likely(run_config: Config) -> None:
     assert end > start + 0.3
 
 
+def sampled(data: list[Sample], logprobs: Any) -> list[np.ndarray]:
+    """Each sample's log-probs of its sampled tokens."""
+    return [np.asarray(values, np.float64)[s.loss_mask] for s, values in zip(data, logprobs, strict=True)]
+
+
 async def test_a_resumed_run_is_bit_equal(run_config: Config, make_sample: Make, tmp_path: Path) -> None:
+    """With the starting model, and not the checkpoint, as the reference of a KL in the loss; and an entropy bonus."""
     data = samples(make_sample)
-    config = run_config(lr_warmup_steps=3, weight_decay=0.1)
+    kl = {"coefficient": 0.1, "estimator": "k3"}
+    config = run_config(lr_warmup_steps=3, weight_decay=0.1, kl=kl, entropy_coefficient=0.02)
 
     def numbers(metrics: dict[str, float]) -> dict[str, float]:
         return {name: value for name, value in metrics.items() if not name.startswith("time/")}
 
     async with RayTrainer(config) as trainer:
         straight = []
+        reference = np.concatenate(sampled(data, await trainer.logprobs(data, replay=True)))
         for step in range(4):
             if step == 2:
                 await trainer.save(tmp_path / "step-000002")
+            policy = np.concatenate(sampled(data, await trainer.logprobs(data, replay=True)))
             straight.append(numbers(await trainer.step(data, measure_native=True)))
         final = await trainer.logprobs(data, replay=False)
     assert os.listdir(tmp_path) == ["step-000002"]
@@ -115,6 +125,14 @@ async def test_a_resumed_run_is_bit_equal(run_config: Config, make_sample: Make,
         with pytest.raises(ConfigError, match="not a complete checkpoint"):
             await trainer.load(tmp_path)
     assert resumed == straight[2:]
+    d, last = policy - reference, straight[-1]
+    k3 = (np.exp(-d) - 1 + d).mean()
+    assert straight[0]["train/kl_reference"] == 0
+    assert last["train/kl_reference"] == pytest.approx(k3, rel=1e-4)
+    assert k3 > 1e-3
+    advantage = np.repeat([sample.advantage for sample in data], [sample.loss_mask.sum() for sample in data]).mean()
+    expected = -advantage + 0.1 * k3 - 0.02 * last["train/entropy"]
+    assert last["train/loss"] == pytest.approx(expected, rel=1e-4), "on the policy every ratio is 1"
     assert straight[0]["train/lr"] < straight[1]["train/lr"] < straight[2]["train/lr"] == straight[3]["train/lr"]
 
 
@@ -139,14 +157,25 @@ async def assert_broken_updates_change_nothing(trainer: RayTrainer, data: list[S
 
 
 async def test_two_data_ranks_equal_one(run_config: Config, make_sample: Make, tmp_path: Path) -> None:
+    """With a KL in the reward, an entropy bonus and a mean over sequences."""
     data = samples(make_sample)
+    kl = {"coefficient": 0.05, "estimator": "k1", "where": "reward"}
+    more = {"kl": kl, "entropy_coefficient": 0.02, "aggregation": "sequence"}
     results = []
     for world in (1, 2):
-        config = run_config(parallel={"world_size": world}, mini_steps=2, lr=1e-3)
+        config = run_config(parallel={"world_size": world}, mini_steps=2, lr=1e-3, **more)
         config = config.model_copy(update={"guard": GuardConfig(on_spike="skip")})
         async with RayTrainer(config) as trainer:
             assert trainer.data_size == world
-            metrics = [dict(await trainer.step(data, measure_native=True)) for _ in range(2)]
+            reference = sampled(data, await trainer.logprobs(data, replay=True))
+            metrics = [dict(await trainer.step(data, measure_native=True))]
+            policy = sampled(data, await trainer.logprobs(data, replay=True))
+            metrics.append(dict(await trainer.step(data, measure_native=True)))
+            to_come = [np.cumsum((p - r)[::-1]) for p, r in zip(policy, reference, strict=True)]
+            taken = 0.05 * np.concatenate(to_come).mean()
+            assert abs(taken) > 1e-3
+            assert metrics[0]["train/kl_penalty"] == 0, "the reference is the policy, along the same routes"
+            assert metrics[1]["train/kl_penalty"] == pytest.approx(taken, rel=1e-3)
             results.append((metrics, await trainer.logprobs(data, replay=True)))
             alone = await trainer.step(data[:1], measure_native=True)  # the second rank has nothing to do
             assert alone["mismatch_native/router_mismatch"] > 0
