@@ -1,0 +1,277 @@
+"""What the sources of old log-probs are worth: the engine's own spread, and training runs with each of them.
+
+``python tests/bench/bench_old_logprobs.py`` starts one real server and evaluates the same sequences again and again, in
+batches of different company: what the mean of n evaluations can take away is the spread it finds. It prints, for each
+company, the share of tokens whose evaluations differ at all, a token's variance, and the variance of the means of 2, 4
+and 8 evaluations (disjoint ones of the same 16), and how far an evaluation is from the log-prob sampled with.
+
+``--table OUT`` also trains the quickstart's task in small: replay r3 and off, times recompute, rollout and rescore
+(``--evaluations``, 8 by default), times three seeds. Each run is resumed where it was left, and skipped where it is
+done; OUT then holds ``old_logprobs.json`` and the table as Markdown. The runs share one server, one at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agent_rl.config import EngineConfig
+from agent_rl.engine.facts import read_facts
+from agent_rl.engine.launch import EngineServer
+from agent_rl.engine.sglang import SGLangEngine
+from agent_rl.model.shipped import install_model
+from agent_rl.observe.metrics import read_metrics
+from agent_rl.types import SamplingParams
+
+PROMPT_TOKENS, SAMPLED_TOKENS, EVALUATIONS = 100, 100, 16
+SEEDS = (0, 1, 2)
+T_OF_SEEDS = 4.303  # Student's t for 95 % and three seeds
+MEASURED = {
+    "reward": "reward/mean",
+    "k3-KL": "mismatch/k3_kl",
+    "gradient norm": "train/grad_norm",
+    "clipped": "train/clip_fraction",
+    "variance": "old_logprob/variance",
+    "spread": "old_logprob/spread_fraction",
+    "from rollout": "old_logprob/rollout_abs_diff",
+    "tail s": "time/rescore_tail",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Tokens of which the last ``SAMPLED_TOKENS`` at most were sampled, with these log-probs."""
+
+    tokens: list[int]
+    logprobs: NDArray[np.float64]
+
+
+# ---------------------------------------------------------------- the engine's own spread
+
+
+async def spread(engine: SGLangEngine, others: int) -> dict[str, dict[str, float]]:
+    """By company: what 16 evaluations of each of four sequences came to."""
+    rng = np.random.default_rng(0)
+    drawn = [await _sampled(engine, rng) for _ in range(others)]
+    watched, crowd = drawn[:4], drawn[4:]
+    found = {}
+    for name, company in _companies(engine, crowd, rng).items():
+        evaluations = [[await company(one) for _ in range(EVALUATIONS)] for one in watched]
+        found[name] = _figures(watched, evaluations)
+        print(f"{name:>22}: " + ", ".join(f"{key} {value:.3g}" for key, value in found[name].items()), flush=True)
+    return found
+
+
+def _companies(
+    engine: SGLangEngine, crowd: Sequence[Scored], rng: np.random.Generator
+) -> Mapping[str, Callable[[Scored], Awaitable[NDArray[np.float64]]]]:
+    """Ways to evaluate a sequence, by what the engine has to do beside it."""
+
+    async def alone(one: Scored) -> NDArray[np.float64]:
+        return await _scores(engine, one)
+
+    async def among(one: Scored, company: Sequence[Scored]) -> NDArray[np.float64]:
+        order = [*company, one]
+        rng.shuffle(order)  # type: ignore[arg-type]
+        async with asyncio.TaskGroup() as scope:
+            tasks = [scope.create_task(_scores(engine, each)) for each in order]
+        return tasks[order.index(one)].result()
+
+    async def copies(one: Scored) -> NDArray[np.float64]:
+        return await among(one, [Scored(one.tokens, one.logprobs) for _ in range(7)])
+
+    async def some(one: Scored) -> NDArray[np.float64]:
+        picked = rng.permutation(len(crowd))[: int(rng.integers(1, 8))]
+        return await among(one, [crowd[at] for at in picked])
+
+    async def all_of_them(one: Scored) -> NDArray[np.float64]:
+        return await among(one, crowd)  # more tokens than one prefill takes: some sequence is cut
+
+    async def decoding(one: Scored) -> NDArray[np.float64]:
+        sampling = SamplingParams(max_new_tokens=int(rng.integers(8, 64)))
+        async with asyncio.TaskGroup() as scope:
+            for at, other in enumerate(crowd[:6]):
+                prompt = other.tokens[:PROMPT_TOKENS]
+                scope.create_task(engine.generate(prompt, sampling, routes_from=None, session=str(at)))
+            result = scope.create_task(_scores(engine, one))
+        return result.result()
+
+    return {
+        "alone": alone, "with 7 copies": copies, "with 1 to 7 others": some, "with all others": all_of_them,
+        "while others sample": decoding,
+    }  # fmt: skip
+
+
+async def _sampled(engine: SGLangEngine, rng: np.random.Generator) -> Scored:
+    prompt = rng.integers(2, engine.facts.vocab_size - 2, PROMPT_TOKENS).tolist()
+    got = await engine.generate(prompt, SamplingParams(max_new_tokens=SAMPLED_TOKENS), routes_from=None, session="s")
+    return Scored([*prompt, *got.tokens], np.array(got.logprobs))
+
+
+async def _scores(engine: SGLangEngine, one: Scored) -> NDArray[np.float64]:
+    return np.array((await engine.rescore(one.tokens, session="spread")).logprobs[PROMPT_TOKENS:])
+
+
+def _figures(watched: Sequence[Scored], evaluations: Sequence[Sequence[NDArray[np.float64]]]) -> dict[str, float]:
+    values = np.concatenate([np.stack(each) for each in evaluations], axis=1)  # [evaluations, tokens]
+    sampled = np.concatenate([one.logprobs for one in watched])
+    figures = {
+        "spread_fraction": float((np.ptp(values, axis=0) > 0).mean()),
+        "variance_of_1": float(values.var(axis=0, ddof=1).mean()),
+    }
+    for n in (2, 4, 8):
+        means = values.reshape(EVALUATIONS // n, n, -1).mean(axis=1)
+        figures[f"variance_of_{n}"] = float(means.var(axis=0, ddof=1).mean())
+    return figures | {"from_sampled": float(np.abs(values.mean(axis=0) - sampled).mean())}
+
+
+# ---------------------------------------------------------------- training runs
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One run: whose routes are replayed, what the ratio is taken against, and the seed."""
+
+    replay: str
+    source: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.replay}-{self.source}-{self.seed}"
+
+
+def cells() -> list[Cell]:
+    """All runs, seed by seed: what is done when it is stopped early is whole seeds."""
+    return [
+        Cell(replay, source, seed)
+        for seed in SEEDS
+        for replay in ("r3", "off")
+        for source in ("recompute", "rollout", "rescore")
+    ]
+
+
+def train(cell: Cell, out: Path, model: Path, url: str, chosen: argparse.Namespace) -> bool:
+    """Run ``cell`` to its end, from where it was left; whether it got there."""
+    overrides = [
+        f"name={cell.name}", f"runs_dir={out}", f"model={model}", f"seed={cell.seed}", f"engine.urls=[{url}]",
+        "env.options={train_tasks: 160, heldout_tasks: 8}", "eval.tasks=0", "r3.probe=false", "guard.action='off'",
+        f"rollout.tasks_per_step={chosen.tasks}", f"train.steps={chosen.steps}", "train.native_every=0",
+        "train.checkpoint_every=1", "train.keep_checkpoints=1", f"train.replay='{cell.replay}'",
+        f"train.old_logprob.source={cell.source}", f"train.old_logprob.rescore.n={chosen.evaluations}",
+    ]  # fmt: skip
+    log = out / f"{cell.name}.log"
+    with log.open("ab") as file:
+        command = [sys.executable, "-m", "agent_rl.cli", "train", "configs/quickstart.yaml", *overrides]
+        done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+    if done.returncode:
+        print(f"{cell.name} ended with {done.returncode}; see {log}; another call goes on with it", flush=True)
+    return done.returncode == 0
+
+
+async def run_cells(out: Path, model: Path, chosen: argparse.Namespace) -> None:
+    """Run what is not done yet, on one server; write the table after each run."""
+    left = [cell for cell in cells() if not (out / cell.name / "summary.json").exists()]
+    if left:
+        config = EngineConfig(threads=1, max_total_tokens=65536, max_running_requests=64, start_timeout=600)
+        async with EngineServer(config, model, out / "engine.log") as server:
+            for cell in left:
+                started = time.perf_counter()
+                if await asyncio.to_thread(train, cell, out, model, server.url, chosen):
+                    print(f"{cell.name}: {time.perf_counter() - started:.0f} s", flush=True)
+                    write_table(out)
+    write_table(out)
+
+
+def write_table(out: Path) -> None:
+    """``old_logprobs.json`` and ``old_logprobs.md`` of the runs that are done."""
+    done = {cell: read_metrics(out / cell.name) for cell in cells() if (out / cell.name / "summary.json").exists()}
+    variants = sorted({(cell.replay, cell.source) for cell in done}, reverse=True)
+    figures = {}
+    for replay, source in variants:
+        runs = [rows for cell, rows in done.items() if (cell.replay, cell.source) == (replay, source)]
+        figures[f"{replay} {source}"] = _over_seeds(runs)
+    (out / "old_logprobs.json").write_text(json.dumps(figures, indent=1))
+    (out / "old_logprobs.md").write_text(markdown(figures))
+
+
+def _over_seeds(runs: Sequence[Sequence[Mapping[str, float]]]) -> dict[str, dict[str, float]]:
+    """Each metric's mean over a run's steps, averaged over seeds with its 95 % interval; and the steps' own spread."""
+    found = {}
+    for name, metric in MEASURED.items():
+        per_step = [[row[metric] for row in rows if metric in row] for rows in runs]
+        means = [statistics.fmean(values) for values in per_step if values]
+        if not means:
+            continue
+        half = T_OF_SEEDS * statistics.stdev(means) / math.sqrt(len(means)) if len(means) == len(SEEDS) else math.nan
+        steps = [statistics.stdev(values) for values in per_step if len(values) > 1]
+        found[name] = {
+            "mean": statistics.fmean(means),
+            "half_interval": half,
+            "std_over_steps": statistics.fmean(steps) if steps else math.nan,
+            "seeds": float(len(means)),
+        }
+    return found
+
+
+def markdown(figures: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
+    """The table; a cell is the mean over seeds and half its 95 % interval, the gradient norm's also its spread."""
+    lines = ["| replay | source | " + " | ".join(MEASURED) + " |", "|---" * (len(MEASURED) + 2) + "|"]
+    for variant, metrics in figures.items():
+        replay, source = variant.split()
+        row = [_cell(name, metrics.get(name)) for name in MEASURED]
+        lines.append(f"| {replay} | {source} | " + " | ".join(row) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(name: str, found: Mapping[str, float] | None) -> str:
+    if found is None:
+        return ""
+    steps = f" (steps {found['std_over_steps']:.2g})" if name == "gradient norm" else ""
+    return f"{found['mean']:.3g} ± {found['half_interval']:.2g}{steps}"
+
+
+async def measure_spread(model: Path, logs: Path, others: int) -> dict[str, dict[str, float]]:
+    config = EngineConfig(threads=1, max_total_tokens=65536, max_running_requests=64, start_timeout=600)
+    async with EngineServer(config, model, logs / "engine.log") as server:
+        engine = SGLangEngine(server.url, read_facts(model), config, death=server.death)
+        try:
+            return await spread(engine, others)
+        finally:
+            await engine.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--others", type=int, default=60, help="sequences that keep the watched four company")
+    parser.add_argument("--table", type=Path, metavar="OUT", help="also train, and write the table here")
+    parser.add_argument("--evaluations", type=int, default=8, help="n of rescore")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--tasks", type=int, default=3, help="tasks a step, eight trajectories each")
+    chosen = parser.parse_args()
+    if chosen.table is None:
+        with tempfile.TemporaryDirectory() as scratch:
+            install_model(model := Path(scratch) / "model")
+            print(json.dumps(asyncio.run(measure_spread(model, Path(scratch), chosen.others))))
+        return
+    out = chosen.table.absolute()
+    install_model(model := out / "model")
+    asyncio.run(run_cells(out, model, chosen))
+    print((out / "old_logprobs.md").read_text())
+
+
+if __name__ == "__main__":
+    main()

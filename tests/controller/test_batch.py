@@ -1,0 +1,160 @@
+"""Which tasks a step draws and which groups it keeps, however its episodes happen to finish."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from trajectories import trajectory
+
+from agent_rl.config import RunConfig
+from agent_rl.controller.batch import Batch, Collector
+from agent_rl.controller.schedule import task_at
+from agent_rl.engine.types import Scores
+from agent_rl.errors import RolloutFailed
+from agent_rl.rollout.limiter import Limiter
+from agent_rl.types import StopReason, TokenIds, Trajectory
+from envs import Task
+
+TASKS = [Task(f"task-{index}", "memory", {}) for index in range(40)]
+SOLVED, UNSOLVED, MIXED, BROKEN = "all", "none", "some", "broken"
+
+
+def config(*, wanted: int = 3, size: int = 2, train: dict[str, object] | None = None, **dynamic: object) -> RunConfig:
+    rollout = {"tasks_per_step": wanted, "group_size": size, "sandbox_retries": 0, "dynamic_sampling": dynamic}
+    return RunConfig.model_validate({"name": "n", "model": Path("m"), "rollout": rollout, "train": train or {}})
+
+
+class Ends:
+    """Episodes that end as ``outcomes`` say, by the position of their task, in any order of ``delays``."""
+
+    def __init__(self, outcomes: Sequence[str], delays: Sequence[int] = (0,)) -> None:
+        self._outcome = {task_at(TASKS, at, 0).id: outcomes[at % len(outcomes)] for at in range(len(TASKS))}
+        self._delays = delays
+        self.run: list[str] = []
+
+    async def __call__(self, task: Task) -> Trajectory:
+        outcome, number = self._outcome[task.id], len(self.run)
+        self.run.append(task.id)
+        for _ in range(self._delays[number % len(self._delays)]):
+            await asyncio.sleep(0)
+        if outcome == BROKEN:
+            return replace(trajectory(0.0, task_id=task.id, stop=StopReason.SANDBOX_FAILURE), reward=None)
+        reward = {SOLVED: 1.0, UNSOLVED: 0.0, MIXED: float(self.run[:number].count(task.id) == 0)}[outcome]
+        return trajectory(reward, task_id=task.id)
+
+
+class Scorer:
+    def __init__(self) -> None:
+        self.asked = 0
+
+    async def rescore(self, tokens: TokenIds, *, session: str) -> Scores:
+        self.asked += 1
+        return Scores((-2.0,) * len(tokens), "0")
+
+
+async def collect(chosen: RunConfig, ends: Ends, position: int = 0, scorer: Scorer | None = None) -> Batch:
+    collector = Collector(chosen, TASKS, limiter=Limiter(64), engine=scorer or Scorer())
+    return await collector.collect(position, ends, lambda event: None)
+
+
+def ids(first: int, stop: int) -> list[str]:
+    return [task_at(TASKS, position, 0).id for position in range(first, stop)]
+
+
+async def test_without_dynamic_sampling_every_group_is_kept() -> None:
+    batch = await collect(config(), Ends([SOLVED, MIXED, UNSOLVED]), position=5)
+    assert [group.task_id for group in batch.groups] == ids(5, 8)
+    assert (batch.discarded, batch.position) == ((), 8)
+    assert batch.values["filter/groups_discarded"] == 0
+    assert batch.values["reward/mean"] == pytest.approx(0.5)
+
+
+@given(
+    outcomes=st.lists(st.sampled_from([SOLVED, UNSOLVED, MIXED]), min_size=40, max_size=40),
+    delays=st.lists(st.integers(0, 6), min_size=1, max_size=12),
+    wanted=st.integers(1, 4),
+    first=st.integers(0, 20),
+)
+def test_a_step_draws_the_shortest_stretch_that_is_enough(
+    outcomes: list[str], delays: list[int], wanted: int, first: int
+) -> None:
+    chosen = config(wanted=wanted, enabled=True, max_draws=4)
+    ends = Ends(outcomes, delays)
+    batch = asyncio.run(collect(chosen, ends, first))
+    stop = first + wanted
+    while [outcomes[at % 40] for at in range(first, stop)].count(MIXED) < wanted and stop - first < 4 * wanted:
+        stop += 1
+    assert batch.position == stop
+    assert set(ends.run) == set(ids(first, stop))
+    mixed = [at for at in range(first, stop) if outcomes[at % 40] == MIXED]
+    assert [group.task_id for group in batch.groups] == [task_at(TASKS, at, 0).id for at in mixed]
+    assert len(batch.discarded) == stop - first - len(mixed)
+    assert batch.values["filter/groups_drawn"] == stop - first
+
+
+async def test_the_next_step_begins_where_the_last_one_ended() -> None:
+    """What a resumed run draws, whose only memory of the data is a number."""
+    ends = Ends([MIXED, SOLVED, MIXED, MIXED, UNSOLVED])
+    chosen = config(enabled=True)
+    first = await collect(chosen, ends)
+    again = Ends([MIXED, SOLVED, MIXED, MIXED, UNSOLVED])
+    second = await collect(chosen, again, first.position)
+    assert set(ends.run) == set(ids(0, first.position))
+    assert set(again.run) == set(ids(first.position, second.position))
+
+
+async def test_what_is_thrown_away_is_counted_with_its_lengths() -> None:
+    batch = await collect(config(enabled=True), Ends([SOLVED, MIXED, UNSOLVED, MIXED, MIXED]))
+    assert batch.values["filter/groups_discarded"] == 2
+    assert (batch.values["filter/discarded_solved"], batch.values["filter/discarded_unsolved"]) == (1, 1)
+    assert batch.values["filter/discarded_tokens_mean"] == 2
+    assert batch.values["reward/mean"] == pytest.approx(0.5), "the policy's, over all that was sampled"
+    assert len(batch.sampled) == 5
+
+
+async def test_a_step_that_stays_short_goes_on_or_ends_by_policy() -> None:
+    batch = await collect(config(enabled=True, max_draws=2), Ends([SOLVED, SOLVED, MIXED]))
+    assert (len(batch.groups), batch.position) == (2, 6)
+    with pytest.raises(
+        RolloutFailed, match=r"2 of 3 groups have some but not all solved, after 6 tasks: raise .*max_dr"
+    ):
+        await collect(config(enabled=True, max_draws=2, when_short="stop"), Ends([SOLVED, SOLVED, MIXED]))
+
+
+async def test_a_group_that_broke_is_replaced_and_never_kept() -> None:
+    outcomes = [MIXED] * 4 + [BROKEN] + [MIXED] * 35
+    batch = await collect(config(wanted=8, enabled=True), Ends(outcomes))
+    assert len(batch.groups) == 8
+    assert batch.position == 9
+    assert ids(4, 5)[0] not in {group.task_id for group in batch.sampled}
+    assert batch.values["rollout/groups_dropped"] == 1
+
+
+async def test_a_group_whose_every_trajectory_is_masked_is_not_enough() -> None:
+    class OutOfTurns(Ends):
+        async def __call__(self, task: Task) -> Trajectory:
+            ended = await super().__call__(task)
+            return replace(ended, stop=StopReason.MAX_TURNS) if task.id == ids(0, 1)[0] else ended
+
+    batch = await collect(config(enabled=True, train={"filter": "compact"}), OutOfTurns([MIXED]))
+    assert [group.task_id for group in batch.groups] == ids(1, 4)
+    assert [group.task_id for group in batch.discarded] == ids(0, 1)
+
+
+async def test_only_what_is_trained_on_is_rescored() -> None:
+    scorer = Scorer()
+    chosen = config(enabled=True, train={"old_logprob": {"source": "rescore", "rescore": {"n": 3}}})
+    batch = await collect(chosen, Ends([MIXED, SOLVED, MIXED, MIXED]), scorer=scorer)
+    assert scorer.asked == 3 * 2 * 3, "groups, trajectories, evaluations"
+    assert all(t.rescored is not None for group in batch.groups for t in group.trajectories)
+    assert all(t.rescored is None for group in batch.discarded for t in group.trajectories)
+    assert batch.values["old_logprob/evaluations"] == 3
+    assert batch.values["old_logprob/variance"] == 0.0
+    assert batch.values["old_logprob/rescore_failed"] == 0
+    assert batch.values["time/rescore_tail"] >= 0
