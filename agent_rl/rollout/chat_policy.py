@@ -71,8 +71,8 @@ class ChatEngine:
     """Implements ``agent_rl.engine.types.Engine`` over ``POST <url>/chat/completions``; an async context manager.
 
     The key is read from the environment variable ``OPENAI_API_KEY`` where it is set. No answer, 5xx, 429 and 503 are
-    tried again ``retries`` times with growing pauses; an answer that says the conversation is too long ends the turn
-    without text, cut short.
+    tried again ``retries`` times with growing pauses. Where the endpoint's context has no room for all that may be
+    said, it is asked again for what there is room for; where it has none, the turn ends without text, cut short.
     """
 
     def __init__(self, url: str, model: str, *, timeout: float, retries: int, backoff: float = 0.5) -> None:
@@ -127,9 +127,12 @@ class ChatEngine:
         try:
             answer: bytes = await attempts(post, self._client, self._url, body)
         except EngineRejected as error:
-            if _too_long(str(error)):
+            if not _too_long(str(error)):
+                raise
+            if "max_tokens" not in body:
                 return "", False
-            raise
+            # Without a limit an endpoint takes the rest of its context: less than the limit it has just refused.
+            return await self._ask({key: value for key, value in body.items() if key != "max_tokens"})
         try:
             choice = orjson.loads(answer)["choices"][0]
             return choice["message"]["content"] or "", choice["finish_reason"] != "length"

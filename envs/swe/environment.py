@@ -11,7 +11,7 @@ from envs.context import EnvContext
 from envs.swe.audit import audit_record
 from envs.swe.episode import SweEpisode, start_episode
 from envs.swe.records import SweRecord, parse_record
-from envs.swe.sources import FILE_TYPES, Records, is_saved_data_set, read_records
+from envs.swe.sources import FILE_TYPES, Records, is_data_set, read_records
 from envs.swe.swebench import check_gradable
 from envs.types import Finding, Task, TaskRecordError
 
@@ -20,13 +20,14 @@ _log = logging.getLogger(__name__)
 
 class SweEnvironment:
     """Tasks from ``path``: a file (JSONL, JSON, Parquet), a folder with one file a split (``train.jsonl``,
-    ``heldout.jsonl``, ...), a saved data set's folder, or a data set's name on the Hugging Face hub.
+    ``heldout.jsonl``, ...), a data set's folder or name on the Hugging Face hub, or a task repository of swebench's.
 
     The records of a file or data set are dealt out in their order: the last ``heldout`` tasks are the split "heldout",
     the others "train"; with ``heldout`` None every split holds all of them (an evaluation set). Options:
-    ``data_split`` says which split of a data set is read, where it has several, ``repos`` keeps only tasks of these
-    repositories, ``limit`` only the first so many of a split, ``skip_broken`` leaves out rows that are broken (counted
-    in the log and in :attr:`broken`) where otherwise the first look at them raises.
+    ``data_split`` says which split of a data set is read, where it has several, ``specs`` (a source like ``path``)
+    where SWE-bench's rows that don't say how they are graded find it by their ``instance_id``, ``repos`` keeps only
+    tasks of these repositories, ``limit`` only the first so many of a split, ``skip_broken`` leaves out rows that are
+    broken (counted in the log and in :attr:`broken`) where otherwise the first look at them raises.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class SweEnvironment:
         path: str | Path | None = None,
         *,
         data_split: str | None = None,
+        specs: str | Path | None = None,
         heldout: int | None = None,
         repos: Sequence[str] = (),
         limit: int | None = None,
@@ -49,6 +51,7 @@ class SweEnvironment:
         self._path = Path(path)
         self._source = str(path)
         self._data_split = data_split
+        self._specs = specs
         self._heldout = heldout
         self._repos = frozenset(repos)
         self._limit = limit
@@ -95,7 +98,7 @@ class SweEnvironment:
     def _records(self, source: str) -> Sequence[SweRecord]:
         """The records of ``source``, read once. Raises ``TaskRecordError`` for those that cannot be graded."""
         if source not in self._read:
-            found = read_records(source, split=self._data_split, skip_broken=self._skip_broken)
+            found = read_records(source, split=self._data_split, skip_broken=self._skip_broken, specs=self._specs)
             check_gradable(source, found.records)
             if found.broken:
                 rows = len({problem.partition(":")[0] for problem in found.broken})
@@ -119,7 +122,7 @@ class SweEnvironment:
 
     def _split_files(self) -> dict[str, Path]:
         """The files of a folder with one a split, by split; none where ``path`` is anything else."""
-        if not self._path.is_dir() or is_saved_data_set(self._path):
+        if not self._path.is_dir() or is_data_set(self._path):
             return {}
         files = {file.stem: file for file in sorted(self._path.iterdir()) if file.suffix in FILE_TYPES}
         if not files:

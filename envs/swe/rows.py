@@ -62,6 +62,18 @@ def normalise(row: Mapping[str, Any]) -> dict[str, Any]:
     return given
 
 
+def with_spec(row: Mapping[str, Any], specs: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The row with what grades it from the row of its ``instance_id`` in ``specs``; as it is where it needs none or
+    there is none. Raises ``ValueError`` where that row starts from another commit."""
+    spec = specs.get(str(row.get("instance_id")))
+    if spec is None or row.get("eval_script"):
+        return row
+    for field in ("repo", "base_commit"):
+        if row.get(field) != spec.get(field):
+            raise ValueError(f"{field}: {row.get(field)!r}, and {spec.get(field)!r} in specs: not the same task")
+    return {**row, **{key: spec[key] for key in _SPEC_FIELDS if key in spec}}
+
+
 _REQUIRED = ("problem_statement", "expected_output_json", "repo_name")
 
 

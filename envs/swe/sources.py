@@ -1,4 +1,7 @@
-"""Where task rows come from: a local file (JSONL, JSON, Parquet), a saved data set, a name on the Hugging Face hub."""
+"""Where task rows come from: a file (JSONL, JSON, Parquet), a data set's folder or name on the hub, a task repository.
+
+A task repository is how swebench 5 keeps its instances in git: a folder each below ``tasks/`` (``swebench.task.repo``).
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from envs.swe.records import SweRecord, problems_of
+from envs.swe.rows import with_spec
 from envs.types import TaskRecordError
 
 FILE_TYPES = (".jsonl", ".json", ".parquet")
@@ -47,8 +51,13 @@ def read_jsonl(path: Path | str) -> list[SweRecord]:
     return list(read_records(path).records)
 
 
-def read_records(source: Path | str, *, split: str | None = None, skip_broken: bool = False) -> Records:
+def read_records(
+    source: Path | str, *, split: str | None = None, skip_broken: bool = False, specs: Path | str | None = None
+) -> Records:
     """All records of ``source``; ``split`` says which part of a data set is meant, where it has several.
+
+    ``specs`` is another source, of SWE-bench rows that say how they are graded: a row of ``source`` that doesn't is
+    graded as the one with its ``instance_id`` there.
 
     Raises ``BrokenRowsError`` for broken rows unless ``skip_broken``, and ``TaskRecordError`` for a source that cannot
     be read or holds nothing.
@@ -56,8 +65,9 @@ def read_records(source: Path | str, *, split: str | None = None, skip_broken: b
     records: list[SweRecord] = []
     problems: list[str] = []
     seen: dict[str, int] = {}
+    known = _by_instance(specs, split) if specs is not None else {}
     for number, row in _rows(source, split):
-        found = [row] if isinstance(row, str) else _take(row, number, records, seen)
+        found = [row] if isinstance(row, str) else _take(row, number, records, seen, known)
         problems += [f"row {number}: {problem}" for problem in found]
     if problems and not skip_broken:
         raise BrokenRowsError(str(source), problems)
@@ -66,17 +76,43 @@ def read_records(source: Path | str, *, split: str | None = None, skip_broken: b
     return Records(records, problems)
 
 
-def is_saved_data_set(path: Path) -> bool:
+def is_data_set(path: Path) -> bool:
+    """Whether ``path`` is a folder that holds one data set: saved, cloned from the hub, or a task repository."""
+    return _is_saved(path) or _is_task_repository(path) or any((path / "data").glob("*.parquet"))
+
+
+def _is_saved(path: Path) -> bool:
     """Whether ``path`` is a folder that ``datasets`` wrote with ``save_to_disk``."""
     return any((path / file).is_file() for file in ("dataset_dict.json", "state.json"))
 
 
-def _take(row: Mapping[str, Any], number: int, records: list[SweRecord], seen: dict[str, int]) -> list[str]:
+def _is_task_repository(path: Path) -> bool:
+    return (path / "sweb.yaml").is_file() and (path / "tasks").is_dir()
+
+
+def _by_instance(specs: Path | str, split: str | None) -> dict[str, Mapping[str, Any]]:
+    """The rows of ``specs`` by ``instance_id``. Raises ``TaskRecordError`` where they don't say how they are graded."""
+    rows = [row for _, row in _rows(specs, split) if not isinstance(row, str)]
+    found = {str(row["instance_id"]): row for row in rows if row.get("instance_id") and row.get("eval_script")}
+    if not found:
+        raise TaskRecordError(f"specs: {specs}: no row with instance_id and eval_script; right would be swebench 5's")
+    return found
+
+
+def _take(
+    row: Mapping[str, Any],
+    number: int,
+    records: list[SweRecord],
+    seen: dict[str, int],
+    specs: Mapping[str, Mapping[str, Any]],
+) -> list[str]:
     """Add the row's record, or say what is wrong with it."""
     try:
-        record = SweRecord.model_validate(row)
+        record = SweRecord.model_validate(with_spec(row, specs))
     except ValidationError as error:
         return problems_of(error)
+    except ValueError as error:
+        return [str(error)]
     if (first := seen.setdefault(record.id, number)) != number:
         return [f"task_id: {record.id!r} is row {first}'s; ids are unique"]
     records.append(record)
@@ -90,7 +126,7 @@ def _rows(source: Path | str, split: str | None) -> Iterator[Row]:
             raise TaskRecordError(f"{path}: no such file; right would be a file of task records")
         readers = {".jsonl": _jsonl, ".json": _json, ".parquet": _parquet}
         return readers[path.suffix](path)
-    return _data_set(str(source), split)
+    return _task_repository(path, split) if _is_task_repository(path) else _data_set(str(source), split)
 
 
 def _jsonl(path: Path) -> Iterator[Row]:
@@ -135,6 +171,21 @@ def _parquet(path: Path) -> Iterator[Row]:
         raise TaskRecordError(f"{path}: not Parquet ({str(error).splitlines()[0]})") from None
 
 
+def _task_repository(path: Path, split: str | None) -> Iterator[Row]:
+    try:
+        from swebench.task.repo import load_task, task_dirs
+    except ImportError:
+        raise TaskRecordError(f"{path}: a task repository needs swebench: pip install 'agent-rl[swebench]'") from None
+    for number, folder in enumerate(task_dirs(path), start=1):
+        try:
+            row = load_task(folder)
+        except (OSError, ValueError, TypeError) as error:
+            yield number, f"{folder.name}: no whole task ({_first_line(error)})"
+            continue
+        if split is None or row.get("split") in (None, split):
+            yield number, row
+
+
 def _data_set(name: str, split: str | None) -> Iterator[Row]:
     """The rows of a data set: a folder that ``save_to_disk`` wrote, or one that ``load_dataset`` finds."""
     try:
@@ -145,9 +196,7 @@ def _data_set(name: str, split: str | None) -> Iterator[Row]:
             "set's name on the Hugging Face hub, it needs datasets: pip install 'agent-rl[datasets]'"
         ) from None
     try:
-        found = (
-            datasets.load_from_disk(name) if is_saved_data_set(Path(name)) else datasets.load_dataset(name, split=split)
-        )
+        found = datasets.load_from_disk(name) if _is_saved(Path(name)) else datasets.load_dataset(name, split=split)
     except Exception as error:  # hub, network and file errors of a dozen classes; all mean that it can't be read
         raise TaskRecordError(f"{name}: no such data set, or it cannot be read ({_first_line(error)})") from None
     if isinstance(found, Mapping):

@@ -31,8 +31,8 @@ def check_gradable(source: str, records: Sequence[SweRecord]) -> None:
         assert classic[0].swebench
         raise TaskRecordError(
             f"{source}: {len(classic)} of {len(records)} rows ({classic[0].id}, ...) lack "
-            f"{', '.join(classic[0].swebench.missing)}, without which swebench 5 cannot grade them; right would be a "
-            "revision of the data set that has these columns"
+            f"{', '.join(classic[0].swebench.missing)}, without which swebench 5 cannot grade them; right would be "
+            "rows that have these columns, as SWE-bench/SWE-bench_Verified's have (the option specs joins them by id)"
         )
     if rows and importlib.util.find_spec("swebench") is None:
         raise TaskRecordError(f"{source}: grading SWE-bench's rows needs swebench: pip install 'agent-rl[swebench]'")

@@ -77,6 +77,45 @@ def test_classic_rows_are_refused_where_they_would_have_to_be_graded(tmp_path: P
         environment.tasks("test")
 
 
+def test_classic_rows_are_graded_as_the_rows_of_their_ids_in_specs(tmp_path: Path) -> None:
+    specs = write(tmp_path / "specs.jsonl", GRADABLE, {**GRADABLE, "instance_id": "other__other-1"})
+    classic = write(tmp_path / "classic.jsonl", CLASSIC)
+    (task,) = SweEnvironment(NO_BOXES, classic, specs=specs).tasks("test")
+    (whole,) = SweEnvironment(NO_BOXES, write(tmp_path / "whole.jsonl", GRADABLE)).tasks("test")
+    assert task == whole
+    moved = write(tmp_path / "moved.jsonl", {**CLASSIC, "base_commit": "f" * 40})
+    with pytest.raises(TaskRecordError, match=r"row 1: base_commit: 'fff.*', and '22623bd8.*' in specs: not the same"):
+        SweEnvironment(NO_BOXES, moved, specs=specs).tasks("test")
+    unknown = write(tmp_path / "unknown.jsonl", {**CLASSIC, "instance_id": "b__b-1"})
+    with pytest.raises(TaskRecordError, match=r"1 of 1 rows \(b__b-1, \.\.\.\) lack eval_script.*the option specs"):
+        SweEnvironment(NO_BOXES, unknown, specs=specs).tasks("test")
+    with pytest.raises(TaskRecordError, match=r"specs: .*classic\.jsonl: no row with instance_id and eval_script"):
+        SweEnvironment(NO_BOXES, unknown, specs=classic).tasks("test")
+
+
+def test_a_task_repository_of_swebenchs_holds_the_same_rows(tmp_path: Path) -> None:
+    repo = pytest.importorskip("swebench.task.repo")
+    (tmp_path / "sweb.yaml").write_text("datasets: [SWE-bench/SWE-bench_Verified]\n")
+    tests = {key: json.loads(CLASSIC[key]) for key in repo.TEST_KEYS}
+    for name, split in {"a__a-1": "test", "b__b-1": "dev", "c__c-1": "test"}.items():
+        folder = tmp_path / "tasks" / name
+        folder.mkdir(parents=True)
+        files = {file: GRADABLE[column] for column, file in repo.AS_FILE.items()} | {"tests.json": json.dumps(tests)}
+        short = {key: GRADABLE[key] for key in ("repo", "base_commit", "version", "image", "log_parser", "eval_type")}
+        files["task.yaml"] = repo.dump_yaml({**short, "instance_id": name, "split": split})
+        for file, text in files.items():
+            (folder / file).write_text(text)
+    assert [task.id for task in SweEnvironment(NO_BOXES, tmp_path, data_split="test").tasks("test")] == [
+        "a__a-1",
+        "c__c-1",
+    ]
+    (row,) = read_records(write(tmp_path / "a.jsonl", {**GRADABLE, "instance_id": "a__a-1"})).records
+    assert row == read_records(tmp_path).records[0]
+    (tmp_path / "tasks/b__b-1/eval.sh").unlink()
+    with pytest.raises(TaskRecordError, match=r"row 2: b__b-1: no whole task .*eval\.sh"):
+        read_records(tmp_path)
+
+
 def test_json_and_parquet_files_and_saved_data_sets_hold_the_same_rows(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     rows = [R2E | {"relevant_files": ["sympy/a.py"]}, R2E | {"commit_hash": "fedcba", "relevant_files": None}]
@@ -93,6 +132,22 @@ def test_json_and_parquet_files_and_saved_data_sets_hold_the_same_rows(tmp_path:
     with pytest.raises(TaskRecordError, match="data_split is None; it has dev, train"):
         read_records(tmp_path / "two")
     assert len(SweEnvironment(NO_BOXES, tmp_path / "two", data_split="dev").tasks("heldout")) == 1
+
+
+def test_a_data_set_is_loaded_as_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``datasets.load_dataset`` takes a folder that is laid out as the hub's repositories for one of them."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "Owner/Name/data").mkdir(parents=True)
+    rows = datasets.Dataset.from_list([R2E | {"relevant_files": ["sympy/a.py"]}])
+    rows.to_parquet(tmp_path / "Owner/Name/data/train-00000-of-00001.parquet")
+    rows.to_parquet(tmp_path / "Owner/Name/data/dev_10pr-00000-of-00001.parquet")
+    monkeypatch.chdir(tmp_path)
+    for source in ("Owner/Name", tmp_path / "Owner/Name"):
+        environment = SweEnvironment(NO_BOXES, source, data_split="train")
+        assert [task.id for task in environment.tasks("train")] == ["sympy@0123456789ab"]
+    with pytest.raises(TaskRecordError, match=r"Owner/Name: .*nosplit"):
+        read_records("Owner/Name", split="nosplit")
 
 
 def test_a_data_set_that_is_not_there_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,6 +94,10 @@ async def test_trouble_is_told_apart() -> None:
             await ask(url, routes_from=0)
     async with endpoint(lambda body: (400, {"error": {"message": "maximum context length is 10"}})) as url:
         assert (await ask(url)).finish is FinishReason.LENGTH
+    too_long = (400, {"error": {"message": "Requested token count exceeds the maximum context length of 10 tokens"}})
+    async with endpoint(lambda body: too_long if "max_tokens" in body else (200, said("the rest"))) as url:
+        completion = await ask(url)
+        assert (completion.finish, bytes(completion.tokens[:-1])) == (FinishReason.STOP, b"the rest")
     async with endpoint(lambda body: (404, {"error": {"message": "no model m"}})) as url:
         with pytest.raises(EngineRejected, match="no model m"):
             await ask(url)
