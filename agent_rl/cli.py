@@ -116,6 +116,31 @@ def rollout(
 
 
 @app.command()
+def plan(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Mean tokens of a trajectory, for what adds up over a step; the most by default."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Say what memory, disk and traffic a run would take on the hardware its config names, before it is started.
+
+    Exit code 1: something does not fit, or the layout is not possible; the last line says what, and what would help.
+    """
+    from agent_rl.config import load_config
+    from agent_rl.controller.plan import make_plan
+    from agent_rl.controller.plan_report import print_plan
+
+    made = make_plan(load_config(config, overrides or ()), tokens=tokens)
+    print_plan(made, json=json)
+    if (refusal := made.refusal()) is not None:
+        print(f"error: {refusal}", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+@app.command()
 def setup(config: ConfigPath, overrides: Overrides = None) -> None:
     """Make what a config needs and is not there yet: sandbox image, starting model, verified tasks."""
     from agent_rl.config import load_config
@@ -126,12 +151,15 @@ def setup(config: ConfigPath, overrides: Overrides = None) -> None:
 
 @config_app.command("show")
 def config_show(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Print a config as it is resolved, defaults included."""
+    """Print a config as it is resolved, defaults included. Fails where its parallel layout can't be trained in."""
     import yaml
 
     from agent_rl.config import load_config
+    from agent_rl.train.layouts import check_layout
 
-    typer.echo(yaml.safe_dump(load_config(config, overrides or ()).model_dump(mode="json"), sort_keys=False), nl=False)
+    resolved = load_config(config, overrides or ())
+    typer.echo(yaml.safe_dump(resolved.model_dump(mode="json"), sort_keys=False), nl=False)
+    check_layout(resolved)
 
 
 @envs_app.command("list")

@@ -1,0 +1,87 @@
+"""What would make a plan fit: every knob is turned, the run planned again, and what it brings is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from pydantic import ValidationError
+
+from agent_rl.config import RunConfig
+from agent_rl.controller.plan import Advice, Plan, plan_once
+
+LEAST_GAIN = 0.02
+"""A knob that brings less than this share of a place is not worth naming."""
+
+
+def advise(config: RunConfig, plan: Plan, *, tokens: int | None) -> Iterator[Advice]:
+    """For every place that is too small the knobs that help: first those that are enough, the gentlest change first;
+    then the others, what brings most first."""
+    for place in plan.places:
+        if place.fits or place.capacity is None:
+            continue
+        found = []
+        for change, other in _variants(config):
+            planned = plan_once(other, tokens=tokens)
+            changed = planned.place(place.name)
+            if changed is None or changed.capacity is None or changed.total > (1 - LEAST_GAIN) * place.total:
+                continue
+            found.append(Advice(place.name, change, changed.total, changed.total <= changed.capacity))
+        yield from sorted(found, key=lambda one: (not one.enough, 0 if one.enough else one.total))
+
+
+def _variants(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
+    """Changes that cost speed or machines and not what is learned, cheapest first; then those that change the run."""
+    knobs: tuple[tuple[str, Callable[[Any], Any]], ...] = (
+        ("train.parallel.distributed_optimizer", lambda _: True),
+        ("train.recompute", lambda _: "full"),
+        ("train.microbatch_tokens", lambda _: config.rollout.max_tokens),
+        *((f"train.parallel.{name}", _double) for name in ("context", "expert", "tensor", "pipeline", "world_size")),
+        ("engine.max_total_tokens", _half),
+        ("engine.max_total_tokens", lambda value: value // 4),
+        ("hardware.engine_gpus", _double),
+        ("train.keep_checkpoints", lambda _: 1),
+        ("train.mini_steps", lambda value: value),
+        ("rollout.max_tokens", _half),
+        ("rollout.tasks_per_step", _half),
+    )
+    for key, change in knobs:
+        before = _get(config, key)
+        after = change(before)
+        if after == before or not after:
+            continue
+        try:
+            yield f"{key}={_told(after)}", _with(config, key, after)
+        except ValidationError:
+            continue  # a knob that this config cannot take
+
+
+def _double(value: int) -> int:
+    return 2 * value
+
+
+def _half(value: int) -> int:
+    return value // 2
+
+
+def _told(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _get(config: RunConfig, key: str) -> Any:
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _with(config: RunConfig, key: str, value: Any) -> RunConfig:
+    data = config.model_dump()
+    node = data
+    *parents, leaf = key.split(".")
+    for part in parents:
+        node = node[part]
+    node[leaf] = value
+    if key == "rollout.max_tokens":
+        data["train"]["microbatch_tokens"] = min(value, data["train"]["microbatch_tokens"])
+    return RunConfig.model_validate(data)

@@ -1,0 +1,241 @@
+"""How much memory the parts of a run take: formulas over a model's shape and a layout. Pure; imports no torch.
+
+Symbols: T tokens of a micro-batch on a rank, H hidden, Q and KV widths of all query and all key or value heads, I inner
+width (of an expert, or of a dense layer), E experts, k of them a token, V vocabulary, b bytes of a number; t, p, c, e
+the tensor, pipeline, context and expert sizes. Activations are counted from what autograd keeps of this trainer's own
+layers (agent_rl/train/megatron); Korthikanti et al., arXiv 2205.05198, do the same for Megatron's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agent_rl.config import ParallelConfig, TrainConfig
+from agent_rl.families import is_moe, read_config
+from agent_rl.train.layouts import expert_copies, shares_optimizer, weight_copies
+
+BYTES = {"float32": 4, "bfloat16": 2}
+LOGITS_CHUNK = 1 << 24
+"""Logits made at once (agent_rl/train/megatron/logprobs.py)."""
+LOGITS_COPIES = 5
+"""Float32 arrays of a chunk's size that exist at once: logits, the entropy's exponentials, the softmax, gradients."""
+ROUTER_BYTES = 17
+"""Bytes a token and expert that a router keeps: float32 logits, scores and dense gates, a mask and their copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """What of a model decides about memory. ``moe[i]``: layer i has experts; ``inner``: width of a dense layer's MLP,
+    ``expert_inner`` and ``shared_inner`` of an expert's and a shared expert's (0: none)."""
+
+    moe: tuple[bool, ...]
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inner: int
+    vocab: int
+    tied: bool
+    max_positions: int
+    experts: int = 0
+    top_k: int = 0
+    expert_inner: int = 0
+    shared_inner: int = 0
+
+    @classmethod
+    def read(cls, folder: Path) -> ModelSize:
+        """From a Hugging Face folder's ``config.json``. Raises ConfigError for one that is missing or unknown."""
+        return cls.of(read_config(folder)[1])
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> ModelSize:
+        """From a config under Qwen3-MoE's key names, as :func:`agent_rl.families.read_config` gives it."""
+        layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
+        moe = tuple(bool(config.get("num_experts")) and is_moe(config, layer) for layer in range(layers))
+        return cls(
+            moe=moe,
+            hidden=config["hidden_size"],
+            heads=heads,
+            kv_heads=config["num_key_value_heads"],
+            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            inner=config["intermediate_size"],
+            vocab=config["vocab_size"],
+            tied=bool(config.get("tie_word_embeddings", False)),
+            max_positions=config["max_position_embeddings"],
+            experts=config["num_experts"] if any(moe) else 0,
+            top_k=config["num_experts_per_tok"] if any(moe) else 0,
+            expert_inner=config["moe_intermediate_size"] if any(moe) else 0,
+            shared_inner=config.get("shared_expert_intermediate_size") or 0,
+        )
+
+    @property
+    def layers(self) -> int:
+        return len(self.moe)
+
+    @property
+    def moe_layers(self) -> int:
+        return sum(self.moe)
+
+    @property
+    def q_width(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    @property
+    def route_bytes(self) -> int:
+        """Bytes of a token's routes in the narrowest type that holds the expert ids."""
+        return self.moe_layers * self.top_k * (1 if self.experts <= 256 else 2)
+
+    @property
+    def parameters(self) -> int:
+        """All parameters, an untied output layer included."""
+        dense, experts = rank_parameters(self, ParallelConfig())
+        return dense + experts
+
+
+def rank_parameters(model: ModelSize, parallel: ParallelConfig) -> tuple[int, int]:
+    """``(dense, experts)``: parameters on the rank that has most; dense ones are all that are no expert's."""
+    stages = parallel.pipeline
+    per_stage = model.layers // stages
+    best = (0, 0)
+    for stage in range(stages):
+        dense = experts = 0
+        for index in range(stage * per_stage, (stage + 1) * per_stage):
+            dense += _dense_of_layer(model, index, parallel.tensor)
+            experts += 3 * model.hidden * model.expert_inner * (model.experts // parallel.expert) * model.moe[index]
+        embedding = model.vocab * model.hidden // parallel.tensor
+        dense += embedding * (stage == 0)
+        # A tied output layer on another stage is a copy of the embedding there.
+        dense += (embedding * (not model.tied or stages > 1) + model.hidden) * (stage == stages - 1)
+        best = max(best, (dense, experts), key=sum)
+    return best
+
+
+def _dense_of_layer(model: ModelSize, index: int, tensor: int) -> int:
+    attention = model.hidden * (2 * model.q_width + 2 * model.kv_width) // tensor
+    norms = 2 * model.hidden + 2 * model.head_dim
+    if model.moe[index]:
+        shared = 3 * model.hidden * model.shared_inner // tensor + model.hidden * bool(model.shared_inner)
+        return attention + norms + model.experts * model.hidden + shared
+    return attention + norms + 3 * model.hidden * model.inner // tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RankBytes:
+    """Memory of the fullest trainer rank on its device, in bytes.
+
+    ``optimizer_unshared``: what the optimizer would take without the distributed one. ``activations`` are those kept
+    between forward and backward pass; then come the logits, and when those are gone a ``layer``: its gradients, and its
+    activations where they are made again.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    optimizer_unshared: int
+    activations: int
+    logits: int
+    layer: int
+
+    @property
+    def peak(self) -> int:
+        """The logits and a layer's backward pass are never there at once."""
+        return max(self.logits, self.layer)
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.activations + self.peak
+
+
+def rank_bytes(model: ModelSize, train: TrainConfig, *, microbatches: int) -> RankBytes:
+    """The memory of the fullest rank; ``microbatches``: how many a data rank has in a mini step (a pipeline holds as
+    many as it has stages at most)."""
+    parallel, width = train.parallel, BYTES[train.dtype]
+    dense, experts = rank_parameters(model, parallel)
+    state = 8 + (4 if train.dtype == "bfloat16" else 0)  # Adam's moments, and a float32 master of narrower weights
+    shared = shares_optimizer(parallel)
+    copies = (weight_copies(parallel), expert_copies(parallel)) if shared else (1, 1)
+    tokens = train.microbatch_tokens // parallel.context
+    return RankBytes(
+        weights=(dense + experts) * width,
+        gradients=(dense + experts) * 4,
+        optimizer=(dense * state) // copies[0] + (experts * state) // copies[1],
+        optimizer_unshared=(dense + experts) * state,
+        activations=_activations(model, train, tokens, microbatches),
+        logits=_logits(model, parallel, tokens),
+        layer=_one_layer(model, train, tokens),
+    )
+
+
+def _activations(model: ModelSize, train: TrainConfig, tokens: int, microbatches: int) -> int:
+    """What the backward pass finds kept when it starts: every layer's, or the layers' inputs where all is run again."""
+    parallel, width = train.parallel, BYTES[train.dtype]
+    chunk = model.moe[: model.layers // parallel.pipeline]  # the first stage holds most micro-batches
+    in_flight = min(parallel.pipeline, max(1, microbatches))
+    if parallel.virtual_pipeline > 1:  # arXiv 2104.04473: a part more for the interleaved schedule
+        in_flight = min(max(1, microbatches), in_flight + -(-(parallel.pipeline - 1) // parallel.virtual_pipeline))
+    # The last norm's input and output and its rows that predict something; the rotary embedding's cosines and sines.
+    final = tokens * (model.hidden * width * 3 + model.head_dim * 4 * 2)
+    kept = {moe: layer_bytes(model, train, tokens, moe=moe) for moe in set(chunk)}
+    if train.recompute == "full":
+        inputs = len(chunk) * (tokens // parallel.tensor) * model.hidden * width
+        return in_flight * inputs + final
+    return in_flight * sum(kept[moe] for moe in chunk) + final
+
+
+def layer_bytes(model: ModelSize, train: TrainConfig, tokens: int, *, moe: bool) -> int:
+    """What autograd keeps of one layer for ``tokens`` tokens (of one context rank), selective recomputation heeded."""
+    width, tensor = BYTES[train.dtype], train.parallel.tensor
+    again = train.recompute_modules if train.recompute == "selective" else ()
+    own = tokens // tensor  # under tensor parallelism the residual stream is cut by tokens
+    residual = 4 * model.hidden * width * own  # both norms' inputs and outputs
+    # Queries are there twice: with keys and values, as they were projected, and apart, as their norm wants them.
+    projected = (2 * model.q_width + 2 * model.kv_width) * width * tokens // tensor
+    core = (2 * model.q_width + model.kv_width) * width * tokens // tensor + 4 * model.heads * tokens // tensor
+    joined = model.q_width * width * tokens // tensor  # the output projection's input
+    given = (model.q_width + model.kv_width) * width * tokens // tensor  # what core attention is run again from
+    attention = projected + joined + (given if "core_attn" in again else core)
+    if not moe:
+        mlp = 0 if "mlp" in again else 4 * model.inner * width * tokens // tensor
+    elif "moe" in again:
+        mlp = 0
+    else:
+        rows = own * model.top_k
+        mlp = rows * (model.hidden + 5 * model.expert_inner) * width + own * model.experts * ROUTER_BYTES
+        mlp += 4 * model.shared_inner * width * tokens // tensor
+    return residual + attention + mlp
+
+
+def _logits(model: ModelSize, parallel: ParallelConfig, tokens: int) -> int:
+    share = model.vocab // parallel.tensor
+    return min(tokens, max(1, LOGITS_CHUNK // share)) * share * 4 * LOGITS_COPIES
+
+
+def _one_layer(model: ModelSize, train: TrainConfig, tokens: int) -> int:
+    """What lives for a moment of the backward pass: one layer's activations where they are made again, gradients of its
+    widest, and of the largest weight."""
+    width, parallel = BYTES[train.dtype], train.parallel
+    rows = tokens // parallel.tensor * max(1, model.top_k)
+    inner = model.expert_inner or model.inner // parallel.tensor
+    weight = 2 * model.hidden * inner * max(1, model.experts // parallel.expert)
+    embedding = model.vocab * model.hidden // parallel.tensor
+    passing = rows * (2 * model.hidden + 3 * inner) * width + max(weight, embedding) * width
+    if train.recompute != "full":
+        return passing
+    return passing + max(layer_bytes(model, train, tokens, moe=moe) for moe in set(model.moe))
+
+
+def kv_bytes_per_token(model: ModelSize, dtype: str, tensor: int = 1) -> int:
+    """Key and value of a token on one GPU of an engine; with more GPUs than heads, heads are held twice."""
+    return 2 * model.layers * max(1, model.kv_heads // tensor) * model.head_dim * BYTES[dtype]
+
+
+def route_slot_bytes(model: ModelSize) -> int:
+    """Host memory of a KV slot's routes in one engine process: int32, dense layers included (SGLang 0.5.23)."""
+    return model.layers * model.top_k * 4
