@@ -367,15 +367,46 @@ class RunConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _groups_teach(self) -> RunConfig:
+        by_batch = self.train.baseline == "batch"
+        if self.rollout.dynamic_sampling.enabled and by_batch:
+            raise ValueError(
+                "rollout.dynamic_sampling throws away groups whose rewards are all equal, which teach under "
+                "train.baseline batch: turn it off, or set baseline to mean"
+            )
+        if self.rollout.group_size == 1 and not by_batch:
+            raise ValueError(
+                f"rollout.group_size is 1 and train.baseline {self.train.baseline} compares within a group: set it to "
+                "2 or more, or baseline and scale to batch"
+            )
+        return self
+
     @property
     def run_dir(self) -> Path:
         return self.runs_dir / self.name
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a YAML config and apply ``section.key=value`` overrides (values are YAML). Raises ConfigError, one line."""
+    """Read a YAML config and apply ``section.key=value`` overrides (values are YAML). Raises ConfigError, one line.
+
+    A config that says ``base: other.yaml`` (a path beside it) changes that one: sections are merged key by key.
+    """
+    data = _read_yaml(path, ())
+    for override in overrides:
+        _apply_override(data, override)
+    try:
+        return RunConfig.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {_explain(error)}") from None
+
+
+def _read_yaml(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
+    """The mapping in ``path`` over that of its base; ``above`` are the configs that led here."""
     if not path.is_file():
-        raise ConfigError(f"{path}: no such config file")
+        raise ConfigError(
+            f"{above[-1]}: base: {path}: no such config file" if above else f"{path}: no such config file"
+        )
     try:
         data = yaml.safe_load(path.read_text()) or {}
     except yaml.YAMLError as error:
@@ -385,12 +416,21 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         ) from None
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: a config is a mapping of sections, this is a {type(data).__name__}")
-    for override in overrides:
-        _apply_override(data, override)
-    try:
-        return RunConfig.model_validate(data)
-    except ValidationError as error:
-        raise ConfigError(f"{path}: {_explain(error)}") from None
+    base = data.pop("base", None)
+    if base is None:
+        return data
+    below = (path.parent / str(base)).resolve()
+    if below in (path.resolve(), *(config.resolve() for config in above)):
+        raise ConfigError(f"{path}: base: {base} leads back here; a config can't be its own base")
+    return _merged(_read_yaml(below, (*above, path)), data)
+
+
+def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in changes.items():
+        both = isinstance(value, dict) and isinstance(base.get(key), dict)
+        merged[key] = _merged(base[key], value) if both else value
+    return merged
 
 
 def _apply_override(data: dict[str, Any], override: str) -> None:

@@ -59,6 +59,21 @@ def test_a_mistake_is_told_in_one_line(quickstart: Path, override: str, told: st
 
 
 @pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["rollout.group_size=1"], "rollout.group_size is 1 and train.baseline mean compares within a group"),
+        (
+            ["rollout.dynamic_sampling.enabled=true", "train.baseline=batch", "train.scale=batch"],
+            "all equal, which teach under train.baseline batch",
+        ),
+    ],
+)
+def test_groups_that_could_not_teach_are_refused(quickstart: Path, overrides: list[str], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        load_config(quickstart, overrides)
+
+
+@pytest.mark.parametrize(
     ("text", "told"),
     [("a: [1", "not valid YAML"), ("- 1", "a config is a mapping of sections, this is a list"), ("{}", "required")],
 )
@@ -67,6 +82,29 @@ def test_a_file_that_is_no_config(tmp_path: Path, text: str, told: str) -> None:
     path.write_text(text)
     with pytest.raises(ConfigError, match=told):
         load_config(path)
+
+
+def test_a_base_is_changed_key_by_key(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "root.yaml").write_text(
+        "name: root\nmodel: m\ntrain: {lr: 0.1, parallel: {tensor: 2, world_size: 4}}\n"
+    )
+    (tmp_path / "sub/middle.yaml").write_text("base: ../root.yaml\ntrain: {parallel: {tensor: 4}}\n")
+    (tmp_path / "top.yaml").write_text("base: sub/middle.yaml\nname: top\nengine: {urls: [a]}\n")
+    config = load_config(tmp_path / "top.yaml", ["train.lr=0.2"])
+    assert (config.name, config.train.lr, config.engine.urls) == ("top", 0.2, ("a",))
+    assert (config.train.parallel.tensor, config.train.parallel.world_size) == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("base", "told"),
+    [("c.yaml", "base: c.yaml leads back here"), ("d.yaml", "d.yaml: base: c.yaml leads back"), ("e.yaml", "no such")],
+)
+def test_a_base_that_is_none(tmp_path: Path, base: str, told: str) -> None:
+    (tmp_path / "c.yaml").write_text(f"base: {base}\n")
+    (tmp_path / "d.yaml").write_text("base: c.yaml\n")
+    with pytest.raises(ConfigError, match=told):
+        load_config(tmp_path / "c.yaml")
 
 
 def test_every_key_is_described_or_speaks_for_itself() -> None:

@@ -64,6 +64,11 @@ class Reference:
             reference._exchange()  # what was held are the training's weights
         return reference
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the host."""
+        return sum(held.nbytes for held in self._held)
+
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Inside, the model has the reference's weights, and no gradient must be taken; after it, its own again."""

@@ -100,6 +100,19 @@ def test_scales_by_hand() -> None:
     assert batch == pytest.approx([a / (np.std(plain) + 1e-6) for a in plain])
 
 
+def test_reinforce_plus_plus_by_hand() -> None:
+    """Compared with the step's mean, and over the step's spread: a group of equal rewards teaches too."""
+    groups = [group(1, 0), group(1, 1, 1), group(0, 0)]
+    rewards = np.array([1, 0, 1, 1, 1, 0, 0], float)
+    found = samples_of(groups, baseline="batch", scale="batch", eps=0)
+    assert [s.advantage for s in found.samples] == pytest.approx((rewards - rewards.mean()) / rewards.std())
+    assert found.zero_variance_groups == 0
+    plain = samples_of(groups, baseline="batch", scale="none").samples
+    assert [s.advantage for s in plain] == pytest.approx(rewards - rewards.mean())
+    assert samples_of([group(1, 1), group(1)], baseline="batch", scale="batch").samples == ()
+    assert samples_of([], baseline="batch", scale="batch").samples == ()
+
+
 def routed(*members: tuple[float, Routing | None]) -> Group:
     return Group("t", tuple(replace(trajectory(reward), routing=routing) for reward, routing in members))
 
