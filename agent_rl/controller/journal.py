@@ -119,8 +119,8 @@ class StepJournal:
             said, end = next(frames, (b"", 0))
             if not _same(said, header):
                 return 0
-            for number, (payload, after) in enumerate(frames, 1):
-                trajectory = decode_trajectory(payload, f"{self.path}, trajectory {number}")
+            for payload, after in frames:
+                trajectory = decode_trajectory(payload, str(self.path))
                 self._waiting[trajectory.task_id].append(trajectory)
                 end = after
         return end
@@ -135,6 +135,16 @@ class StepJournal:
                 _write_whole(self._file, frame)
             except OSError as error:
                 raise disk_error(self.path, error) from error
+
+
+def read_journal(path: Path) -> list[Trajectory]:
+    """The trajectories in a journal, whatever its header says, in the order they finished; none where it is absent."""
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        frames = _frames(file)
+        next(frames, None)  # the header
+        return [decode_trajectory(payload, str(path)) for payload, _ in frames]
 
 
 def _write_whole(file: IO[bytes], data: bytes) -> None:

@@ -87,7 +87,7 @@ def _init(address: str | None, folder: Path | None, *, cpus: int) -> None:
                 logging_level=logging.ERROR,
                 **({"runtime_env": {"env_vars": variables}} if address else local),
             )
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+    except Exception as error:  # Ray raises a bare one where a busy machine takes more than 30 s to start it
         where = f"the Ray cluster at {address}" if address else "a local Ray"
         raise TrainerError(f"{where} could not be reached: {str(error).splitlines()[0]}") from error
 

@@ -1,0 +1,145 @@
+"""A recorded run (:mod:`recorded_run`) that is killed again and again, and what must be true each time."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import yaml
+
+from agent_rl.observe.metrics import read_metrics
+from agent_rl.train import checkpoint
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+# Figures of the clock, which no two runs share.
+CLOCK = re.compile(r"^time/|seconds|per_second")
+
+
+def write_config(folder: Path, model: Path, *, steps: int, checkpoint_every: int = 3) -> None:
+    """The config of a recorded run in ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "name": "rec", "model": str(model), "runs_dir": str(folder), "eval": {"tasks": 0}, "guard": {"action": "off"},
+        "rollout": {"group_size": 4, "tasks_per_step": 3, "concurrency": 8},
+        "train": {
+            "steps": steps, "checkpoint_every": checkpoint_every, "lr": 1e-2, "lr_warmup_steps": 4, "mini_steps": 2,
+            "device": "cpu", "microbatch_tokens": 128, "weight_decay": 0.1,
+        },
+    }  # fmt: skip
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+
+
+def exact(row: Mapping[str, float]) -> dict[str, float]:
+    """A step's metrics without those that a clock decides."""
+    return {name: value for name, value in row.items() if not CLOCK.search(name)}
+
+
+class Life:
+    """One start of the run in ``folder``; its processes are known by a mark in their environment."""
+
+    def __init__(self, folder: Path, *overrides: str) -> None:
+        self.run, self.mark = folder / "rec", uuid.uuid4().hex
+        self.output = folder / f"output-{self.mark[:6]}.txt"
+        (self.run / "begun").unlink(missing_ok=True)
+        self.started = time.time()
+        with self.output.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, str(HERE / "recorded_run.py"), str(folder), *overrides],
+                stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, env={**os.environ, "TEST_MARK": self.mark},
+                start_new_session=True,
+            )  # fmt: skip
+
+    @property
+    def text(self) -> str:
+        return self.output.read_text(errors="replace")
+
+    @property
+    def ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def until(self, condition: Callable[[], bool], timeout: float = 600.0) -> bool:
+        """Wait for ``condition``; False where the run ended before. Raises TimeoutError."""
+        deadline = time.monotonic() + timeout
+        while not condition():
+            if self.ended:
+                return condition()
+            if time.monotonic() > deadline:
+                raise TimeoutError(self.text)
+            time.sleep(0.002)
+        return True
+
+    def begun(self) -> bool:
+        """Whether its steps have begun."""
+        return (self.run / "begun").exists()
+
+    def finish(self) -> None:
+        """Wait until it has ended by itself."""
+        self.process.wait(3600)
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+    def left(self) -> list[str]:
+        """What of it still lives, or lies about in the folder of temporary files."""
+        mark, found = f"TEST_MARK={self.mark}".encode(), []
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                if mark in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:100])
+            except (FileNotFoundError, ProcessLookupError, PermissionError):
+                continue  # it ended while we looked
+        folders = Path(tempfile.gettempdir()).glob(f"agent-rl-ray-{self.process.pid}-*")
+        return [*filter(None, found), *map(str, folders)]
+
+
+def step_reached(run: Path) -> int:
+    """The last step that the metrics of a run have."""
+    return max((int(row["step"]) for row in read_metrics(run)), default=0)
+
+
+def step_saved(run: Path) -> int:
+    """The step of the newest complete checkpoint of a run; 0 without."""
+    latest = checkpoint.latest_checkpoint(run / "checkpoints")
+    return checkpoint.checkpoint_step(latest) if latest else 0
+
+
+def broken(run: Path, reference: Mapping[int, Mapping[str, float]]) -> list[str]:
+    """What is wrong with a run's folder: damaged checkpoints, metrics other than the unkilled run's, duplicates."""
+    faults = []
+    for folder in checkpoint.complete_checkpoints(run / "checkpoints"):
+        try:
+            checkpoint.verify(folder, checkpoint.read_manifest(folder))
+        except Exception as error:
+            faults.append(f"{folder.name}: {error}")
+    incomplete = [path.name for path in (run / "checkpoints").glob("step-*") if not (path / "manifest.json").exists()]
+    faults += [f"{name}: incomplete" for name in incomplete]
+    rows = read_metrics(run)
+    for row in rows:
+        ours, theirs = exact(row), exact(reference[int(row["step"])])
+        faults += [
+            f"step {row['step']:.0f}: {name} is {ours.get(name, math.nan)!r}, unkilled {theirs.get(name, math.nan)!r}"
+            for name in ours.keys() | theirs.keys()
+            if ours.get(name) != theirs.get(name)
+        ]
+    if [row["step"] for row in rows] != list(range(1, len(rows) + 1)):
+        faults.append(f"steps {[row['step'] for row in rows]}")
+    return faults
+
+
+def episodes(run: Path) -> list[tuple[str, int]]:
+    """Every episode that was sampled to its end, in all lives; one twice where it was sampled again."""
+    path = run / "episodes.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [(task, number) for task, number in map(json.loads, lines)]

@@ -1,0 +1,142 @@
+"""A training run whose episodes are recordings: controller, journal, checkpoints, Ray and Megatron are the real ones.
+
+SGLang on a CPU cannot be asked for the same samples again: a request's ``sampling_seed`` counts only with
+``--enable-deterministic-inference``, which refuses the ``torch_native`` attention that a CPU needs. So whether a killed
+run goes on exactly is shown with episodes that are a function of their task: an episode takes a random time, and which
+of a group's recordings it gives is settled when it ends. Everything else that happens in a step is as always.
+
+    python recorded_run.py FOLDER [section.key=value ...]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+import time
+import zlib
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agent_rl.config import RunConfig, load_config
+from agent_rl.controller.journal import read_journal
+from agent_rl.controller.state import RunState
+from agent_rl.controller.train import TrainingRun
+from agent_rl.engine.facts import read_facts
+from agent_rl.observe.display import Display
+from agent_rl.rollout.group import EpisodeRunner
+from agent_rl.rollout.limiter import Limiter
+from agent_rl.rollout.settings import RolloutSettings
+from agent_rl.train.ray_trainer import RayTrainer
+from agent_rl.types import StopReason, Trajectory, Turn
+from envs import Task
+from r3.routing import Routing, Span, SpanKind
+
+EPISODE_SECONDS = 0.12
+GIVEN = "episodes.jsonl"
+BEGUN = "begun"
+
+
+def recordings(task: Task, count: int, facts: Any) -> list[Trajectory]:
+    """The ``count`` episodes of a task; what they are depends on nothing but its name."""
+    generator = np.random.default_rng(zlib.crc32(task.id.encode()))
+    return [_recording(task, generator, facts) for _ in range(count)]
+
+
+def _recording(task: Task, generator: np.random.Generator, facts: Any) -> Trajectory:
+    length = int(generator.integers(20, 60))
+    mask = np.arange(length) >= length // 3
+    logprobs: NDArray[np.float32] = np.where(mask, -generator.random(length) * 4, 0).astype(np.float32)
+    turn = Turn("", "bash", {}, None, "", length // 3, int(mask.sum()), 0, 0, "0", 0.1, 0.1)
+    return Trajectory(
+        task.id, task.env, generator.integers(0, facts.vocab_size, length).astype(np.int32), mask, logprobs,
+        _routes(length, generator, facts), StopReason.SUBMITTED, float(generator.random() < 0.5),
+        resolved=False, turns=(turn,), messages=(), weight_versions=("0",),
+    )  # fmt: skip
+
+
+def _routes(length: int, generator: np.random.Generator, facts: Any) -> Routing:
+    layout = facts.layout
+    shape = (length, len(layout.moe_layer_ids), layout.num_experts)
+    experts = generator.random(shape).argsort(axis=-1)[..., : layout.top_k].astype(np.uint8)
+    experts[-1] = 0
+    spans = (Span(0, length - 1, "0", "rec", SpanKind.SAMPLED), Span(length - 1, length, "0", "rec", SpanKind.MISSING))
+    return Routing(experts, np.arange(length) < length - 1, spans, layout.num_experts)
+
+
+class NoEngine:
+    """There is none to send weights to."""
+
+    async def publish(self, step: int) -> dict[str, float]:
+        return {}
+
+
+@dataclass
+class RecordedWorld:
+    """What of a :class:`agent_rl.controller.world.World` a run asks for, without an engine and without boxes."""
+
+    config: RunConfig
+    tasks: Sequence[Task]
+
+    def __post_init__(self) -> None:
+        self.limiter = Limiter(self.config.rollout.concurrency)
+        self.facts = read_facts(self.config.model)
+        self.engine = SimpleNamespace(urls=(), facts=self.facts)
+        env = SimpleNamespace(prepare=_nothing)
+        self.workshop = SimpleNamespace(env=env, tasks=lambda split: self.tasks, backend=SimpleNamespace(name="none"))
+
+    def runner(self, settings: RolloutSettings) -> EpisodeRunner:
+        """Gives the recordings that the newest journal does not hold yet."""
+        (*_, journal) = sorted((self.config.run_dir / "journal").glob("step-*"))
+        held = {trajectory.tokens.tobytes() for trajectory in read_journal(journal)}
+        return _Recorded(self.config, self.facts, held).run
+
+
+@dataclass
+class _Recorded:
+    config: RunConfig
+    facts: Any
+    held: set[bytes]
+    waiting: dict[str, list[Trajectory]] = field(default_factory=lambda: defaultdict(list))
+
+    async def run(self, task: Task) -> Trajectory:
+        if task.id not in self.waiting:
+            every = recordings(task, self.config.rollout.group_size, self.facts)
+            self.waiting[task.id] = [t for t in every if t.tokens.tobytes() not in self.held]
+        await asyncio.sleep(random.uniform(0, 2 * EPISODE_SECONDS))
+        trajectory = self.waiting[task.id].pop(0)
+        with (self.config.run_dir / GIVEN).open("a") as file:
+            file.write(json.dumps([task.id, zlib.crc32(trajectory.tokens.tobytes())]) + "\n")
+        return trajectory
+
+
+async def _nothing(*splits: str) -> None:
+    """Nothing is to be made ready."""
+
+
+async def main(folder: Path, overrides: Sequence[str]) -> None:
+    config = load_config(folder / "config.yaml", overrides)
+    state = RunState(config)
+    tasks = [Task(f"task-{number:03d}", "recorded", {}) for number in range(256)]
+    with Display(config.name) as display:
+        async with RayTrainer(config) as trainer:
+            world: Any = RecordedWorld(config, tasks)
+            run = TrainingRun(config, state, display, world, trainer)
+            run.sync = NoEngine()  # type: ignore[assignment]
+            (state.dir / BEGUN).write_text(str(time.time()))
+            try:
+                await run.run()
+            finally:
+                await run.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(Path(sys.argv[1]), sys.argv[2:]))
