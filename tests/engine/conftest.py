@@ -121,7 +121,20 @@ def engine_config() -> EngineConfig:
 @pytest.fixture(scope="session")
 def server(engine_config: EngineConfig, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of a running server on ``model``, shared by all; a test that changes its weights restores them."""
-    engine = EngineServer(engine_config, model, tmp_path_factory.mktemp("engine") / "engine.log")
+    yield from _serving(EngineServer(engine_config, model, tmp_path_factory.mktemp("engine") / "engine.log"))
+
+
+@pytest.fixture(scope="session")
+def second_server(
+    engine_config: EngineConfig, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EngineServer]:
+    """One more, for what takes two; the last test that uses it may kill it."""
+    engine = EngineServer(engine_config, model, tmp_path_factory.mktemp("second") / "engine.log")
+    for _ in _serving(engine):
+        yield engine
+
+
+def _serving(engine: EngineServer) -> Iterator[str]:
     asyncio.run(engine.start())
     yield engine.url
     asyncio.run(engine.stop())

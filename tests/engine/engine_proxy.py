@@ -36,6 +36,10 @@ class Fault:
         """An answer's rows ``[T, layers, top_k]`` as the client is to see them."""
         return rows
 
+    def control(self, path: str, body: bytes) -> bytes | None:
+        """The body of a request to another endpoint as the server is to see it; None refuses it."""
+        return body
+
     def said(self, path: str, line: str) -> str:
         """What another endpoint than ``/generate`` is to say."""
         return line
@@ -120,6 +124,11 @@ async def proxy(target: str, fault: Fault) -> AsyncIterator[str]:
             request = orjson.loads(body) if path == "/generate" else {}
             if request:
                 body = orjson.dumps(fault.request(request))
+            elif (changed := fault.control(path, body)) is not None:
+                body = changed
+            else:
+                writer.write(b"HTTP/1.1 400 x\r\nconnection: close\r\n\r\n" + b'{"message": "not today"}')
+                return
             async with client.stream(method, target + path, content=body, headers=_JSON) as response:
                 writer.write(b"HTTP/1.1 %d x\r\nconnection: close\r\n\r\n" % response.status_code)
                 async for line in response.aiter_lines():

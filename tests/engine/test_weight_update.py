@@ -83,11 +83,8 @@ async def sent(*arguments: str) -> None:
 
 async def test_refusals_are_heard_not_waited_for(engine: SGLangEngine) -> None:
     with WeightReceivers(engine.urls, timeout=30) as receivers:
-        with (
-            pytest.raises(WeightSyncError, match="must run between begin_weight_update"),
-            receivers.receiving(["x"], ["float32"], [(1,)], weight_version="1") as receiving,
-        ):
-            receiving.wait()
+        with pytest.raises(WeightSyncError, match="must run between begin_weight_update"):
+            receivers.receive(["x"], ["float32"], [(1,)], weight_version="1").wait()
         with pytest.raises(WeightSyncError, match="no weight-update session is open"):
             receivers.end()
         with pytest.raises(WeightSyncError, match="does not exist"):

@@ -46,13 +46,14 @@ def send(receivers: WeightReceivers, group: dist.ProcessGroup, model: Path, vers
         dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
         bucket = torch.cat([tensor.contiguous().flatten().view(torch.uint8) for tensor in tensors])
         shapes = [tuple(tensor.shape) for tensor in tensors]
-        with receivers.receiving(names, dtypes, shapes, weight_version=version) as receiving:
-            work = dist.broadcast(bucket, src=0, group=group, async_op=True)
-            deadline = time.monotonic() + LIMIT.total_seconds()
-            while not work.is_completed():
-                receiving.check()
-                assert time.monotonic() < deadline
-                time.sleep(0.001)
+        receiving = receivers.receive(names, dtypes, shapes, weight_version=version)
+        work = dist.broadcast(bucket, src=0, group=group, async_op=True)
+        deadline = time.monotonic() + LIMIT.total_seconds()
+        while not work.is_completed():
+            receiving.check()
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        receiving.wait()
     receivers.end()
 
 

@@ -1,0 +1,380 @@
+"""Updates that go wrong on their way to the real server: every engine ends whole, on the new version or out of use."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+import signal
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import orjson
+import pytest
+from engine_proxy import Fault, proxy
+
+from agent_rl.config import EngineConfig, RunConfig
+from agent_rl.engine.facts import read_facts
+from agent_rl.engine.launch import EngineServer
+from agent_rl.engine.sglang import SGLangEngine
+from agent_rl.engine.weights import WeightReceivers
+from agent_rl.errors import WeightSyncError
+from agent_rl.types import Sample, SamplingParams
+
+torch = pytest.importorskip("torch", reason="needs the trainer environment")
+from safetensors.torch import load_file  # noqa: E402
+
+from agent_rl.controller.sync import WeightSync  # noqa: E402
+from agent_rl.train.digests import Digests, difference, outvoted  # noqa: E402
+from agent_rl.train.order import PublishReport  # noqa: E402
+from agent_rl.train.publish import Bucket, WeightPublisher  # noqa: E402
+
+slow = [pytest.mark.sglang, pytest.mark.slow]
+TOKENS = [int(token) for token in np.random.default_rng(11).integers(2, 250, 60)]
+BUCKET_BYTES = 300_000  # four buckets
+Weights = list[tuple[str, Any]]
+
+
+def exported(folder: Path) -> Weights:
+    """A checkpoint's tensors in the order in which the trainer exports them: parts of one parameter in a row."""
+    parts = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj")
+
+    def place(name: str) -> tuple[str, bool, int, int]:
+        layer = re.sub(r"(self_attn\.[qkv]_proj|mlp\.experts).*", r"\1", name).replace("k_proj", "q_proj")
+        expert = re.search(r"experts\.(\d+)", name)
+        part = next((index for index, part in enumerate(parts) if part in name), 0)
+        return layer.replace("v_proj", "q_proj"), "down_proj" in name, int(expert[1]) if expert else 0, part
+
+    weights = load_file(folder / "model.safetensors")
+    return [(name, weights[name]) for name in sorted(weights, key=place)]
+
+
+class FileTrainer:
+    """Stands for a trainer whose weights are those of ``folder``; sends them as the trainer's rank 0 does.
+
+    ``links[i]`` is the publisher of the i-th update, further ones are faultless.
+    """
+
+    def __init__(self, folder: Path, logprobs: Sequence[float], *links: type[WeightPublisher]) -> None:
+        self.folder, self._logprobs, self._links = folder, logprobs, list(links)
+        self.updates: list[tuple[str, ...]] = []
+
+    async def logprobs(self, samples: Sequence[Sample], *, replay: bool) -> list[Sequence[float]]:
+        return [self._logprobs for _ in samples]
+
+    async def publish(self, engine_urls: Sequence[str], weight_version: str) -> PublishReport:
+        link = self._links.pop(0) if self._links else WeightPublisher
+        self.updates.append(tuple(engine_urls))
+        publisher = link(engine_urls, torch.device("cpu"), timeout=60, bucket_bytes=BUCKET_BYTES)
+        try:
+            weights = exported(self.folder)
+            return await asyncio.to_thread(publisher.publish, weights, weight_version, torch.float32)
+        finally:
+            publisher.close()
+
+    async def export(self, folder: Path) -> None:
+        shutil.copytree(self.folder, folder)
+
+
+class OneBitOff(WeightPublisher):
+    """Changes the last bit of one weight in the second bucket, after it was hashed."""
+
+    def _broadcast(self, bucket: Bucket, version: str) -> Any:
+        if getattr(self, "bucket", 0) == 1:
+            data = bucket.data.clone()
+            data[0] ^= 1
+            bucket = replace(bucket, data=data)
+        self.bucket = getattr(self, "bucket", 0) + 1
+        return super()._broadcast(bucket, version)
+
+
+class Loses(WeightPublisher):
+    """Sends one bucket less and calls the one before the last."""
+
+    def _update(self, parts: Any, *rest: Any) -> int:
+        kept = iter([*parts][:-1])
+        whole = list(kept)
+        whole[-1] = replace(whole[-1], last=True)
+        return super()._update(iter(whole), *rest)
+
+
+class DiesMidway(WeightPublisher):
+    """Announces the second bucket and is gone before it is sent."""
+
+    def _broadcast(self, bucket: Bucket, version: str) -> Any:
+        if getattr(self, "sent", False):
+            names = list(bucket.names)
+            self._receivers.receive(
+                names, [bucket.dtype] * len(names), bucket.shapes, weight_version="x", group=self._name
+            )
+            raise WeightSyncError("the sender died")
+        self.sent = True
+        return super()._broadcast(bucket, version)
+
+
+class Setting:
+    """Engines to publish to, and what the fixed sequence gives with the old and with the new weights."""
+
+    def __init__(self, config: RunConfig, other_model: Path, folder: Path, old: Any, new: Any) -> None:
+        self.config, self.other_model, self.folder, self.old, self.new = config, other_model, folder, old, new
+        self.notes: list[str] = []
+
+    def sync(self, engine: SGLangEngine, *links: type[WeightPublisher]) -> WeightSync:
+        self.trainer = FileTrainer(self.other_model, self.new, *links)
+        return WeightSync(self.config, engine, self.trainer, self.folder, self.notes.append)
+
+    async def holds(self, engine: SGLangEngine, weights: Any, version: str) -> None:
+        """All engines in use compute and say so."""
+        for url in engine.urls:
+            np.testing.assert_allclose(await engine.score(PROBE, url=url), weights, atol=1e-6)
+            assert (await engine.info(url)).weight_version == version
+
+
+PROBE = list(range(128))
+
+
+@pytest.fixture
+async def setting(
+    server: str, model: Path, other_model: Path, engine_config: EngineConfig, tmp_path: Path
+) -> AsyncIterator[Setting]:
+    config = RunConfig.model_validate({"name": "test", "model": model, "engine": engine_config.model_dump()})
+    async with SGLangEngine(server, read_facts(model), engine_config) as engine:
+        with WeightReceivers([server]) as receivers:
+            receivers.load_from_disk(other_model, "disk")
+            new = await engine.score(PROBE)
+            receivers.load_from_disk(model, "default")
+            old = await engine.score(PROBE)
+        yield Setting(config, other_model, tmp_path / "weights", old, new)
+        with WeightReceivers([server]) as receivers:
+            receivers.abandon()
+            receivers.load_from_disk(model, "default")
+            receivers.resume()
+
+
+@pytest.fixture
+async def engine(setting: Setting, server: str, model: Path, engine_config: EngineConfig) -> AsyncIterator[Any]:
+    async with SGLangEngine(server, read_facts(model), engine_config) as client:
+        yield client
+
+
+class TestOneEngine:
+    pytestmark = slow
+
+    async def test_a_faultless_update_is_compared_byte_for_byte(self, setting: Setting, engine: SGLangEngine) -> None:
+        metrics = await setting.sync(engine).publish(3)
+        await setting.holds(engine, setting.new, "3")
+        assert metrics["weight_sync/verified"] == metrics["weight_sync/engines"] == 1
+        assert metrics["weight_sync/retries"] == metrics["weight_sync/disk_loads"] == 0
+        assert metrics["weight_sync/bytes"] == sum(tensor.nbytes for _, tensor in exported(setting.other_model))
+        assert not setting.notes
+        assert not setting.folder.exists()
+
+    @pytest.mark.parametrize(
+        ("fault", "said"),
+        [
+            (OneBitOff, r"updated to version 3, does not hold the bytes that were sent: model\."),
+            (Loses, r"does not hold the bytes that were sent: model\.norm\.weight|and \d+ more"),
+            (DiesMidway, "the sender died"),
+        ],
+    )
+    async def test_a_fault_that_passes_is_mended_by_sending_again(
+        self, setting: Setting, engine: SGLangEngine, fault: type[WeightPublisher], said: str
+    ) -> None:
+        metrics = await setting.sync(engine, fault).publish(3)
+        await setting.holds(engine, setting.new, "3")
+        assert (metrics["weight_sync/retries"], metrics["weight_sync/disk_loads"]) == (1, 0)
+        assert len(setting.notes) == 1
+        assert re.search(said, setting.notes[0])
+
+    async def test_a_bit_that_log_probs_cannot_see(self, setting: Setting, engine: SGLangEngine) -> None:
+        """What the check of checksums is for: by the log-probs alone the corrupted update would have passed."""
+        setting.trainer = FileTrainer(setting.other_model, setting.new, OneBitOff)
+        report = await setting.trainer.publish(engine.urls, "3")
+        assert engine.urls[0] in report.failures
+        with WeightReceivers(engine.urls) as receivers:
+            receivers.resume()  # the update left it paused
+        assert np.abs(np.subtract(await engine.score(PROBE), setting.new)).max() < 1e-3
+
+    async def test_a_fault_that_stays_is_mended_from_disk(self, setting: Setting, engine: SGLangEngine) -> None:
+        sync = setting.sync(engine, OneBitOff, DiesMidway)
+        metrics = await sync.publish(3)
+        await setting.holds(engine, setting.new, "3")
+        assert (metrics["weight_sync/retries"], metrics["weight_sync/disk_loads"]) == (2, 1)
+        assert [path.name for path in setting.folder.iterdir()] == ["step-000003"]
+        await sync.publish(4)  # and goes on by process group
+        await setting.holds(engine, setting.new, "4")
+
+    async def test_an_engine_that_takes_nothing_is_left_on_its_last_good_weights(
+        self, setting: Setting, engine: SGLangEngine
+    ) -> None:
+        sync = setting.sync(engine, OneBitOff, OneBitOff)
+        setting.trainer.folder = setting.config.model  # what is exported is not what the log-probs are of
+        with pytest.raises(WeightSyncError, match="the last good version, 'start', again, and there is no other"):
+            await sync.publish(3)
+        await setting.holds(engine, setting.old, "start")
+
+    async def test_a_mislabelled_bucket_is_found(
+        self, setting: Setting, server: str, model: Path, engine_config: EngineConfig
+    ) -> None:
+        """Two tensors of the same shape under each other's names, and one under a name that the engine drops."""
+        for change in (swap, rename):
+            with WeightReceivers([server]) as receivers:
+                receivers.load_from_disk(model, "default")
+            async with (
+                proxy(server, Announces(change)) as url,
+                SGLangEngine(url, read_facts(model), engine_config) as e,
+            ):
+                metrics = await setting.sync(e).publish(3)
+                assert metrics["weight_sync/retries"] == 1
+                assert "does not hold the bytes that were sent" in setting.notes[-1]
+                await setting.holds(e, setting.new, "3")
+
+    @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+    async def test_pause_modes(self, setting: Setting, engine: SGLangEngine, mode: str, model: Path) -> None:
+        """A request that runs while the weights change: what becomes of it."""
+        setting.config = setting.config.model_copy(
+            update={"engine": setting.config.engine.model_copy(update={"pause_mode": mode})}
+        )
+
+        class Paused(WeightPublisher):
+            def _update(self, *arguments: Any) -> int:
+                self._mode = mode
+                return super()._update(*arguments)
+
+        async with streamed(engine.urls[0], 1500) as answers:
+            await anext(answers)  # it runs
+            metrics = await setting.sync(engine, Paused).publish(3)
+            *_, last = [answer async for answer in answers]
+        meta = last["meta_info"]
+        versions = [span["version"] for span in meta["weight_versions"]]
+        if mode == "abort":
+            assert meta["finish_reason"]["type"] == "abort"
+            assert meta["completion_tokens"] < 1500
+        else:
+            assert meta["completion_tokens"] == 1500
+            assert versions == ["default", "3"]
+        assert metrics["weight_sync/stale_caches"] == (mode == "in_place")
+        await setting.holds(engine, setting.new, "3")
+
+
+@asynccontextmanager
+async def streamed(url: str, tokens: int) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
+    """The answers of one streaming request, as they come."""
+    body = {"input_ids": TOKENS, "sampling_params": {"max_new_tokens": tokens, "ignore_eos": True}, "stream": True}
+    async with (
+        httpx.AsyncClient(timeout=60, trust_env=False) as client,
+        client.stream("POST", f"{url}/generate", json=body) as response,
+    ):
+        yield (
+            orjson.loads(line.removeprefix("data: "))
+            async for line in response.aiter_lines()
+            if line.startswith("data: {")
+        )
+
+
+class Announces(Fault):
+    """Changes the names of the first bucket that holds enough of them, once."""
+
+    def __init__(self, change: Callable[[list[str]], list[str]]) -> None:
+        self._change, self._done = change, False
+
+    def control(self, path: str, body: bytes) -> bytes | None:
+        if path != "/update_weights_from_distributed" or self._done:
+            return body
+        self._done = True
+        said = orjson.loads(body)
+        return orjson.dumps(said | {"names": self._change(said["names"])})
+
+
+def swap(names: list[str]) -> list[str]:
+    """Two experts' down projections, which have one shape, for each other."""
+    first, second = (next(i for i, name in enumerate(names) if f"experts.{e}.down_proj" in name) for e in (0, 1))
+    names[first], names[second] = names[second], names[first]
+    return names
+
+
+def rename(names: list[str]) -> list[str]:
+    return [name.replace("embed_tokens", "embedtokens") for name in names]
+
+
+class Refuses(Fault):
+    """Refuses some endpoints; ``kill`` is killed when the first of them is called."""
+
+    def __init__(self, *paths: str, kill: int | None = None) -> None:
+        self._paths, self._kill = paths, kill
+
+    def control(self, path: str, body: bytes) -> bytes | None:
+        if path.strip("/") not in self._paths:
+            return body
+        if self._kill is not None:
+            os.killpg(self._kill, signal.SIGKILL)
+            return body
+        return None
+
+
+class TestTwoEngines:
+    pytestmark = slow
+
+    async def test_one_of_two_fails(
+        self, setting: Setting, server: str, second_server: EngineServer, model: Path, engine_config: EngineConfig
+    ) -> None:
+        distributed, disk = "update_weights_from_distributed", "update_weights_from_disk"
+        assert second_server.pid is not None
+        cases = [
+            (Fault(), 2, 0, None),  # no fault: both at once
+            (Refuses(distributed), 2, 1, None),  # mended from disk
+            (Refuses(distributed, disk), 1, 0, "what it holds is unknown"),
+            (Refuses(distributed, kill=second_server.pid), 1, 0, "what it holds is unknown"),
+        ]
+        for step, (fault, left, disk_loads, out) in enumerate(cases, start=3):
+            async with AsyncExitStack() as stack:
+                second = await stack.enter_async_context(proxy(second_server.url, fault))
+                urls = [server, second]
+                engine = await stack.enter_async_context(SGLangEngine(urls, read_facts(model), engine_config))
+                metrics = await setting.sync(engine).publish(step)
+                assert engine.urls == tuple(urls[:left])
+                assert (metrics["weight_sync/engines"], metrics["weight_sync/disk_loads"]) == (left, disk_loads)
+                await setting.holds(engine, setting.new, str(step))
+                if out is not None:
+                    assert setting.notes[-1].startswith(f"{second} is out of use, {out}: ")
+                    assert await engine.generate(
+                        TOKENS, SamplingParams(max_new_tokens=1), routes_from=None, session="s"
+                    )
+            with WeightReceivers([server]) as receivers:
+                receivers.load_from_disk(model, "default")
+
+
+def test_the_checksum_of_a_fused_parameter_does_not_depend_on_the_buckets(model: Path) -> None:
+    weights = exported(model)
+
+    def found(split: int) -> dict[str, str]:
+        digests = Digests()
+        for part in (weights[:split], weights[split:]):
+            data = torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in part])
+            digests.add([name for name, _ in part], [tuple(tensor.shape) for _, tensor in part], 4, data)
+        return digests.found()
+
+    assert found(3) == found(17)
+    assert len(found(3)) < len(weights)
+
+
+def test_what_is_said_of_other_checksums() -> None:
+    expected = {"a": "1", "b": "2", "lm_head.weight": "3"}
+    assert difference(expected, {"a": "1", "b": "2"}) is None
+    assert difference(expected, {"a": "1", "b": "9"}) == "does not hold the bytes that were sent: b"
+    assert difference(expected, {"a": "1"}) == "has no parameter: b"
+    assert (
+        difference(expected, expected | {"c": "4", "a": "5"}) == "does not hold the bytes that were sent: a and 1 more"
+    )
+
+
+def test_engines_are_outvoted() -> None:
+    assert outvoted({"x": "1"}) == []
+    assert outvoted({"x": "1", "y": "1", "z": "2"}) == ["z"]
+    assert outvoted({"x": "1", "y": "2"}) == ["x", "y"]
