@@ -1,8 +1,79 @@
-"""Which parallel layouts are possible, and what they make of a model. Pure functions; imports no torch."""
+"""Which parallel layouts are refused, and why: one table of rules. Pure functions; imports no torch.
+
+The rules that ``train.parallel`` alone decides come first, those that need the model's ``config.json`` second.
+Everything that starts ranks asks here, and so does everything that only looks at a config.
+"""
 
 from __future__ import annotations
 
-from agent_rl.config import ParallelConfig
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from agent_rl.config import ParallelConfig, RunConfig
+from agent_rl.errors import ConfigError
+from agent_rl.families import is_moe, read_config
+
+Model = Mapping[str, Any]
+
+
+def layout_problems(config: RunConfig, model: Model | None = None) -> list[str]:
+    """Why this config's layout can't be trained in, a line each; empty where it can.
+
+    ``model`` is the checkpoint's config as :func:`agent_rl.families.read_config` gives it; None leaves out what depends
+    on it.
+    """
+    train = config.train
+    problems = parallel_problems(train.parallel)
+    if model is not None:
+        modules = train.recompute_modules if train.recompute == "selective" else ()
+        problems += model_problems(train.parallel, model) + recompute_problems(modules, model)
+    return problems
+
+
+def check_layout(config: RunConfig) -> None:
+    """Raises ConfigError with the first of :func:`layout_problems`; looks at the model where its folder is there."""
+    known = (config.model / "config.json").is_file()
+    refuse(layout_problems(config, read_config(Path(config.model))[1] if known else None))
+
+
+def refuse(problems: list[str]) -> None:
+    """Raises ConfigError with the first problem, where there is one."""
+    if problems:
+        raise ConfigError(problems[0])
+
+
+def parallel_problems(parallel: ParallelConfig) -> list[str]:
+    """What is wrong with a layout whatever the model."""
+    return [f"train.parallel: {found}" for rule in _RULES if (found := rule(parallel)) is not None]
+
+
+def model_problems(parallel: ParallelConfig, model: Model) -> list[str]:
+    """What of ``model`` a layout can't cut."""
+    moe, problems = _moe(model), []
+    for name, key in _CUTS:
+        size, parts = model.get(key) or 0, getattr(parallel, name)
+        if size % parts and not (key == "intermediate_size" and all(moe)):  # no layer has an MLP of that size
+            problems.append(f"train.parallel.{name}={parts} does not divide the model's {key}={size}")
+    stages, layers = parallel.pipeline * parallel.virtual_pipeline, model["num_hidden_layers"]
+    if layers % stages:
+        problems.append(
+            f"train.parallel: pipeline x virtual_pipeline = {parallel.pipeline} x {parallel.virtual_pipeline} does "
+            f"not divide the model's num_hidden_layers={layers}"
+        )
+    if parallel.expert > 1 and not any(moe):
+        problems.append(f"train.parallel.expert={parallel.expert}: this model has no experts; set it to 1")
+    return problems
+
+
+def recompute_problems(modules: tuple[str, ...], model: Model) -> list[str]:
+    """Modules of a selective recomputation that ``model`` does not have, so that nothing would be run again."""
+    there = {"core_attn": True, "moe": any(_moe(model)), "mlp": not all(_moe(model))}
+    return [
+        f"train.recompute_modules: {name} would run nothing again, this model has {_LACKS[name]}"
+        for name in modules
+        if not there[name]
+    ]
 
 
 def weight_copies(parallel: ParallelConfig) -> int:
@@ -18,3 +89,64 @@ def expert_copies(parallel: ParallelConfig) -> int:
 def shares_optimizer(parallel: ParallelConfig) -> bool:
     """Whether optimizer state is shared out: asked for, and some weight has more than one copy to share it among."""
     return parallel.distributed_optimizer and max(weight_copies(parallel), expert_copies(parallel)) > 1
+
+
+def _whole_models(parallel: ParallelConfig) -> str | None:
+    model = parallel.tensor * parallel.pipeline * parallel.context
+    if parallel.world_size % model == 0:
+        return None
+    return (
+        f"world_size {parallel.world_size} is not a multiple of tensor x pipeline x context = "
+        f"{parallel.tensor} x {parallel.pipeline} x {parallel.context} = {model}"
+    )
+
+
+def _experts_in_a_stage(parallel: ParallelConfig) -> str | None:
+    stage = parallel.world_size // parallel.pipeline
+    if stage % parallel.expert == 0:
+        return None
+    return (
+        f"expert {parallel.expert} does not divide the {stage} ranks of a pipeline stage "
+        f"(world_size {parallel.world_size} / pipeline {parallel.pipeline})"
+    )
+
+
+def _virtual_stages_of_a_pipeline(parallel: ParallelConfig) -> str | None:
+    if parallel.virtual_pipeline == 1 or parallel.pipeline > 1:
+        return None
+    return (
+        f"virtual_pipeline {parallel.virtual_pipeline} needs pipeline stages; "
+        "set pipeline to 2 or more, or virtual_pipeline to 1"
+    )
+
+
+def _allgather_in_one_stage(parallel: ParallelConfig) -> str | None:
+    if parallel.dispatcher != "allgather" or parallel.pipeline == 1:
+        return None
+    return (
+        f"dispatcher allgather can't be used with pipeline {parallel.pipeline} (Megatron wants "
+        "micro-batches of one length there); set dispatcher to alltoall"
+    )
+
+
+_RULES: tuple[Callable[[ParallelConfig], str | None], ...] = (
+    _whole_models,
+    _experts_in_a_stage,
+    _virtual_stages_of_a_pipeline,
+    _allgather_in_one_stage,
+)
+# What is cut into how many equal parts. Experts are never cut over tensor ranks.
+_CUTS = (
+    ("tensor", "num_attention_heads"),
+    ("tensor", "num_key_value_heads"),
+    ("tensor", "vocab_size"),
+    ("tensor", "intermediate_size"),
+    ("tensor", "shared_expert_intermediate_size"),
+    ("expert", "num_experts"),
+)
+_LACKS = {"moe": "no layer with experts", "mlp": "no layer without experts"}
+
+
+def _moe(model: Model) -> list[bool]:
+    experts = bool(model.get("num_experts"))
+    return [experts and is_moe(model, layer) for layer in range(model["num_hidden_layers"])]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,8 @@ import torch
 from torch import Tensor
 
 from agent_rl.config import ParallelConfig
-from agent_rl.train.megatron.batch import LossFn, PackedBatch, PackedRoutes
+from agent_rl.train.megatron.batch import PackedBatch, PackedRoutes
 from agent_rl.train.megatron.parallel import Ranks, destroy_parallel, init_parallel
-
-LEARNING_RATE = 5.0
 
 
 def batches(count: int = 3) -> list[PackedBatch]:
@@ -88,37 +87,59 @@ class Watch:
         seen[tokens, column] = same | ~present
 
 
-def optimizer(model: Any) -> Any:
-    """Plain gradient descent with a clipped norm: linear in the gradient, so small differences stay small."""
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+def optimizer(model: Any, dtype: torch.dtype) -> Any:
+    """AdamW with an epsilon so large that it is nearly linear in the gradient: small differences stay small."""
+    from agent_rl.train.optimizer import PolicyOptimizer
+    from agent_rl.train.settings import OptimizerSettings
 
-    config = OptimizerConfig(optimizer="sgd", lr=LEARNING_RATE, clip_grad=1.0, weight_decay=0.0, sgd_momentum=0.0)
-    return get_megatron_optimizer(config, model.chunks)
+    return PolicyOptimizer(model.chunks, OptimizerSettings(lr=0.05, eps=1e-2, weight_decay=0.01), dtype)
 
 
 def loss(logprobs: Tensor, entropy: Tensor | None, _batch: PackedBatch) -> tuple[Tensor, dict[str, Any]]:
     assert entropy is not None
-    return -(logprobs.sum() + entropy.sum()) / 50, {"sum": logprobs.sum()}
+    value = -(logprobs.sum() + entropy.sum()) / 50
+    return value, {"loss": value}
 
 
-def watched(model: Any, items: list[PackedBatch], given: list[PackedRoutes], ranks: Ranks, by: LossFn) -> Any:
+def trained(model: Any, items: list[PackedBatch], given: list[PackedRoutes] | None) -> list[dict[str, Any]]:
+    """A training pass; one dict of metrics a micro-batch."""
+    found: list[dict[str, Any]] = model.train_microbatches(items, given, loss, entropy_gradient=True)
+    return found
+
+
+def watched(model: Any, items: list[PackedBatch], given: list[PackedRoutes], ranks: Ranks) -> Any:
     """A training pass with every router watched: ``(metrics, Watch)``."""
     model.replayer.observer = watch = Watch(model, items, given, ranks)
-    metrics = model.train_microbatches(items, given, by, entropy_gradient=True)
+    metrics = trained(model, items, given)
     model.replayer.observer = None
     return metrics, watch
 
 
-def gradients(model: Any) -> dict[str, Tensor]:
-    """The gradients of the last pass under their Hugging Face names, on rank 0."""
-    parameters = [parameter for module in model.modules for parameter in module.parameters()]
+def exported(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """``tensors`` (under the optimizer's names of the parameters) under their Hugging Face names, on rank 0."""
+    parameters = [p for chunk in model.modules for p in chunk.parameters()]
     weights = [parameter.data for parameter in parameters]
-    for parameter in parameters:
-        parameter.data = parameter.main_grad
+    for index, module in enumerate(model.modules):
+        for name, parameter in module.named_parameters():
+            parameter.data = tensors[f"{index}.{name}"]
     found = {name: tensor.clone() for name, tensor in model.export_weights()}
     for parameter, weight in zip(parameters, weights, strict=True):
         parameter.data = weight
     return found
+
+
+def gradients(model: Any) -> dict[str, Tensor]:
+    """The gradients of the last pass under their Hugging Face names, on rank 0."""
+    chunks = enumerate(model.modules)
+    return exported(model, {f"{i}.{name}": p.main_grad for i, chunk in chunks for name, p in chunk.named_parameters()})
+
+
+def state(model: Any, optimizer: Any) -> dict[str, dict[str, Tensor]]:
+    """The optimizer's state by slot, under Hugging Face names, on rank 0."""
+    from agent_rl.train.optimizer import SLOTS
+
+    found = dict(optimizer.named_state())
+    return {slot: exported(model, {name: slots[slot] for name, slots in found.items()}) for slot in SLOTS}
 
 
 def whole_routes(model: Any, items: list[PackedBatch], local: list[Tensor], ranks: Ranks) -> list[PackedRoutes]:
@@ -137,15 +158,36 @@ def whole_routes(model: Any, items: list[PackedBatch], local: list[Tensor], rank
     return [PackedRoutes(found, torch.ones(len(found), dtype=torch.bool)) for found in whole]
 
 
-def forward_passes(model: Any, items: list[PackedBatch], given: list[PackedRoutes], ranks: Ranks) -> dict[str, Any]:
-    """Log-probs native, replayed, and with everything sent to two experts."""
-    native = model.forward_logprobs(items, None, entropy=True, record=True)
+def check_reference(model: Any, items: list[PackedBatch], given: list[PackedRoutes] | None, wanted: Any) -> None:
+    """The checkpoint the model came from is the reference of weights that have left it; it says what they said."""
+    from agent_rl.train.reference import Reference
+
+    reference = Reference.load(model, model.folder)
+    for parameter in (moved := [p for module in model.modules for p in module.parameters()]):
+        parameter.data.neg_()
+    before = weights(model)
+    with reference.in_place():
+        found = model.forward_logprobs(items, given)
+    assert all(torch.equal(a.logprobs, b.logprobs) for a, b in zip(found, wanted, strict=True)), "another reference"
+    assert all(map(torch.equal, weights(model), before)), "the reference left a trace"
+    assert model.sum_over_data(torch.ones(1)).item() == model.ranks.data_size
+    for parameter in moved:
+        parameter.data.neg_()
+
+
+def forward_passes(
+    model: Any, items: list[PackedBatch], given: list[PackedRoutes] | None, ranks: Ranks
+) -> dict[str, Any]:
+    """Log-probs native, and of a model with experts replayed, and with everything sent to two experts."""
+    native = model.forward_logprobs(items, None, entropy=True, record=given is not None)
+    found = {"native": [output.logprobs for output in native], "entropy": [output.entropy for output in native]}
+    check_reference(model, items, given, native if given is None else model.forward_logprobs(items, given))
+    if given is None:
+        return found
     replayed = model.forward_logprobs(items, given, record=True)
     # Everything goes to experts 0 and 1: with expert parallelism the second rank's experts get no token at all.
     lonely = [PackedRoutes(torch.tensor([0, 1]).expand_as(r.experts), torch.ones_like(r.present)) for r in given]
-    return {
-        "native": [output.logprobs for output in native],
-        "entropy": [output.entropy for output in native],
+    return found | {
         "native_routes": [r.experts for r in whole_routes(model, items, [o.routes for o in native], ranks)],
         "replayed": [output.logprobs for output in replayed],
         "routes": [r.experts for r in whole_routes(model, items, [o.routes for o in replayed], ranks)],
@@ -153,50 +195,120 @@ def forward_passes(model: Any, items: list[PackedBatch], given: list[PackedRoute
     }
 
 
-def run(model: Any, items: list[PackedBatch], given: list[PackedRoutes], ranks: Ranks) -> dict[str, Any]:
-    """A training pass under R3, one under R2 after the routers changed, one clipped step of gradient descent."""
+def r2_pass(model: Any, items: list[PackedBatch], ranks: Ranks) -> Watch:
+    """A training pass with the model's own routes, recorded before its routers changed."""
     recorded = model.forward_logprobs(items, None, record=True)
     own = whole_routes(model, items, [output.routes for output in recorded], ranks)
     routers = [p for module in model.modules for name, p in module.named_parameters() if "router" in name]
     for parameter in routers:
         parameter.data.neg_()  # the native choice would now be another one
-    _, second = watched(model, items, own, ranks, loss)
+    _, watch = watched(model, items, own, ranks)
     for parameter in routers:
         parameter.data.neg_()
-    metrics, first = watched(model, items, given, ranks, loss)
-    found = gradients(model)
-    taken, grad_norm, _ = optimizer(model).step()
-    assert taken
-    return {
-        "wrong": first.wrong + second.wrong,
-        "seen": first.seen,
-        "seen_r2": second.seen,
-        "sums": [float(metric["sum"]) for metric in metrics],
-        "gradients": found,
-        "grad_norm": grad_norm,
-        "weights": {name: tensor.clone() for name, tensor in model.export_weights()},
+    return watch
+
+
+def run(
+    model: Any, items: list[PackedBatch], given: list[PackedRoutes] | None, ranks: Ranks, *, updates: int = 2
+) -> dict[str, Any]:
+    """A training pass under R2 and one under R3, both watched, and an update with a clipped norm; then updates with
+    native routes. Without experts (``given`` None) native passes alone."""
+    dtype, found = model.config.params_dtype, dict[str, Any]()
+    if given is None:
+        metrics = trained(model, items, None)
+    else:
+        second = r2_pass(model, items, ranks)
+        metrics, first = watched(model, items, given, ranks)
+        found = {"wrong": first.wrong + second.wrong, "seen": first.seen, "seen_r2": second.seen}
+    steps = optimizer(model, dtype)
+    if not steps.distributed:  # otherwise a rank holds the whole sum of its own stretch alone
+        found["gradients"] = gradients(model)
+    losses, norms = [metrics], [steps.step().grad_norm]
+    found |= {"exp_avg": state(model, steps)["exp_avg"]}
+    for _ in range(1, updates):
+        losses.append(trained(model, items, None))
+        norms.append(steps.step().grad_norm)
+    return found | {
+        "place": (ranks.data_rank, ranks.data_size),
+        "losses": [[float(metric["loss"]) for metric in of_step] for of_step in losses],
+        "grad_norms": norms,
+        "weights": state(model, steps)["master"],
+        "state_numel": sum(s.stop - s.start for s in steps.shards()),
     }
 
 
-def resume(rank: int, case: dict[str, Any], parallel: ParallelConfig, results: Path) -> None:
-    """Two updates of a real trainer rank, then the second one again by one that loads the first one's checkpoint."""
+def restored(model: Any, items: list[PackedBatch]) -> list[str]:
+    """Two updates, then the second one again from what was saved between them; says where that is not the same."""
+    dtype, wrong = model.config.params_dtype, []
+    steps = optimizer(model, dtype)
+    trained(model, items, None)
+    steps.step()
+    saved, named, counts = BytesIO(), dict(steps.named_state()), steps.counts
+    torch.save(steps.state_dict(), saved)
+    trained(model, items, None)
+    update, wanted = steps.step(), weights(model)
+    for way in ("state_dict", "named_state"):
+        again = optimizer(model, dtype)
+        if way == "state_dict":
+            again.load_state_dict(torch.load(BytesIO(saved.getvalue()), weights_only=True))
+        else:
+            again.load_named_state(named.__getitem__, counts)
+        trained(model, items, None)
+        if again.step() != update or not all(map(torch.equal, weights(model), wanted)):
+            wrong.append(f"{way}: another update")
+        if again.counts != steps.counts:
+            wrong.append(f"{way}: {again.counts}, not {steps.counts}")
+    return wrong
+
+
+def weights(model: Any) -> list[Tensor]:
+    return [parameter.detach().clone() for module in model.modules for parameter in module.parameters()]
+
+
+def resume(rank: int, case: dict[str, Any], results: Path) -> None:
+    """Two updates of real trainer ranks in the first of ``layouts``, saved between them; then the second update again
+    in every one of the others, from what was saved. Each one's weights go to ``<name>-<number>.pt``."""
+    from agent_rl.train import checkpoint
     from agent_rl.train.rank import TrainerRank
     from agent_rl.train.settings import ModelSettings, OptimizerSettings
 
-    model = ModelSettings(Path(case["folder"]), parallel, "float32", "cpu", "full", (), seed=0, threads=1)
     sequences = [(batch.tokens.int().numpy(), torch.ones(len(batch)).numpy()) for batch in batches()]
-    states = []
-    for place in case["places"]:
-        trainer = TrainerRank(model, OptimizerSettings(lr=0.01), rank, **meeting(place, rank))
-        if states:
-            trainer.load(results)
+    folder, settings = results / case["name"], OptimizerSettings(lr=0.05, eps=1e-2)
+    for number, layout in enumerate(case["layouts"]):
+        parallel = ParallelConfig(world_size=case["world_size"], **layout)
+        model = ModelSettings(Path(case["folder"]), parallel, "float32", "cpu", "full", (), seed=0, threads=1)
+        trainer = TrainerRank(model, settings, rank, **meeting(case["places"][number], rank))
+        split = trainer.info().data_size > 1
+        if number == 0:
+            trainer.supervise(sequences, [[[0]], [[1, 2]]] if split else [[[0], [1, 2]]], 50.0)
+            saved = save(trainer, folder, rank, case["world_size"], parallel)
         else:
-            trainer.supervise(sequences, [[[0], [1, 2]]], 50.0)
-            trainer.save(results)
-        trainer.supervise(sequences, [[[2, 1], [0]]], 50.0)
-        states.append([module.state_dict() for module in trainer.model.modules])
+            trainer.load(folder, saved)
+        trainer.supervise(sequences, [[[2, 1]], [[0]]] if split else [[[2, 1], [0]]], 50.0)
+        weights = {name: tensor.clone() for name, tensor in trainer.model.export_weights()}
+        if rank == 0:
+            torch.save(weights, results / f"{case['name']}-{number}.pt")
         trainer.close()
-    torch.save(states, results / f"{case['name']}-{rank}.pt")
+    assert checkpoint.read_manifest(folder) == saved
+
+
+def save(trainer: Any, folder: Path, rank: int, world_size: int, parallel: ParallelConfig) -> Any:
+    """A whole checkpoint of all ranks, as the driver makes it; its manifest."""
+    from agent_rl.train import checkpoint
+
+    if rank == 0:
+        checkpoint.begin(folder)
+    torch.distributed.barrier()
+    updates, counts = trainer.save(checkpoint.partial_folder(folder))
+    checksums: list[Any] = [None] * world_size
+    torch.distributed.all_gather_object(checksums, trainer.written())
+    manifest = checkpoint.Manifest(
+        checkpoint.FORMAT, updates, counts, parallel.model_dump(), "float32", tuple(checksums)
+    )  # fmt: skip
+    if rank == 0:
+        checkpoint.commit(folder, manifest)
+    torch.distributed.barrier()
+    return manifest
 
 
 def meeting(place: list[int], rank: int) -> dict[str, Any]:
@@ -205,30 +317,40 @@ def meeting(place: list[int], rank: int) -> dict[str, Any]:
     return {"master_addr": "127.0.0.1", "master_port": port, "listener": listener if rank == 0 else None}
 
 
+def of_case(case: dict[str, Any], parallel: ParallelConfig, ranks: Ranks) -> dict[str, Any]:
+    """What a case gives on this rank; ``options`` are those of ``PolicyModel.build``."""
+    from agent_rl.train.megatron.model import PolicyModel
+
+    options = dict(case["options"])
+    options["dtype"] = getattr(torch, options.pop("dtype", "float32"))
+    model = PolicyModel.build(Path(case["folder"]), parallel, device=torch.device("cpu"), **options)
+    mine = slice(ranks.data_rank, None, ranks.data_size)
+    items = batches()[mine]
+    given = routes(batches(), model.moe_layers)[mine] if model.moe_layers else None
+    found = forward_passes(model, items, given, ranks) if case["forward"] else {}
+    found |= run(model, items, given, ranks, updates=case["updates"])
+    if case["saves"]:
+        model.save_hf(Path(case["saves"]))
+    if case["restores"]:
+        found["restored"] = restored(model, items)
+    return found
+
+
 def main() -> None:
-    """Plan: a list of worlds ``{place, parallel, runs}``; a run is ``{name, folder, forward, options}``, or what
-    :func:`resume` is given."""
+    """Plan: ``{world_size, worlds, resume}``; ``worlds`` ``{place, parallel, cases}`` run one after another. A case is
+    ``{name, folder, options, updates, forward, saves, restores}`` (:func:`of_case`); ``resume`` is what :func:`resume`
+    is given, or None."""
     rank, results, plan = int(sys.argv[1]), Path(sys.argv[2]), json.loads(Path(sys.argv[3]).read_text())
     torch.set_num_threads(1)
     device = torch.device("cpu")
-    for world in plan:
-        parallel = ParallelConfig(world_size=2, **world["parallel"])
-        if "resume" in world:
-            resume(rank, world["resume"], parallel, results)
-            continue
-        ranks = init_parallel(parallel, rank, device=device, timeout=60, **meeting(world["place"], rank))
-        from agent_rl.train.megatron.model import PolicyModel
-
-        mine = slice(ranks.data_rank, None, ranks.data_size)
-        for case in world["runs"]:
-            model = PolicyModel.build(Path(case["folder"]), parallel, device=device, **case["options"])
-            items = batches()[mine]
-            given = routes(batches(), model.moe_layers)[mine]
-            found = forward_passes(model, items, given, ranks) if case["forward"] else {}
-            torch.save(found | run(model, items, given, ranks), results / f"{case['name']}-{rank}.pt")
-            if case["forward"]:
-                model.save_hf(results / f"{case['name']}-hf")
+    for world in plan["worlds"]:
+        parallel = ParallelConfig(world_size=plan["world_size"], **world["parallel"])
+        ranks = init_parallel(parallel, rank, device=device, timeout=120, **meeting(world["place"], rank))
+        for case in world["cases"]:
+            torch.save(of_case(case, parallel, ranks), results / f"{case['name']}-{rank}.pt")
         destroy_parallel()
+    if plan["resume"]:
+        resume(rank, plan["resume"], results)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from agent_rl.config import ParallelConfig
-from agent_rl.errors import ConfigError
+from agent_rl.train.layouts import parallel_problems, refuse
 
 if TYPE_CHECKING:
     import torch
@@ -41,30 +41,8 @@ class Ranks:
 
 
 def check_parallel(parallel: ParallelConfig) -> None:
-    """Refuse an impossible layout with a ConfigError of one line. Imports no torch."""
-    world = parallel.world_size
-    model = parallel.tensor * parallel.pipeline * parallel.context
-    if world % model:
-        raise ConfigError(
-            f"train.parallel: world_size {world} is not a multiple of tensor x pipeline x context = "
-            f"{parallel.tensor} x {parallel.pipeline} x {parallel.context} = {model}"
-        )
-    stage = world // parallel.pipeline
-    if stage % parallel.expert:
-        raise ConfigError(
-            f"train.parallel: expert {parallel.expert} does not divide the {stage} ranks of a pipeline stage "
-            f"(world_size {world} / pipeline {parallel.pipeline})"
-        )
-    if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
-        raise ConfigError(
-            f"train.parallel: virtual_pipeline {parallel.virtual_pipeline} needs pipeline stages; "
-            "set pipeline to 2 or more, or virtual_pipeline to 1"
-        )
-    if parallel.dispatcher == "allgather" and parallel.pipeline > 1:
-        raise ConfigError(
-            f"train.parallel: dispatcher allgather can't be used with pipeline {parallel.pipeline} (Megatron wants "
-            "micro-batches of one length there); set dispatcher to alltoall"
-        )
+    """Refuse an impossible layout with a ConfigError of one line (:mod:`agent_rl.train.layouts`). Imports no torch."""
+    refuse(parallel_problems(parallel))
 
 
 def init_parallel(

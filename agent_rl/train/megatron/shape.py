@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from agent_rl.config import ParallelConfig
-from agent_rl.errors import ConfigError
 from agent_rl.families import Family, is_moe, read_config
+from agent_rl.train.layouts import model_problems, recompute_problems, refuse
 from agent_rl.train.megatron.rotary import Rotary, rotary
 
 
@@ -58,9 +58,13 @@ class ModelShape:
         recompute: Literal["none", "selective", "full"],
         recompute_modules: Sequence[str],
     ) -> TransformerConfig:
-        """Megatron's configuration, with everything off that needs Transformer Engine or Apex."""
-        self._check_parallel(parallel)
+        """Megatron's configuration, with everything off that needs Transformer Engine or Apex.
+
+        Raises ConfigError where the layout does not fit the model (:mod:`agent_rl.train.layouts`).
+        """
         config, full = self.config, recompute == "full"
+        modules = tuple(recompute_modules) if recompute == "selective" else ()
+        refuse(model_problems(parallel, config) + recompute_problems(modules, config))
         virtual = parallel.virtual_pipeline > 1
         return TransformerConfig(
             num_layers=config["num_hidden_layers"],
@@ -108,7 +112,7 @@ class ModelShape:
             bias_activation_fusion=False,
             moe_token_dispatcher_type=parallel.dispatcher,
             recompute_granularity=None if recompute == "none" else recompute,
-            recompute_modules=list(recompute_modules) if recompute == "selective" else None,
+            recompute_modules=list(modules) if recompute == "selective" else None,
             recompute_method="uniform" if full else None,
             recompute_num_layers=1 if full else None,
             **self._moe_options(),
@@ -135,22 +139,3 @@ class ModelShape:
             "moe_router_fusion": False,
             "moe_enable_routing_replay": True,
         }
-
-    def _check_parallel(self, parallel: ParallelConfig) -> None:
-        config = self.config
-        for name, size, key in (
-            ("tensor", parallel.tensor, "num_attention_heads"),
-            ("tensor", parallel.tensor, "num_key_value_heads"),
-            ("tensor", parallel.tensor, "vocab_size"),
-            ("expert", parallel.expert, "num_experts"),
-        ):
-            if size > 1 and config.get(key, 0) % size:
-                raise ConfigError(f"train.parallel.{name}={size} does not divide the model's {key}={config.get(key)}")
-        stages, layers = parallel.pipeline * parallel.virtual_pipeline, config["num_hidden_layers"]
-        if layers % stages:
-            raise ConfigError(
-                f"train.parallel: pipeline x virtual_pipeline = {parallel.pipeline} x {parallel.virtual_pipeline} does "
-                f"not divide the model's num_hidden_layers={layers}"
-            )
-        if parallel.expert > 1 and not any(self.moe):
-            raise ConfigError(f"train.parallel.expert={parallel.expert}: this model has no experts; set it to 1")

@@ -1,0 +1,84 @@
+"""How far every parallel layout is from one rank, and what sharing the optimizer out saves.
+
+A tiny model is trained on the same micro-batches by one rank and by ``--ranks`` processes in each layout, with replay.
+The table has the largest absolute difference of any number (of the gradient norm, relative), and the optimizer state
+that a rank holds over what one rank alone holds: rows of one layout differ by whether it is shared out.
+
+    python tests/bench/bench_layouts.py              # two ranks
+    python tests/bench/bench_layouts.py --ranks 4    # layouts combined
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+from agent_rl.config import ParallelConfig
+from agent_rl.train.megatron.parallel import destroy_parallel, init_parallel
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "megatron"))
+import layout_matrix as matrix
+import megatron_tiny as tiny
+
+KINDS = ("loss", "logprobs", "gradients", "grad_norm", "weights")
+
+
+def four_rank_cases() -> list[tuple[str, str]]:
+    """Experts everywhere, with and without recomputation; without experts where the layout allows it."""
+    dense = [name for name, parallel in matrix.FOUR_RANKS.items() if "expert" not in parallel]
+    runs = [(name, run) for name in matrix.FOUR_RANKS for run in ("none", "full")]
+    return runs + [(name, "dense") for name in dense]
+
+
+def described(parallel: dict[str, object]) -> str:
+    """A layout as a table says it."""
+    short = {"tensor": "TP", "expert": "EP", "pipeline": "PP", "virtual_pipeline": "VPP", "context": "CP"}
+    said = [f"{short[key]}{value}" for key, value in parallel.items() if key in short]
+    said += [str(parallel["dispatcher"])] if "dispatcher" in parallel else []
+    said += ["optimizer shared"] if parallel.get("distributed_optimizer") else []
+    return " ".join(said) or "DP only"
+
+
+def main() -> None:
+    import torch
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, choices=(2, 4), default=2)
+    parser.add_argument("--only", default="", help="Layouts whose name holds this.")
+    world_size, only = (arguments := parser.parse_args()).ranks, arguments.only
+    layouts = {
+        name: parallel
+        for name, parallel in (matrix.TWO_RANKS if world_size == 2 else matrix.FOUR_RANKS).items()
+        if only in name
+    }
+    every = matrix.two_rank_cases() if world_size == 2 else four_rank_cases()
+    cases = [(layout, run) for layout, run in every if layout in layouts]
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as scratch:
+        results = Path(scratch)
+        models = matrix.folders(results)
+        matrix.launch(world_size, layouts, cases, models, results)
+        device = torch.device("cpu")
+        world = init_parallel(
+            ParallelConfig(), 0, master_addr="127.0.0.1", master_port=tiny.free_port(), device=device
+        )  # fmt: skip
+        alone = matrix.alone(sorted({run for _, run in cases}), models, world)
+        destroy_parallel()
+        print(f"largest difference from one rank, {world_size} ranks\n")
+        print(f"| layout | run | {' | '.join(KINDS)} | optimizer state of a rank | restores |")
+        print("|---" * (len(KINDS) + 4) + "|")
+        for layout, run in cases:
+            ranks = matrix.loaded(results, f"{layout}-{run}", world_size)
+            apart = matrix.differences(ranks, alone[run])
+            figures = [f"{apart[kind]:.1e}" if kind in apart else "" for kind in KINDS]
+            held = max(rank["state_numel"] for rank in ranks) / alone[run]["state_numel"]
+            wrong = [line for rank in ranks for line in rank.get("wrong", []) + rank.get("restored", [])]
+            restores = ("no: " + wrong[0] if wrong else "exactly") if "restored" in ranks[0] else ""
+            row = [described(layouts[layout]), run, *figures, f"{held:.3f}", restores]
+            print("| " + " | ".join(row) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""Which layouts are compared with one rank, on which models and how recomputed; running and comparing them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import megatron_tiny as tiny
+import torch
+from torch import Tensor
+
+WHOLE = {"distributed_optimizer": False}
+SHARED = {"distributed_optimizer": True}
+TWO_RANKS: dict[str, dict[str, Any]] = {
+    "data": WHOLE,
+    "data-optimizer": SHARED,
+    "expert": {"expert": 2, **WHOLE},
+    "expert-optimizer": {"expert": 2, **SHARED},
+    "expert-allgather": {"expert": 2, "dispatcher": "allgather", **WHOLE},
+    "pipeline": {"pipeline": 2},
+    "virtual": {"pipeline": 2, "virtual_pipeline": 2},
+    "context": {"context": 2, **WHOLE},
+    "context-optimizer": {"context": 2, **SHARED},
+    "context-expert": {"context": 2, "expert": 2, **SHARED},
+    "tensor": {"tensor": 2, "expert": 2},
+    "tensor-alone": {"tensor": 2, **WHOLE},
+    "tensor-optimizer": {"tensor": 2, **SHARED},
+}
+"""``train.parallel`` of two ranks."""
+FOUR_RANKS: dict[str, dict[str, Any]] = {
+    "data-expert-optimizer": {"expert": 2, **SHARED},
+    "expert-allgather-optimizer": {"expert": 4, "dispatcher": "allgather", **SHARED},
+    "tensor-pipeline": {"tensor": 2, "pipeline": 2},
+    "tensor-data-optimizer": {"tensor": 2, "expert": 2, **SHARED},
+    "tensor-context": {"tensor": 2, "context": 2, "expert": 4},
+    "tensor-context-alone": {"tensor": 2, "context": 2, **SHARED},
+    "context-expert-data": {"context": 2, "expert": 2, **SHARED},
+    "context-pipeline": {"context": 2, "pipeline": 2, **SHARED},
+    "pipeline-expert-optimizer": {"pipeline": 2, "expert": 2, **SHARED},
+    "virtual-data-optimizer": {"pipeline": 2, "virtual_pipeline": 2, **SHARED},
+}
+"""``train.parallel`` of four ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A model and how it is built: changes of the tiny model, options of ``PolicyModel.build``, number of updates."""
+
+    model: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    updates: int = 2
+
+
+_DENSE_FIRST = {"mlp_only_layers": [0]}
+_DENSE = {"dense": True, "tied": False}
+RUNS: dict[str, Run] = {
+    "none": Run(),
+    "full": Run(options={"recompute": "full"}),
+    "moe": Run(options={"recompute": "selective", "recompute_modules": ["moe"]}),
+    "without-routers": Run(_DENSE_FIRST, {"recompute": "selective", "recompute_modules": ["core_attn", "mlp"]}),
+    "dense-first": Run(_DENSE_FIRST, {"recompute": "full"}),
+    "dense": Run(_DENSE),
+    "dense-full": Run(_DENSE, {"recompute": "full"}),
+    # One update: after it, a weight that rounds the other way is another model.
+    "bfloat16": Run(options={"dtype": "bfloat16"}, updates=1),
+}
+ROUTERS_RERUN = ("full", "moe", "dense-first")
+FORWARD = ("none", "dense")
+"""The runs that make the passes without gradients too, and save their model."""
+
+
+def two_rank_cases() -> list[tuple[str, str]]:
+    """``(layout, run)``. An optimizer that is shared out changes nothing before the update, so less is run there."""
+    dense = ("dense", "dense-full")
+    more: dict[str, tuple[str, ...]] = {
+        "data": ("dense",),
+        "data-optimizer": ("bfloat16",),
+        "pipeline": dense,
+        "virtual": ("moe", "dense-first", *dense),
+        "context": ("dense-first", "dense"),
+        "tensor": ("moe", "without-routers"),
+        "tensor-alone": dense,
+    }
+    plain = {name: ("none",) if name.endswith("-optimizer") else ("none", "full") for name in TWO_RANKS}
+    return [(name, run) for name in TWO_RANKS for run in plain[name] + more.get(name, ())]
+
+
+def folders(base: Path) -> dict[str, Path]:
+    """The checkpoint of every run, made in ``base``."""
+    made: dict[str, Path] = {}
+    for run in RUNS.values():
+        name = json.dumps(run.model)
+        if name not in made:
+            made[name] = base / f"model-{len(made)}"
+            tiny.make(made[name], **run.model)
+    return {name: made[json.dumps(run.model)] for name, run in RUNS.items()}
+
+
+def case(name: str, run: str, models: dict[str, Path], results: Path, *, restores: bool = False) -> dict[str, Any]:
+    """A case for the worker; it saves its model where it runs the forward passes."""
+    forward = run in FORWARD
+    return {
+        "name": name,
+        "folder": str(models[run]),
+        "options": RUNS[run].options,
+        "updates": RUNS[run].updates,
+        "forward": forward,
+        "saves": str(results / f"{name}-hf") if forward else None,
+        "restores": restores,
+    }
+
+
+def launch(
+    world_size: int,
+    layouts: dict[str, dict[str, Any]],
+    cases: Sequence[tuple[str, str]],
+    models: dict[str, Path],
+    results: Path,
+    resume: dict[str, Any] | None = None,
+) -> None:
+    """Processes of their own run all ``cases`` one after another; results are ``<layout>-<run>-<rank>.pt``.
+
+    Where an optimizer is shared out (or in several chunks), what it restores is checked too. ``resume``, where there is
+    one, comes last: ``{name, folder, layouts}``, see the worker.
+    """
+    held: list[Any] = []
+
+    def place() -> list[int]:
+        """A port that stays ours until its world comes to it, and the socket that holds it."""
+        held.append(tiny.reserved_port())
+        return [held[-1].getsockname()[1], held[-1].fileno()]
+
+    worlds: list[dict[str, Any]] = []
+    for layout, parallel in layouts.items():
+        restores = parallel.get("distributed_optimizer", False) or "virtual_pipeline" in parallel
+        mine = [
+            case(f"{of}-{run}", run, models, results, restores=restores and run in ("none", "bfloat16"))
+            for of, run in cases
+            if of == layout
+        ]
+        worlds.append({"place": place(), "parallel": parallel, "cases": mine})
+    if resume is not None:
+        resume = resume | {"world_size": world_size, "places": [place() for _ in resume["layouts"]]}
+    plan = results / "plan.json"
+    plan.write_text(json.dumps({"world_size": world_size, "worlds": worlds, "resume": resume}))
+    command = [sys.executable, "-W", "ignore", str(Path(__file__).parent / "megatron_worker.py")]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(results), str(plan)],
+            stderr=subprocess.PIPE,
+            pass_fds=[] if rank else [socket.fileno() for socket in held],
+        )
+        for rank in range(world_size)
+    ]
+    try:
+        for rank in ranks:
+            _, errors = rank.communicate(timeout=280 * world_size / 2)
+            assert rank.returncode == 0, errors.decode()[-3000:]
+    finally:
+        for rank in ranks:
+            rank.kill()
+        for socket in held:
+            socket.close()
+
+
+def alone(names: Iterable[str], models: dict[str, Path], world: Any) -> dict[str, dict[str, Any]]:
+    """The same work on one rank (this process, in ``world``), by run."""
+    import megatron_worker as worker
+
+    from agent_rl.config import ParallelConfig
+
+    return {
+        name: worker.of_case(case(name, name, models, Path()) | {"saves": None}, ParallelConfig(), world)
+        for name in names
+    }
+
+
+def loaded(results: Path, name: str, world_size: int) -> list[dict[str, Any]]:
+    """What every rank of a case gave."""
+    return [torch.load(results / f"{name}-{rank}.pt") for rank in range(world_size)]
+
+
+def differences(ranks: Sequence[dict[str, Any]], expected: dict[str, Any]) -> dict[str, float]:
+    """The largest absolute difference of any number from one rank's, by kind.
+
+    Losses, log-probs, entropies and routes of every rank are those of its own micro-batches. ``gradients``: of the
+    first update; where the optimizer is shared out, as its first moment divided by (1 - beta1). The gradient norm's
+    difference is relative.
+    """
+    found: dict[str, float] = {}
+
+    def add(kind: str, got: Tensor, want: Tensor, scale: float = 1.0) -> None:
+        assert got.shape == want.shape, f"{kind}: {tuple(got.shape)}, on one rank {tuple(want.shape)}"
+        apart = float((got.double() - want.double()).abs().max()) * scale if got.numel() else 0.0
+        found[kind] = max(found.get(kind, 0.0), apart)
+
+    kinds = {"native": "logprobs", "replayed": "logprobs", "crowded": "logprobs", "entropy": "entropy"}
+    for rank in ranks:
+        mine = slice(rank["place"][0], None, rank["place"][1])
+        for got, want in zip(rank["losses"], expected["losses"], strict=True):
+            add("loss", torch.tensor(got), torch.tensor(want[mine]))
+        for key, kind in (kinds | {"native_routes": "routes", "routes": "routes"}).items():
+            if key in rank:
+                for got, want in zip(rank[key], expected[key][mine], strict=True):
+                    add(kind, got, want)
+        norms = torch.tensor(rank["grad_norms"]) / torch.tensor(expected["grad_norms"])
+        add("grad_norm", norms, torch.ones_like(norms))
+    for key, kind, scale in (
+        ("gradients", "gradients", 1.0),
+        ("exp_avg", "gradients", 10.0),
+        ("weights", "weights", 1.0),
+    ):
+        if key in ranks[0]:
+            assert ranks[0][key].keys() == expected[key].keys()
+            for name, tensor in ranks[0][key].items():
+                add(kind, tensor, expected[key][name], scale)
+    return found

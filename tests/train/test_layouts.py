@@ -1,0 +1,186 @@
+"""Layouts that can't be trained in are refused with the reason, by everything that looks at a config."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from agent_rl.cli import app
+from agent_rl.config import ParallelConfig, RunConfig
+from agent_rl.errors import ConfigError
+from agent_rl.train.layouts import (
+    check_layout,
+    expert_copies,
+    layout_problems,
+    parallel_problems,
+    shares_optimizer,
+    weight_copies,
+)
+
+MODEL: dict[str, Any] = {
+    "vocab_size": 96,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts": 8,
+    "mlp_only_layers": [0],
+    "decoder_sparse_step": 1,
+}
+DENSE = {key: value for key, value in MODEL.items() if key != "num_experts"}
+SHARED = MODEL | {"shared_expert_intermediate_size": 6}
+
+# What is refused: train.parallel, the model (None: not looked at), the line.
+REFUSED: list[tuple[dict[str, Any], dict[str, Any] | None, str]] = [
+    (
+        {"world_size": 3, "tensor": 2, "expert": 2},
+        None,
+        "train.parallel: world_size 3 is not a multiple of tensor x pipeline x context = 2 x 1 x 1 = 2",
+    ),
+    (
+        {"world_size": 4, "expert": 3},
+        None,
+        "train.parallel: expert 3 does not divide the 4 ranks of a pipeline stage (world_size 4 / pipeline 1)",
+    ),
+    (
+        {"world_size": 4, "pipeline": 2, "expert": 4},
+        None,
+        "train.parallel: expert 4 does not divide the 2 ranks of a pipeline stage (world_size 4 / pipeline 2)",
+    ),
+    (
+        {"virtual_pipeline": 2},
+        None,
+        "train.parallel: virtual_pipeline 2 needs pipeline stages; set pipeline to 2 or more, or virtual_pipeline to 1",
+    ),
+    (
+        {"world_size": 2, "pipeline": 2, "dispatcher": "allgather"},
+        None,
+        "train.parallel: dispatcher allgather can't be used with pipeline 2 (Megatron wants micro-batches of one length "
+        "there); set dispatcher to alltoall",
+    ),
+    (
+        {"world_size": 8, "pipeline": 2, "virtual_pipeline": 4},
+        MODEL,
+        "train.parallel: pipeline x virtual_pipeline = 2 x 4 does not divide the model's num_hidden_layers=4",
+    ),
+    (
+        {"world_size": 3, "tensor": 3},
+        MODEL,
+        "train.parallel.tensor=3 does not divide the model's num_attention_heads=4",
+    ),
+    (
+        {"world_size": 4, "tensor": 4},
+        MODEL,
+        "train.parallel.tensor=4 does not divide the model's num_key_value_heads=2",
+    ),
+    ({"world_size": 2, "tensor": 2}, MODEL | {"vocab_size": 97}, "tensor=2 does not divide the model's vocab_size=97"),
+    (
+        {"world_size": 2, "tensor": 2},
+        MODEL | {"intermediate_size": 47},
+        "train.parallel.tensor=2 does not divide the model's intermediate_size=47",
+    ),
+    (
+        {"world_size": 2, "tensor": 2},
+        MODEL | {"shared_expert_intermediate_size": 5},
+        "train.parallel.tensor=2 does not divide the model's shared_expert_intermediate_size=5",
+    ),
+    ({"world_size": 3, "expert": 3}, MODEL, "train.parallel.expert=3 does not divide the model's num_experts=8"),
+    ({"world_size": 2, "expert": 2}, DENSE, "train.parallel.expert=2: this model has no experts; set it to 1"),
+]
+
+
+def config(parallel: dict[str, Any], model: Path = Path("none"), **train: Any) -> RunConfig:
+    return RunConfig.model_validate({"name": "test", "model": model, "train": {"parallel": parallel, **train}})
+
+
+@pytest.mark.parametrize(("parallel", "model", "line"), REFUSED)
+def test_each_refusal_is_a_line_with_the_reason(
+    parallel: dict[str, Any], model: dict[str, Any] | None, line: str
+) -> None:
+    problems = layout_problems(config(parallel), model)
+    assert any(line in problem for problem in problems)
+    assert not any("\n" in problem for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("modules", "model", "line"),
+    [
+        (["moe"], DENSE, "train.recompute_modules: moe would run nothing again, this model has no layer with experts"),
+        (
+            ["core_attn", "mlp"],
+            MODEL | {"mlp_only_layers": []},
+            "train.recompute_modules: mlp would run nothing again, this model has no layer without experts",
+        ),
+    ],
+)
+def test_recomputing_what_is_not_there_is_refused(modules: list[str], model: dict[str, Any], line: str) -> None:
+    assert layout_problems(config({}, recompute="selective", recompute_modules=modules), model) == [line]
+    assert layout_problems(config({}, recompute="full", recompute_modules=modules), model) == []
+
+
+def test_what_can_be_trained_in_is_not_refused() -> None:
+    layouts = [
+        {"tensor": 2},  # Megatron's own experts would be wrong here, ours are not
+        {"tensor": 2, "expert": 2},
+        {"context": 2, "expert": 2, "dispatcher": "allgather"},
+        {"pipeline": 2, "virtual_pipeline": 2},
+        {"expert": 2, "distributed_optimizer": False},
+    ]
+    for layout, model in itertools.product(layouts, (MODEL, SHARED)):
+        assert layout_problems(config({"world_size": 2, **layout}), model) == []
+    every_layer = MODEL | {"mlp_only_layers": [], "intermediate_size": 47}  # of which nothing is made
+    assert layout_problems(config({"world_size": 2, "tensor": 2}), every_layer) == []
+
+
+def test_every_problem_is_told() -> None:
+    wrong = {"world_size": 3, "tensor": 2, "virtual_pipeline": 3}
+    assert len(layout_problems(config(wrong), MODEL)) == 3
+
+
+def test_the_model_in_the_folder_is_looked_at(tiny_moe: Path) -> None:
+    model = json.loads((tiny_moe / "config.json").read_text())
+    layers = model["num_hidden_layers"]
+    refused = config({"world_size": layers + 1, "pipeline": layers + 1}, tiny_moe)
+    with pytest.raises(ConfigError, match="does not divide the model's num_hidden_layers"):
+        check_layout(refused)
+    check_layout(refused.model_copy(update={"model": Path("none")}))
+
+
+def test_showing_a_config_tells_that_its_layout_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("name: test\nmodel: none\ntrain: {parallel: {virtual_pipeline: 2}}\n")
+    shown = CliRunner().invoke(app, ["config", "show", str(path)])
+    assert "virtual_pipeline: 2" in shown.output
+    assert isinstance(shown.exception, ConfigError)
+    assert "virtual_pipeline 2 needs pipeline stages" in str(shown.exception)
+
+
+def test_a_trainer_is_refused_before_it_starts_anything() -> None:
+    from agent_rl.train.ray_trainer import RayTrainer
+
+    with pytest.raises(ConfigError, match="world_size 3 is not a multiple"):
+        RayTrainer(config({"world_size": 3, "pipeline": 2}))
+
+
+def test_copies_of_weights_and_experts() -> None:
+    """Against a count by hand: every rank holds one part of each weight, and all parts are held equally often."""
+    sizes = (1, 2, 4)
+    for tensor, pipeline, context, data, expert in itertools.product(sizes, repeat=5):
+        parallel = ParallelConfig(
+            world_size=tensor * pipeline * context * data,
+            tensor=tensor,
+            pipeline=pipeline,
+            context=context,
+            expert=expert,
+        )
+        if parallel_problems(parallel):
+            continue
+        assert weight_copies(parallel) == context * data
+        assert expert_copies(parallel) == tensor * context * data / expert
+        assert shares_optimizer(parallel) == (context * data > 1 or expert_copies(parallel) > 1)
+        assert not shares_optimizer(parallel.model_copy(update={"distributed_optimizer": False}))
