@@ -5,12 +5,15 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from agent_rl.errors import ConfigError
+
+_OFF = BeforeValidator(lambda value: "off" if value is False else value)
+"""YAML reads a bare ``off`` as false."""
 
 
 class Section(BaseModel):
@@ -187,7 +190,9 @@ class TrainConfig(Section):
     """The policy-gradient trainer."""
 
     steps: int = Field(20, ge=0, description="Global steps.")
-    replay: Literal["r3", "r2", "off"] = Field("r3", description="Whose routes the trainer uses (R3, R2 or its own).")
+    replay: Annotated[Literal["r3", "r2", "off"], _OFF] = Field(
+        "r3", description="Whose routes the trainer uses (R3, R2 or its own)."
+    )
     lr: float = Field(2e-6, gt=0, description="Learning rate.")
     lr_warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up.")
     weight_decay: float = Field(0.0, ge=0)
@@ -295,7 +300,7 @@ class LimitConfig(Section):
 class GuardConfig(Section):
     """Watches a run for collapse, and its updates for broken gradients; see docs/guard.md."""
 
-    action: Literal["off", "warn", "stop"] = Field(
+    action: Annotated[Literal["off", "warn", "stop"], _OFF] = Field(
         "stop", description="A metric beyond a limit: nothing, a warning, or also a checkpoint and the end of the run."
     )
     stop_on: Literal["absolute", "any"] = Field(

@@ -84,6 +84,11 @@ def test_a_file_that_is_no_config(tmp_path: Path, text: str, told: str) -> None:
         load_config(path)
 
 
+def test_off_is_a_word_also_where_yaml_reads_it_as_false(quickstart: Path) -> None:
+    config = load_config(quickstart, ["train.replay=off", "guard.action=off"])
+    assert (config.train.replay, config.guard.action) == ("off", "off")
+
+
 def test_a_base_is_changed_key_by_key(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "root.yaml").write_text(

@@ -89,12 +89,12 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """``rank`` is the fullest trainer rank's memory; ``problems`` forbid the run on any hardware."""
+    """``rank`` is the fullest trainer rank's memory; ``problems`` forbid the run on any hardware, and leave it out."""
 
     name: str
     device: str
     model: ModelSize
-    rank: RankBytes
+    rank: RankBytes | None
     places: tuple[Place, ...]
     traffic: tuple[Item, ...]
     problems: tuple[str, ...]
@@ -137,8 +137,8 @@ def plan_once(config: RunConfig, *, tokens: int | None = None) -> Plan:
     facts, device = model_config(config.model), planned_device(config)
     model, load = ModelSize.of(facts), Load.of(config, tokens)
     problems = (*layout_problems(config, facts), *_problems(config))
-    rank = rank_bytes(model, config.train, microbatches=load.microbatches)
-    places = () if problems else tuple(_places(config, model, rank, load, device))
+    rank = None if problems else rank_bytes(model, config.train, microbatches=load.microbatches)
+    places = () if rank is None else tuple(_places(config, model, rank, load, device))
     return Plan(
         name=config.name,
         device=device,

@@ -41,7 +41,6 @@ def _variants(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
         ("engine.max_total_tokens", lambda value: value // 4),
         ("hardware.engine_gpus", _double),
         ("train.keep_checkpoints", lambda _: 1),
-        ("train.mini_steps", lambda value: value),
         ("rollout.max_tokens", _half),
         ("rollout.tasks_per_step", _half),
     )

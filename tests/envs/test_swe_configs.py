@@ -18,7 +18,7 @@ def loaded(name: str) -> RunConfig:
     return config
 
 
-@pytest.mark.parametrize("name", ["swebench-verified.yaml", "r2e-gym.yaml"])
+@pytest.mark.parametrize("name", ["swebench-verified.yaml", "paper-swe.yaml"])
 def test_both_have_the_papers_limits(name: str) -> None:
     config = loaded(name)
     assert (config.rollout.max_turns, config.rollout.max_tokens) == (50, 65536)
@@ -34,7 +34,7 @@ def test_verified_is_evaluated_whole_once_a_task() -> None:
 
 
 def test_training_on_r2e_gym_is_the_papers() -> None:
-    config = loaded("r2e-gym.yaml")
+    config = loaded("paper-swe.yaml")
     assert (config.rollout.tasks_per_step, config.rollout.group_size) == (64, 8)
     assert (config.train.lr, config.train.mini_steps, config.train.replay) == (2e-6, 1, "r3")
     assert (config.train.eps_low, config.train.eps_high, config.eval.every) == (0.2, 0.27, 10)

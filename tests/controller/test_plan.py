@@ -1,0 +1,203 @@
+"""What `agent-rl plan` says: formulas against counts made otherwise, refusals, advice; the shipped recipes fit."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent_rl.config import ParallelConfig, RunConfig, TrainConfig, load_config
+from agent_rl.controller.known_models import KNOWN, model_config
+from agent_rl.controller.plan import GIB, Place, Plan, make_plan
+from agent_rl.controller.sizes import ModelSize, kv_bytes_per_token, layer_bytes, rank_bytes, rank_parameters
+from agent_rl.errors import ConfigError, UserError
+from agent_rl.train.layouts import layout_problems
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = ("paper-swe", "paper-maths-grpo", "paper-maths-gspo", "gspo-r3", "tis", "kat")
+QWEN = ModelSize.of(KNOWN["Qwen3-30B-A3B"])
+
+
+def recipe(name: str = "paper-swe", *overrides: str) -> RunConfig:
+    return load_config(ROOT / "configs" / f"{name}.yaml", overrides)
+
+
+def place(plan: Plan, name: str) -> Place:
+    found = plan.place(name)
+    assert found is not None, [one.name for one in plan.places]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"), [("Qwen3-30B-A3B", 30_532_122_624), ("Qwen3-235B-A22B", 235_093_634_560)]
+)
+def test_known_models_have_the_parameters_their_cards_say(name: str, parameters: int) -> None:
+    assert ModelSize.of(KNOWN[name]).parameters == parameters
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_fits_the_hardware_its_head_names(name: str) -> None:
+    config = recipe(name)
+    assert config.name == name
+    assert layout_problems(config, model_config(config.model)) == []
+    plan = make_plan(config)
+    assert plan.refusal() is None
+    text = (ROOT / "configs" / f"{name}.yaml").read_text()
+    head = re.search(
+        r"# Hardware: (\d+) trainer GPUs \((\d+) GiB each\) and (\d+) engine GPUs \((\d+) GiB each\) of (\d+)", text
+    )
+    assert head is not None, "a recipe says what hardware it wants"
+    rank, engine = place(plan, "GPU of a trainer rank"), place(plan, "GPU of an engine")
+    found = rank.count, round(rank.total / GIB), engine.count, round(engine.total / GIB), config.hardware.gpu_memory_gb
+    assert found == tuple(int(part) for part in head.groups())
+
+
+def test_recipes_are_what_they_are_named_for() -> None:
+    gspo, replayed = recipe("paper-maths-gspo"), recipe("gspo-r3")
+    assert (gspo.train.objective, gspo.train.eps_low, gspo.train.eps_high) == ("gspo", 3e-4, 4e-4)
+    assert (gspo.train.replay, replayed.train.replay, replayed.train.objective) == ("off", "r3", "gspo")
+    assert recipe("paper-maths-grpo").train.mini_steps > 1
+    assert (recipe("tis").train.correction.kind, recipe("tis").train.correction.high) == ("tis", 2.0)
+    kat = recipe("kat")
+    assert (kat.train.old_logprob.source, kat.train.old_logprob.rescore.n) == ("rescore", 8)
+    assert kat.rollout.dynamic_sampling.enabled
+    for name in RECIPES[1:]:
+        assert recipe(name).rollout.max_tokens == 65536, "recipes share their base"
+
+
+def test_the_quickstart_fits_a_small_machine() -> None:
+    config = load_config(ROOT / "configs/quickstart.yaml", ["hardware={host_memory_gb: 16, disk_gb: 20}"])
+    if not (config.model / "config.json").is_file():
+        pytest.skip("the starting model is not made (make prepare)")
+    plan = make_plan(config)
+    assert (plan.device, plan.refusal(), plan.notes) == ("cpu", None, ())
+
+
+def test_what_does_not_fit_is_refused_with_what_would_help() -> None:
+    plan = make_plan(recipe("paper-swe", "train.parallel={world_size: 8, expert: 8, context: 4}"))
+    refusal = plan.refusal()
+    assert refusal is not None
+    assert "\n" not in refusal
+    assert re.match(r"GPU of a trainer rank: [\d.]+ GiB do not fit in 76.0 GiB; what helps: train\.", refusal)
+    rank = place(plan, "GPU of a trainer rank")
+    enough = [advice for advice in plan.advice if advice.place == rank.name and advice.enough]
+    for advice in enough:
+        helped = make_plan(recipe("paper-swe", "train.parallel={world_size: 8, expert: 8, context: 4}", advice.change))
+        assert place(helped, rank.name).fits
+        assert place(helped, rank.name).total == advice.total
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("train.microbatch_tokens=8192", "train.microbatch_tokens=8192 is less than rollout.max_tokens=65536"),
+        ("engine.max_total_tokens=32768", "engine.max_total_tokens=32768 is less than rollout.max_tokens=65536"),
+        ("train.parallel.expert=7", "train.parallel"),
+        ("hardware.disk_gb=100", "disk of runs_dir: "),
+        ("hardware.host_memory_gb=16", "memory of a trainer host: "),
+        ("engine.max_total_tokens=4194304", "GPU of an engine: 113.2 GiB do not fit in 70.4 GiB; what helps: engine."),
+        ("hardware.trainer_hosts=2", "GPUs of the trainer hosts, as ranks"),
+    ],
+)
+def test_refusals_name_the_key_or_the_place(override: str, told: str) -> None:
+    refusal = make_plan(recipe("paper-swe", override)).refusal()
+    assert refusal is not None
+    assert refusal.startswith(told)
+
+
+def test_an_unknown_model_or_gpu_is_a_mistake_of_the_users() -> None:
+    with pytest.raises(UserError, match="no model is known by the name 'Nobody'"):
+        make_plan(recipe("paper-swe", "model=models/Nobody"))
+    with pytest.raises(UserError, match=r"hardware\.gpu_memory_gb"):
+        make_plan(recipe("paper-swe", "hardware.gpu_memory_gb=null", "train.device=cuda"))
+
+
+def test_the_context_and_the_cache_are_told_in_notes() -> None:
+    notes = " ".join(make_plan(recipe("paper-swe", "hardware.engines=1")).notes)
+    assert "max_position_embeddings=40960" in notes
+    assert "holds 32 trajectories of 65536 tokens and 256 run at once" in notes
+    shorter = make_plan(recipe("paper-swe", "model=x/Qwen3-30B-A3B-Instruct-2507", "train.ray_address=head:6379"))
+    assert not any("max_position" in note or "Ray" in note for note in shorter.notes)
+
+
+def test_a_folder_is_read_before_the_table(tmp_path: Path) -> None:
+    folder = tmp_path / "Qwen3-30B-A3B"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "nobody"}))
+    with pytest.raises(ConfigError, match="model_type 'nobody' is not supported"):
+        make_plan(recipe("paper-swe", f"model={folder}"))
+
+
+def test_the_command_prints_json_and_its_exit_code_tells() -> None:
+    command = [sys.executable, "-m", "agent_rl.cli", "plan", "configs/paper-swe.yaml", "--json", "hardware.disk_gb=9"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    said: dict[str, Any] = json.loads(done.stdout)
+    assert said["refusal"].startswith("disk of runs_dir")
+    assert done.stderr == f"error: {said['refusal']}\n"
+    assert said["parameters"] == QWEN.parameters
+    assert all(one["total"] == sum(item["size"] for item in one["items"]) for one in said["places"])
+
+
+def test_known_figures_of_the_field() -> None:
+    """Qwen3-30B-A3B: 98,304 bytes of bfloat16 KV a token (48 layers x 4 heads x 128 x 2 x 2), 384 of routes."""
+    assert kv_bytes_per_token(QWEN, "bfloat16") == 98304
+    assert kv_bytes_per_token(QWEN, "bfloat16", 8) == 98304 // 4, "four heads on eight GPUs are held twice"
+    assert QWEN.route_bytes == 384
+    train = TrainConfig(dtype="bfloat16", microbatch_tokens=1024)
+    rank = rank_bytes(QWEN, train, microbatches=1)
+    assert rank.weights + rank.gradients + rank.optimizer == QWEN.parameters * (2 + 4 + 12)
+
+
+layouts = st.sampled_from(
+    [
+        ParallelConfig(world_size=tensor * pipeline * data, tensor=tensor, pipeline=pipeline, expert=expert)
+        for tensor in (1, 2, 4)
+        for pipeline in (1, 2, 4)
+        for data in (1, 2, 8)
+        for expert in (1, 2, 8)
+        if (tensor * data) % expert == 0
+    ]
+)
+
+
+@given(layouts)
+def test_ranks_hold_the_whole_model_and_no_more_than_they_must(parallel: ParallelConfig) -> None:
+    """The fullest rank has at least its share; cuts add nothing but what every rank needs (norms, routers)."""
+    dense, experts = rank_parameters(QWEN, parallel)
+    whole_dense, whole_experts = rank_parameters(QWEN, ParallelConfig())
+    assert experts == whole_experts // (parallel.pipeline * parallel.expert)
+    share = whole_dense / (parallel.tensor * parallel.pipeline)
+    everywhere = QWEN.layers * (QWEN.experts * QWEN.hidden + 2 * QWEN.hidden + 2 * QWEN.head_dim) + QWEN.hidden
+    ends = QWEN.vocab * QWEN.hidden // parallel.tensor
+    assert share <= dense <= share + everywhere + ends
+
+
+@given(layouts, st.sampled_from(["none", "selective", "full"]), st.sampled_from(["float32", "bfloat16"]))
+def test_knobs_do_what_they_are_for(parallel: ParallelConfig, recompute: Any, dtype: Any) -> None:
+    def size(**changes: Any) -> int:
+        data = {"parallel": parallel, "recompute": recompute, "dtype": dtype, "microbatch_tokens": 65536, **changes}
+        return rank_bytes(QWEN, TrainConfig(**data), microbatches=8).total
+
+    assert size(recompute="full") < size(recompute="selective") < size(recompute="none")
+    assert size(microbatch_tokens=32768) < size()
+    unshared = parallel.model_copy(update={"distributed_optimizer": False})
+    assert size(parallel=unshared) >= size()
+    assert size(dtype="bfloat16", recompute="none") < size(dtype="float32", recompute="none")
+
+
+def test_selective_recomputation_keeps_what_it_does_not_run_again() -> None:
+    def kept(recompute: Any, *modules: Any) -> int:
+        return layer_bytes(QWEN, TrainConfig(recompute=recompute, recompute_modules=modules), 4096, moe=True)
+
+    everything = kept("none", "moe")
+    assert (
+        kept("selective", "core_attn", "moe") < kept("selective", "moe") < kept("selective", "core_attn") < everything
+    )
