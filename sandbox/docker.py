@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,13 @@ from docker.types import LogConfig, Ulimit
 from sandbox.dockerbox import DockerBox
 from sandbox.dockerengine import THREADS, EngineClient, connect, converted
 from sandbox.dockerlease import OWNER_LABEL, RUN_LABEL, EngineLease, engine_leases, remove_lease
-from sandbox.errors import ImageMissingError, SandboxDiskFullError, SandboxError, SandboxStartError
+from sandbox.errors import (
+    ImageMissingError,
+    SandboxDiskFullError,
+    SandboxError,
+    SandboxStartError,
+    SandboxUnavailableError,
+)
 from sandbox.images import ImageStore, ledger_of
 from sandbox.lease import Heartbeat
 from sandbox.owner import Owner
@@ -41,10 +47,11 @@ _LEAST_FREE = 16 << 20
 
 
 class DockerBackend:
-    """Boxes in a container engine. Raises ``SandboxUnavailableError`` where none answers."""
+    """Boxes in a container engine. Raises ``SandboxUnavailableError`` where none answers, or none that holds limits."""
 
     def __init__(self, *, run_id: str, images: ImagePolicy | None = None) -> None:
         self._api = connect(self.name)
+        check_limits(self._api.about)
         self._disk = Path(self._api.about["DockerRootDir"])
         self._owner = Owner.current(run_id)
         self._lease = EngineLease(self._api, self._owner)
@@ -186,6 +193,19 @@ class DockerBackend:
     def _end_lease(self) -> None:
         self._heartbeat.stop()
         self._lease.end()
+
+
+def check_limits(about: Mapping[str, Any]) -> None:
+    """Raise ``SandboxUnavailableError`` where the engine, by what it says of itself, would only pretend to limit a box.
+
+    Without root it has control groups to itself only in version 2; with version 1 it takes a limit and forgets it.
+    """
+    rootless = about.get("Rootless") or "name=rootless" in (about.get("SecurityOptions") or ())
+    if (rootless and about.get("CgroupVersion") == "1") or not (about["MemoryLimit"] and about["PidsLimit"]):
+        raise SandboxUnavailableError(
+            "the container engine holds no box to its memory and processes: run its service as root, or on control "
+            "groups version 2 that are delegated to its user"
+        )
 
 
 def reap_containers(api: EngineClient, backend: str) -> int:

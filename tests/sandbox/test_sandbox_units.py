@@ -12,6 +12,7 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 
 from sandbox import SandboxFileError, SandboxLostError, SandboxSpec, SandboxUnavailableError, open_backend
 from sandbox.beneath import NeedsBox, read_beneath, write_beneath
+from sandbox.docker import check_limits
 from sandbox.dockerexec import END, Demux, Marked
 from sandbox.lease import EXPIRY_SECONDS, Heartbeat, Lease
 from sandbox.owner import Owner
@@ -235,6 +237,23 @@ def test_an_engine_that_hangs_is_told_within_seconds(monkeypatch: pytest.MonkeyP
         silent.listen()
         with pytest.raises(SandboxUnavailableError, match=r"hangs\.sock \(timed out\): it hangs; restart it"):
             open_backend("docker", run_id="hangs")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"Rootless": True},  # podman's word for it, and docker's
+        {"SecurityOptions": ["name=seccomp,profile=default", "name=rootless"]},
+        {"MemoryLimit": False, "CgroupVersion": "2"},
+        {"PidsLimit": False, "CgroupVersion": "2"},
+    ],
+)
+def test_an_engine_that_holds_no_limits_is_refused(change: dict[str, Any]) -> None:
+    about = {"MemoryLimit": True, "PidsLimit": True, "CgroupVersion": "1", "SecurityOptions": None}
+    check_limits(about)
+    check_limits({**about, "Rootless": True, "CgroupVersion": "2"})
+    with pytest.raises(SandboxUnavailableError, match="holds no box to its memory and processes: run its service as"):
+        check_limits({**about, **change})
 
 
 @pytest.mark.bubblewrap
