@@ -1,0 +1,103 @@
+"""The real trainer's weights in the real server: by process group, and from a Hugging Face export."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from agent_rl.config import EngineConfig, RunConfig
+from agent_rl.engine.facts import read_facts
+from agent_rl.engine.sglang import SGLangEngine
+from agent_rl.engine.weights import WeightReceivers
+from agent_rl.types import Sample, SamplingParams
+
+torch = pytest.importorskip("torch", reason="needs the trainer environment")
+from agent_rl.controller.sync import WeightSync  # noqa: E402
+from agent_rl.train.ray_trainer import RayTrainer  # noqa: E402
+
+pytestmark = [pytest.mark.megatron, pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(600)]
+TOKENS = [int(token) for token in np.random.default_rng(5).integers(2, 250, 48)]
+
+
+@pytest.fixture
+async def engine(server: str, model: Path, engine_config: EngineConfig) -> AsyncIterator[SGLangEngine]:
+    async with SGLangEngine(server, read_facts(model), engine_config) as client:
+        await client.flush_cache()
+        yield client
+        with WeightReceivers([server]) as receivers:
+            receivers.load_from_disk(model, "default")
+
+
+async def sampled(engine: SGLangEngine, session: str, advantage: float) -> Sample:
+    """One sampled continuation of a prompt with its routes, as a trainer's sample."""
+    prompt = TOKENS[:16]
+    answer = await engine.generate(prompt, SamplingParams(max_new_tokens=40), routes_from=0, session=session)
+    assert answer.routing is not None
+    tokens = np.array([*prompt, *answer.tokens], np.int32)
+    routing = answer.routing
+    assert routing.tokens == len(tokens) - 1
+    experts = np.concatenate([routing.experts, np.zeros_like(routing.experts[:1])])
+    present = np.append(routing.present, False)
+    return Sample(
+        tokens=tokens,
+        loss_mask=np.arange(len(tokens)) >= len(prompt),
+        logprobs=np.array([*[0.0] * len(prompt), *answer.logprobs], np.float32),
+        advantage=advantage,
+        routing=type(routing)(experts, present, routing.spans, routing.num_experts),
+    )
+
+
+async def test_the_engine_takes_what_the_trainer_learned(
+    engine: SGLangEngine, model: Path, engine_config: EngineConfig, tmp_path: Path
+) -> None:
+    train = {"device": "cpu", "microbatch_tokens": 256, "lr": 1e-2}
+    config = RunConfig.model_validate(
+        {"name": "test", "model": model, "engine": engine_config.model_dump(), "train": train}
+    )
+    fixed = Sample(np.array(TOKENS, np.int32), np.ones(len(TOKENS), bool), np.zeros(len(TOKENS), "f4"), 0.0, None)
+    async with RayTrainer(config) as trainer:
+        sync = WeightSync(config, engine, trainer, tmp_path / "weights", pytest.fail)
+
+        async def gap() -> np.ndarray:
+            mine = (await trainer.logprobs([fixed], replay=False))[0]
+            return np.abs(np.array(mine) - np.array(await engine.score(TOKENS)))
+
+        assert (await gap()).mean() < 2e-5
+        for version in (1, 2):  # the second goes through the same group
+            batch = [await sampled(engine, f"{version}-{i}", (-1.0) ** i) for i in range(6)]
+            metrics = await trainer.step(batch, measure_native=True)
+            assert metrics["r3/coverage"] == 1
+            assert metrics["r3/router_mismatch"] == metrics["mismatch_native/router_mismatch"] == 0
+            assert metrics["mismatch/logprob_abs_diff"] < 2e-5, "routes or log-probs are not where they belong"
+            stale = await gap()
+            assert (await sync.publish(version))["weight_sync/verified"] == 1
+            fresh = await gap()
+            assert fresh.max() < 2e-4
+            assert fresh.mean() < min(2e-5, stale.mean() / 2), "the engine still has the weights of before the update"
+            answer = await engine.generate(TOKENS, SamplingParams(max_new_tokens=1), routes_from=None, session="v")
+            assert answer.weight_version == str(version)
+
+        await trainer.export(tmp_path / "export")
+    published = await engine.score(TOKENS)
+    with WeightReceivers(engine.urls) as receivers:
+        for folder in (tmp_path / "export", in_shards(tmp_path / "export", tmp_path / "shards")):
+            receivers.load_from_disk(model, "default")
+            receivers.load_from_disk(folder, "export")
+            np.testing.assert_allclose(await engine.score(TOKENS), published, atol=1e-6)
+
+
+def in_shards(export: Path, folder: Path) -> Path:
+    """The same checkpoint in several files with an index, as a large model's is written."""
+    from safetensors.torch import load_file
+
+    from agent_rl.train.megatron import hf
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hf, "_SHARD_BYTES", 300_000)
+        hf.write_checkpoint(load_file(export / "model.safetensors").items(), export, folder, torch.float32)
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    assert (folder / "model.safetensors.index.json").exists()
+    return folder
