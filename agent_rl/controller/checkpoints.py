@@ -61,12 +61,20 @@ class Checkpoints:
         every = self._config.checkpoint_every
         return step == self._config.steps or bool(every and step % every == 0)
 
-    async def save(self, progress: Progress) -> None:
-        """Begin the checkpoint of a step; returns when training may go on. Raises what the former one failed with."""
+    def newest(self, until: int) -> Path | None:
+        """The newest complete checkpoint of a step up to ``until``, or None."""
+        found = checkpoint.complete_checkpoints(self._state.checkpoints)
+        return max((f for f in found if checkpoint.checkpoint_step(f) <= until), key=lambda f: f.name, default=None)
+
+    async def save(self, progress: Progress, *, good: int | None = None) -> None:
+        """Begin the checkpoint of a step; returns when training may go on. Raises what the former one failed with.
+
+        ``good``: a step after which the run may have gone wrong; the newest checkpoint up to it stays.
+        """
         await self.finish()
         folder = self._state.checkpoint(progress.step)
         saved = await self._trainer.begin_save(folder, asdict(progress))
-        self._writing = asyncio.create_task(self._complete(saved, progress.step))
+        self._writing = asyncio.create_task(self._complete(saved, progress.step, good))
 
     def check(self) -> None:
         """Raise what a write that has ended meanwhile failed with. Does not wait."""
@@ -84,14 +92,15 @@ class Checkpoints:
             self._writing.cancel()
             await asyncio.wait([self._writing])
 
-    async def _complete(self, saved: asyncio.Task[None], step: int) -> None:
+    async def _complete(self, saved: asyncio.Task[None], step: int, good: int | None) -> None:
         await saved
-        await asyncio.to_thread(self._forget_old, step)
+        await asyncio.to_thread(self._forget_old, step, good)
 
-    def _forget_old(self, step: int) -> None:
+    def _forget_old(self, step: int, good: int | None) -> None:
         self._journal.forget_through(step)
+        last_good = None if good is None else self.newest(good)
         for folder in checkpoint.complete_checkpoints(self._state.checkpoints)[: -self._config.keep_checkpoints]:
-            if not self._kept_for_good(folder):
+            if folder != last_good and not self._kept_for_good(folder):
                 checkpoint.remove(folder)
 
     def _kept_for_good(self, folder: Path) -> bool:

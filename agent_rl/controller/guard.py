@@ -229,13 +229,14 @@ class Guard:
         longest = max((crossing.steps for crossing in standing), default=0)
         return {"guard/crossed": float(len(standing)), "guard/streak": float(longest)}
 
-    def enforce(self, step: int, checkpoint: Path) -> None:
-        """Raises GuardStop where ``step`` was judged to be the last; ``checkpoint`` is what was saved of it."""
-        if self._reason is not None:
-            raise GuardStop(
-                f"{self._reason}; step {step} is saved in {checkpoint}: start again to go on from there "
-                "(guard.action=warn to be only warned)"
-            )
+    def enforce(self, checkpoint: Path, newest: Callable[[int], Path | None]) -> None:
+        """Raises GuardStop where the step just judged was the last; ``checkpoint`` is what was saved of it.
+        ``newest`` finds the newest checkpoint up to a step."""
+        if self._reason is None:
+            return
+        before = None if self.good_step is None else newest(self.good_step)
+        back = "" if before is None else f", or remove what is later than {before.name}, the last from before it began"
+        raise GuardStop(f"{self._reason}; saved in {checkpoint}: start again to go on from there{back}")
 
     def _skipped(self, rows: Sequence[Row]) -> float:
         recent = [row for row in rows[-self._config.window :] if row["step"] > self._since]

@@ -121,7 +121,7 @@ class TrainingRun:
         for step in range(done + 1, total + 1):
             await self._step(step, collector)
             await self._checkpoint(step)
-            self.guard.enforce(step, self.state.checkpoint(step))
+            self.guard.enforce(self.state.checkpoint(step), self.checkpoints.newest)
             await self._evaluate(step, total)
         await self.checkpoints.finish()
         await self.trainer.export(self.state.dir / "model")
@@ -208,7 +208,7 @@ class TrainingRun:
         self.checkpoints.check()
         if self.checkpoints.due(step) or self.guard.stopping:
             self.display.stage(f"step {step}: checkpoint")
-            await self.checkpoints.save(self.progress)
+            await self.checkpoints.save(self.progress, good=self.guard.good_step)
         if self.guard.stopping:
             await self.checkpoints.finish()
 

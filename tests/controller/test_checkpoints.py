@@ -120,3 +120,16 @@ async def test_closing_gives_up_what_is_under_way(tmp_path: Path) -> None:
 async def test_a_new_run_starts_at_nothing(tmp_path: Path) -> None:
     checkpoints, state = opened(tmp_path, Writer())
     assert await checkpoints.resume() == (Progress(state.run_id), None)
+
+
+async def test_the_last_from_before_something_went_wrong_stays(tmp_path: Path) -> None:
+    checkpoints, state = opened(tmp_path, Writer(), keep_checkpoints=2)
+    for step, good in ((5, None), (10, None), (15, 12), (20, 12), (25, 12)):
+        await checkpoints.save(Progress(state.run_id, step), good=good)
+    await checkpoints.finish()
+    assert folders(state) == [10, 20, 25]
+    assert checkpoints.newest(19) == state.checkpoint(10)
+    assert checkpoints.newest(9) is None
+    await checkpoints.save(Progress(state.run_id, 30))
+    await checkpoints.finish()
+    assert folders(state) == [25, 30]
