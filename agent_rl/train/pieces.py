@@ -90,6 +90,10 @@ class PieceReader:
             for stretch, slots in _open(path):
                 self._by_name.setdefault(stretch.part.name, []).append((stretch, slots))
 
+    def wholes(self) -> list[Part]:
+        """Every parameter that the files hold something of, uncut."""
+        return [_uncut(stretches[0][0].part) for stretches in self._by_name.values()]
+
     def read(self, wanted: Stretch, slot: str) -> Floats:
         """``wanted`` of ``slot``, flat. Raises TrainerError where the files do not hold all of it."""
         found = self._by_name.get(wanted.part.name)
@@ -138,16 +142,19 @@ def _fill(values: Floats, first: int, stretches: Sequence[tuple[Stretch, Floats]
         raise TrainerError(f"the checkpoint lacks elements {reached} to {first + len(values)} of a part of {name}")
 
 
+def _uncut(part: Part) -> Part:
+    shape = tuple(n * part.count if axis == part.axis else n for axis, n in enumerate(part.shape))
+    return Part(part.name, shape, part.axis)
+
+
 def _along(axis: int, start: int, stop: int) -> tuple[slice, ...]:
     return (*[slice(None)] * axis, slice(start, stop))
 
 
 def _check_fits(part: Part, wanted: Part) -> None:
-    def whole(piece: Part) -> tuple[int, ...]:
-        return tuple(n * piece.count if axis == piece.axis else n for axis, n in enumerate(piece.shape))
-
-    if part.axis != wanted.axis or whole(part) != whole(wanted):
-        raise TrainerError(f"the checkpoint's {part.name} is {whole(part)}, the model's {whole(wanted)}")
+    if _uncut(part) != _uncut(wanted):
+        shapes = _uncut(part).shape, _uncut(wanted).shape
+        raise TrainerError(f"the checkpoint's {part.name} is {shapes[0]}, the model's {shapes[1]}")
 
 
 def _open(path: Path) -> list[tuple[Stretch, Mapping[str, Floats]]]:

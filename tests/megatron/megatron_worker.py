@@ -267,7 +267,8 @@ def weights(model: Any) -> list[Tensor]:
 
 def resume(rank: int, case: dict[str, Any], results: Path) -> None:
     """Two updates of real trainer ranks in the first of ``layouts``, saved between them; then the second update again
-    in every one of the others, from what was saved. Each one's weights go to ``<name>-<number>.pt``."""
+    in every one of the others, from what was saved. What each loaded it saves once more, to ``<name>-<number>``; its
+    weights after the update go to ``<name>-<number>.pt``."""
     from agent_rl.train import checkpoint
     from agent_rl.train.rank import TrainerRank
     from agent_rl.train.settings import ModelSettings, OptimizerSettings
@@ -284,6 +285,7 @@ def resume(rank: int, case: dict[str, Any], results: Path) -> None:
             saved = save(trainer, folder, rank, case["world_size"], parallel)
         else:
             trainer.load(folder, saved)
+            save(trainer, results / f"{case['name']}-{number}", rank, case["world_size"], parallel)
         trainer.supervise(sequences, [[[2, 1]], [[0]]] if split else [[[2, 1], [0]]], 50.0)
         weights = {name: tensor.clone() for name, tensor in trainer.model.export_weights()}
         if rank == 0:

@@ -10,8 +10,12 @@ import pytest
 
 pytest.importorskip("torch", reason="torch is not installed (the train extra)")
 import layout_matrix as matrix
+import numpy as np
 import torch
 from layout_matrix import RUNS, TWO_RANKS
+
+from agent_rl.train import checkpoint
+from agent_rl.train.pieces import whole_part
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 
@@ -100,6 +104,31 @@ def test_a_checkpoint_of_several_chunks_resumes_in_every_layout(number: int, res
     tolerance = 0.0 if RESUMED[number] == RESUMED[0] else 1e-5
     for name, wanted in straight.items():
         torch.testing.assert_close(resumed[name], wanted, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("number", range(1, len(RESUMED)), ids=RESUMED[1:])
+def test_another_layout_holds_the_same_state_bit_for_bit(number: int, results: Path) -> None:
+    written, loaded = (checkpoint.read_manifest(results / name) for name in ("resumed", f"resumed-{number}"))
+    assert loaded.counts == written.counts
+    assert loaded.updates == written.updates == 1
+    ours, theirs = (whole_state(results / name) for name in (f"resumed-{number}", "resumed"))
+    assert ours.keys() == theirs.keys()
+    assert {slot for _, slot in ours} == {"master", "exp_avg", "exp_avg_sq"}
+    for key, values in theirs.items():
+        np.testing.assert_array_equal(ours[key].view(np.int32), values.view(np.int32), err_msg=str(key))
+        assert values.any(), f"{key}: nothing was learned there"
+
+
+def whole_state(folder: Path) -> dict[tuple[str, str], Any]:
+    """Every tensor of a checkpoint in full, flat, by parameter and slot."""
+    manifest = checkpoint.read_manifest(folder)
+    checkpoint.verify(folder, manifest)
+    reader = checkpoint.open_pieces(folder, manifest)
+    return {
+        (part.name, slot): reader.read(whole_part(part), slot)
+        for part in reader.wholes()
+        for slot in ("master", "exp_avg", "exp_avg_sq")
+    }
 
 
 @pytest.mark.parametrize(("layout", "run"), [case for case in CASES if case[1] in matrix.FORWARD])
