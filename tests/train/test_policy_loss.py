@@ -5,15 +5,18 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="needs the trainer environment")
 
+from agent_rl.config import RunConfig  # noqa: E402
 from agent_rl.train.losses import Counts, policy_loss  # noqa: E402
 from agent_rl.train.settings import (  # noqa: E402
     Aggregation,
@@ -23,6 +26,8 @@ from agent_rl.train.settings import (  # noqa: E402
     KlPenalty,
     LossSettings,
     Objective,
+    advantage_scale,
+    loss_settings,
 )
 
 NAMES = ("new", "old", "log_ratio", "log_weight", "advantages", "weights", "reference", "entropy")
@@ -239,3 +244,54 @@ def test_tokens_that_were_not_sampled_take_part_in_nothing(batch: tuple[list[int
     assert with_padding == pytest.approx(loss, rel=1e-9, abs=1e-12)
     np.testing.assert_allclose(theirs[:, kept], slopes, rtol=1e-9, atol=1e-12)
     assert (theirs[:, ~case.mask] == 0).all()
+
+
+PAPER = Clip(0.2, 0.2)
+PRESETS: dict[str, tuple[LossSettings, str, str]] = {
+    "GRPO": (LossSettings("grpo", PAPER, "sequence", kl=KlPenalty(0.04, "k3")), "mean", "group"),
+    "DAPO": (LossSettings("grpo", Clip(0.2, 0.28), "token"), "mean", "group"),
+    "Dr.GRPO": (LossSettings("grpo", PAPER, "constant"), "mean", "none"),
+    "GSPO": (LossSettings("gspo", Clip(3e-4, 4e-4), "sequence"), "mean", "group"),
+    "CISPO": (LossSettings("cispo", Clip(1.0, 0.27), "token"), "mean", "group"),
+    "REINFORCE++": (
+        LossSettings("grpo", PAPER, kl=KlPenalty(0.01, "k1", "reward", normalise=True)), "batch", "none"
+    ),
+    "REINFORCE++ with baseline": (LossSettings("grpo", PAPER, kl=KlPenalty(0.01, "k2")), "mean", "batch"),
+    "REINFORCE, leave-one-out": (
+        LossSettings("reinforce", Clip(0.2, 0.27), "constant"), "leave_one_out", "none"
+    ),
+    "dual clip": (LossSettings("grpo", Clip(0.2, 0.27, 3.0)), "mean", "group"),
+}  # fmt: skip
+"""What the config lines of docs/trainer.md must give: the loss, the baseline, and what ``samples_of`` divides by."""
+
+
+def documented() -> dict[str, dict[str, Any]]:
+    """The config lines of docs/trainer.md's table, by objective."""
+    lines = (Path(__file__).parents[2] / "docs" / "trainer.md").read_text().splitlines()
+    start = lines.index("| objective | equation | source | `train:` |")
+    rows = itertools.takewhile(lambda line: line.startswith("|"), lines[start + 2 :])
+    cells = [row.strip("| ").split(" | ") for row in rows]
+    return {row[0]: yaml.safe_load(row[-1].strip("`")) for row in cells}
+
+
+def test_the_documented_config_lines_give_the_papers_losses() -> None:
+    found = documented()
+    assert found.keys() == PRESETS.keys()
+    for name, (wanted, baseline, scale) in PRESETS.items():
+        config = RunConfig.model_validate({"name": "test", "model": ".", "train": found[name]})
+        length = config.rollout.max_tokens
+        assert loss_settings(config) == replace(wanted, length=length), name
+        assert (config.train.baseline, advantage_scale(config.train)) == (baseline, scale), name
+        case = draw(LENGTHS, seed=3)
+        result, *_ = ours(case, loss_settings(config), case.counts)
+        expected = direct(case, replace(wanted, length=length), case.counts)
+        assert result.loss.item() == pytest.approx(expected, rel=1e-10), name
+
+
+def test_left_out_clip_bounds_are_the_objectives_own() -> None:
+    bounds = {
+        name: loss_settings(RunConfig.model_validate({"name": "t", "model": ".", "train": {"objective": name}})).clip
+        for name in get_args(Objective)
+    }
+    assert bounds.pop("gspo") == Clip(3e-4, 4e-4)
+    assert set(bounds.values()) == {Clip(0.2, 0.27)}
