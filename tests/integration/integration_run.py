@@ -28,7 +28,7 @@ class Run:
             "name=small", f"runs_dir={folder}", f"model={folder}/model", "sandbox.backend=bubblewrap",
             f"env.options={{train_tasks: 16, heldout_tasks: 8, cache_dir: {ROOT}/.cache/tasks}}",
             "rollout.tasks_per_step=3", "rollout.group_size=4", "eval.tasks=8", "eval.greedy=false",
-            "train.steps=3", "train.checkpoint_every=1",
+            "train.steps=4", "train.checkpoint_every=2",
         ]  # fmt: skip
         path = {"PYTHONPATH": str(modules)} if modules else {}
         with self.output.open("wb") as output:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import pytest
-from integration_run import Run
+from integration_run import Run, wait
+from killed_run import exact
 
+from agent_rl.controller.journal import read_journal
 from agent_rl.observe.metrics import read_metrics
 from agent_rl.rollout.records import read_trajectories
+from agent_rl.types import Trajectory
 
 pytestmark = [
     pytest.mark.sglang,
@@ -24,28 +27,45 @@ pytestmark = [
 Start = Callable[..., Run]
 
 
-def test_killed_in_the_middle_of_a_step_it_resumes_and_finishes(start: Start, tmp_path: Path) -> None:
+def test_killed_in_the_middle_of_a_step_it_resumes_and_loses_nothing(start: Start, tmp_path: Path) -> None:
+    """Killed in step 4, with a checkpoint of step 2: step 3 is learned again from the journal, bit for bit, and of step
+    4 only the episodes that had not finished are sampled."""
     first = start()
-    first.until("step 2: rollout ...")
+    first.until("step 4: rollout ...")
+    journal = tmp_path / "small" / "journal" / "step-000004.journal"
+    wait(lambda: len(read_journal(journal)) >= 2, 60, "two episodes of step 4 in the journal")
     first.process.send_signal(signal.SIGKILL)
     first.finish()
-    before = read_metrics(tmp_path / "small")
+    before, finished = read_metrics(tmp_path / "small"), sampled(read_journal(journal))
 
     second = start()
     assert second.finish() == 0, second.text
     assert "resuming from" in second.text
+    assert "step 3: 12 finished trajectories are in the journal" in second.text
     first.none_alive()
     second.none_alive()
     assert_complete(tmp_path / "small")
     rows = read_metrics(tmp_path / "small")
-    assert [row["step"] for row in rows] == [1, 2, 3]
-    assert rows[0] == before[0], "the step before the checkpoint was not done again"
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert rows[:2] == before[:2], "the steps before the checkpoint were not done again"
+    assert learned(rows[2]) == learned(before[2])
+    assert finished <= sampled(t for group in read_trajectories(tmp_path / "small", 4) for t in group.trajectories)
+
+
+def learned(row: Mapping[str, float]) -> dict[str, float]:
+    """A step's metrics but for the clock's and the engine's own."""
+    return {name: value for name, value in exact(row).items() if not name.startswith("weight_sync/")}
+
+
+def sampled(trajectories: Iterable[Trajectory]) -> set[tuple[bytes, bytes]]:
+    """Tokens and log-probs: no two samplings agree in both."""
+    return {(t.tokens.tobytes(), t.logprobs.tobytes()) for t in trajectories}
 
 
 def assert_complete(run: Path) -> None:
     """Everything that a finished run's folder holds, and what must be true of it."""
     summary = json.loads((run / "summary.json").read_text())
-    assert summary["steps"] == 3
+    assert summary["steps"] == 4
     assert 0 <= summary["pass_at_1_before"] <= 1
     assert 0 <= summary["pass_at_1_after"] <= 1
     assert summary["sandbox"] == "bubblewrap"
@@ -53,15 +73,15 @@ def assert_complete(run: Path) -> None:
     assert (run / "run.png").stat().st_size > 10_000
     assert list((run / "tensorboard").iterdir())
     assert (run / "model" / "config.json").exists()
-    assert not [path for path in run.rglob("*") if path.name.endswith((".tmp", ".partial"))]
+    assert not [path for path in run.rglob("*") if path.name.endswith((".tmp", ".partial", ".journal"))]
     for row in read_metrics(run):
         assert row["rollout/infrastructure_failures"] == 0
         if row["train/samples"]:
             assert row["r3/router_mismatch"] == 0
             assert row["r3/coverage"] > 0.9
-    trajectories = [t for group in read_trajectories(run, 3) for t in group.trajectories]
+    trajectories = [t for group in read_trajectories(run, 4) for t in group.trajectories]
     assert len(trajectories) == 12
-    assert all(set(t.weight_versions) == {"2"} for t in trajectories), "step 3 is sampled with the weights of step 2"
+    assert all(set(t.weight_versions) == {"3"} for t in trajectories), "step 4 is sampled with the weights of step 3"
 
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
