@@ -49,53 +49,6 @@ class MicroBatch:
         return int(self.mask_T.sum())
 
 
-Plan = tuple[tuple[tuple[int, ...], ...], ...]
-"""``plan[rank][micro_batch]`` = the sequences packed there. A rank may have none, where there are few sequences."""
-
-
-def plan(lengths: Sequence[int], *, budget: int, ranks: int) -> Plan:
-    """Spread sequences over as few micro-batches as hold them, balanced over them and over the ranks.
-
-    Longest first onto the emptiest micro-batch; then neighbours in size go to different ranks, so that ranks which
-    wait for each other inside a forward pass (expert parallelism) wait little. Raises TrainerError for a sequence
-    longer than ``budget`` tokens or shorter than 2.
-    """
-    if not lengths:
-        raise TrainerError("no sequences to train on")
-    for index, length in enumerate(lengths):
-        _check_length(index, length, budget)
-    per_rank = max(1, -(-sum(lengths) // (budget * ranks)))
-    while (bins := _fill(lengths, budget, per_rank * ranks)) is None:
-        per_rank += 1
-    bins.sort(key=lambda members: -sum(lengths[i] for i in members))
-    rows = [bins[start : start + ranks] for start in range(0, len(bins), ranks)]
-    # Every other row is turned round: rank 0 must not get the larger bin of each row.
-    rows = [row if index % 2 == 0 else row[::-1] for index, row in enumerate(rows)]
-    return tuple(tuple(tuple(row[rank]) for row in rows if row[rank]) for rank in range(ranks))
-
-
-def _check_length(index: int, length: int, budget: int) -> None:
-    if length > budget:
-        raise TrainerError(
-            f"sequence {index} has {length} tokens and train.microbatch_tokens is {budget}: raise it to at least "
-            f"rollout.max_tokens"
-        )
-    if length < 2:
-        raise TrainerError(f"sequence {index} has {length} token(s): at least 2 are needed to predict one")
-
-
-def _fill(lengths: Sequence[int], budget: int, bins: int) -> list[list[int]] | None:
-    members: list[list[int]] = [[] for _ in range(bins)]
-    load = [0] * bins
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        target = min(range(bins), key=lambda b: load[b])
-        if load[target] + lengths[index] > budget:
-            return None
-        members[target].append(index)
-        load[target] += lengths[index]
-    return members
-
-
 def pack(samples: Mapping[int, Sample] | Sequence[Sample], ids: Sequence[int]) -> MicroBatch:
     """Pack ``samples[i] for i in ids``. Raises TrainerError where a sample's arrays don't line up."""
     members = [samples[i] for i in ids]

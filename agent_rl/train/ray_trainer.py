@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -26,9 +25,13 @@ from numpy.typing import NDArray
 
 from agent_rl.config import RunConfig
 from agent_rl.errors import AgentRlError, TrainerError, WeightSyncError
+from agent_rl.families import read_config
 from agent_rl.train import checkpoint
+from agent_rl.train.cost import TOKENS, SequenceCost, expert_loads, sequence_cost
+from agent_rl.train.layouts import check_layout
 from agent_rl.train.metrics import step_metrics
-from agent_rl.train.packing import Plan, plan
+from agent_rl.train.order import PublishOrder, PublishReport
+from agent_rl.train.planning import Plan, check_lengths, lockstep_ranks, plan
 from agent_rl.train.reports import Differing, MiniStepShare, RouteCounts
 from agent_rl.train.settings import (
     ModelSettings,
@@ -62,9 +65,7 @@ class RayTrainer:
     """
 
     def __init__(self, config: RunConfig, *, optimizer: OptimizerSettings | None = None) -> None:
-        from agent_rl.train.megatron.parallel import check_parallel
-
-        check_parallel(config.train.parallel)
+        check_layout(config)
         check_trace(config)
         self._config = config
         self._optimizer = optimizer or optimizer_settings(config.train)
@@ -73,6 +74,7 @@ class RayTrainer:
         self._actors: list[Any] = []
         self._infos: list[RankInfo] = []
         self._ended: str | None = None
+        self._cost = TOKENS  # the model's own once it is known, in start()
         self._saving: asyncio.Task[None] | None = None
 
     @property
@@ -93,6 +95,7 @@ class RayTrainer:
             await asyncio.shield(self._boot)
             places = await self._gather([actor.place.remote() for actor in self._actors], START_SECONDS)
             settings = self._model_settings()
+            self._cost = sequence_cost(read_config(self._config.model)[1])
             refs = [
                 actor.start.remote(settings, self._optimizer, rank, places[0])
                 for rank, actor in enumerate(self._actors)
@@ -128,8 +131,8 @@ class RayTrainer:
         shares = split_step(
             samples,
             mini_steps=self._config.train.mini_steps,
-            budget=self._config.train.microbatch_tokens,
-            ranks=self.data_size,
+            expert_ranks=self._config.train.parallel.expert,
+            **self._planning,
         )
         micro_batches = [[ids for share in rank for ids in share.micro_batches] for rank in shares]
         trace = await asyncio.to_thread(begin_trace, self._config, step, samples, micro_batches, self._infos)
@@ -171,8 +174,7 @@ class RayTrainer:
         self._check_running()
         if replay and not have_routes(samples, self._infos[0].moe_layers):
             raise TrainerError("the samples have no routes to replay")
-        budget = max(self._config.train.microbatch_tokens, *(len(sample.tokens) for sample in samples))
-        shares = self._plan([len(sample.tokens) for sample in samples], budget=budget)
+        shares = plan([len(sample.tokens) for sample in samples], **self._planning)
         dealt = await asyncio.to_thread(self._deal, samples, shares, routes=replay)
         arguments = [
             (stored, shares[info.data_rank], temperature, record, *shards)
@@ -212,10 +214,14 @@ class RayTrainer:
 
     async def supervise(self, sequences: Any, ids: Sequence[int], lengths: Sequence[int], weight: float) -> Any:
         """One supervised update over ``ids`` of ``sequences`` (from :meth:`put`); ``(loss, Update)``."""
-        local = self._plan([lengths[index] for index in ids])
+        local = plan([lengths[index] for index in ids], **self._planning)
         shares = tuple(tuple(tuple(ids[i] for i in micro) for micro in rank) for rank in local)
         parts = await self._per_data_rank("supervise", sequences, shares, weight)
         return sum(loss for loss, _ in parts), parts[0][1]
+
+    def check_lengths(self, lengths: Sequence[int]) -> None:
+        """Raises TrainerError for a sequence that ``train.microbatch_tokens`` does not hold."""
+        check_lengths(lengths, self._config.train.microbatch_tokens)
 
     async def set_optimizer(self, settings: OptimizerSettings) -> None:
         """Start over with a new optimizer and schedule; the weights stay."""
@@ -228,12 +234,15 @@ class RayTrainer:
         self._check_running()  # before Ray is touched: it would start a new one by itself
         return ray.put(value)
 
-    async def publish(self, engine_urls: Sequence[str], weight_version: str) -> float:
-        """Send the weights to every engine as ``weight_version``; returns seconds. Raises WeightSyncError."""
-        started = time.perf_counter()
-        dtype = self._config.engine.dtype
-        await self._all("publish", tuple(engine_urls), weight_version, dtype, timeout=PUBLISH_SECONDS)
-        return time.perf_counter() - started
+    async def publish(self, engine_urls: Sequence[str], weight_version: str) -> PublishReport:
+        """Send the weights to every engine as ``weight_version``; the report names those that did not take them."""
+        engine = self._config.engine
+        order = PublishOrder(
+            tuple(engine_urls), weight_version, engine.dtype, engine.pause_mode, engine.weight_sync_timeout
+        )
+        reports: list[PublishReport | None] = await self._all("publish", order, timeout=PUBLISH_SECONDS)
+        assert reports[0] is not None, "rank 0 reports"
+        return reports[0]
 
     async def save(self, folder: Path, run: Mapping[str, int | str] | None = None) -> None:
         """As :meth:`begin_save`, returning when the checkpoint is complete."""
@@ -331,7 +340,9 @@ class RayTrainer:
         world = self._config.train.parallel.world_size
         self._stack.enter_context(ray_cluster(self._config.train.ray_address, cpus=world))
         gpus = 1 if self._device() == "cuda" else 0
-        remote = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=0, concurrency_groups={WRITER: 1})(RankActor)
+        options: dict[str, Any] = {"num_cpus": 1, "num_gpus": gpus, "max_restarts": 0}
+        # Ray's types leave concurrency groups out.
+        remote: Any = ray.remote(**options | {"concurrency_groups": {WRITER: 1}})(RankActor)
         self._actors = [remote.remote() for _ in range(world)]
 
     def _device(self) -> str:
@@ -357,8 +368,16 @@ class RayTrainer:
             reference=reference_folder(self._config),
         )
 
-    def _plan(self, lengths: Sequence[int], *, budget: int | None = None) -> Plan:
-        return plan(lengths, budget=budget or self._config.train.microbatch_tokens, ranks=self.data_size)
+    @property
+    def _planning(self) -> dict[str, Any]:
+        """How sequences are dealt out; see :func:`agent_rl.train.planning.plan`."""
+        train = self._config.train
+        return {
+            "budget": train.microbatch_tokens,
+            "ranks": self.data_size,
+            "cost": self._cost,
+            "lockstep": lockstep_ranks(train.parallel),
+        }
 
     async def _per_data_rank(self, method: str, *arguments: Any) -> list[Any]:
         """Call all ranks; one answer a data rank (its model-parallel peers' answers are the same)."""
@@ -400,15 +419,31 @@ class RayTrainer:
 
 
 def split_step(
-    samples: Sequence[Sample], *, mini_steps: int, budget: int, ranks: int
+    samples: Sequence[Sample],
+    *,
+    mini_steps: int,
+    budget: int,
+    ranks: int,
+    cost: SequenceCost = TOKENS,
+    lockstep: int = 1,
+    expert_ranks: int = 1,
 ) -> tuple[tuple[MiniStepShare, ...], ...]:
-    """``shares[data_rank][mini_step]``: consecutive samples go to the same mini step, so groups stay together."""
+    """``shares[data_rank][mini_step]``: consecutive samples go to the same mini step, so groups stay together.
+
+    Within a mini step they are dealt out by :func:`agent_rl.train.planning.plan`, which looks at their routes where
+    experts are spread over data ranks.
+    """
     parts = [part for part in np.array_split(np.arange(len(samples)), mini_steps) if len(part)]
     shares: list[list[MiniStepShare]] = [[] for _ in range(ranks)]
     for part in parts:
         ids = part.tolist()
         sampled = [int(samples[index].loss_mask[1:].sum()) for index in ids]
-        local = plan([len(samples[index].tokens) for index in ids], budget=budget, ranks=ranks)
+        routings = [routing for index in ids if (routing := samples[index].routing) is not None]
+        loads = None
+        if lockstep > 1 and len(routings) == len(ids):
+            loads = [expert_loads(routing, expert_ranks) for routing in routings]
+        lengths = [len(samples[index].tokens) for index in ids]
+        local = plan(lengths, budget=budget, ranks=ranks, cost=cost, lockstep=lockstep, loads=loads)
         for rank, micro_batches in enumerate(local):
             named = tuple(tuple(ids[i] for i in micro) for micro in micro_batches)
             shares[rank].append(MiniStepShare(named, sum(sampled), sum(map(bool, sampled))))

@@ -67,6 +67,7 @@ async def sft(
     ``sft/tokens_per_second``, ``sft/tokens`` and ``sft/seconds``. Raises TrainerError for sequences that don't line up.
     """
     _check(sequences)
+    trainer.check_lengths([len(tokens) for tokens, _ in sequences])
     await trainer.set_optimizer(config.optimizer())
     stored = trainer.put(list(sequences))
     lengths = [len(tokens) for tokens, _ in sequences]

@@ -17,7 +17,7 @@ import time
 
 import numpy as np
 
-from agent_rl.train.packing import plan
+from agent_rl.train.planning import plan
 from agent_rl.train.shards import cut
 from agent_rl.types import Sample
 from r3.routing import Routing

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_rl.errors import TrainerError
-from agent_rl.train.packing import pack, pack_weighted, plan, unpack
+from agent_rl.train.packing import pack, pack_weighted, unpack
+from agent_rl.train.planning import plan
 from agent_rl.train.ray_trainer import split_step
 from agent_rl.types import Sample
 
@@ -28,34 +29,6 @@ def distinct(length: int, index: int) -> Sample:
         routing=None,
         weight=1.0 + index,
     )
-
-
-@given(lengths_of, st.integers(1, 4), st.integers(40, 120))
-def test_plan_places_every_sequence_once_within_the_budget(lengths: list[int], ranks: int, budget: int) -> None:
-    planned = plan(lengths, budget=budget, ranks=ranks)
-    assert len(planned) == ranks
-    micro_batches = [ids for rank in planned for ids in rank]
-    assert sorted(i for ids in micro_batches for i in ids) == list(range(len(lengths)))
-    assert all(0 < sum(lengths[i] for i in ids) <= budget for ids in micro_batches)
-    counts = [len(rank) for rank in planned]
-    assert max(counts) - min(counts) <= 1
-
-
-@given(st.lists(st.integers(20, 40), min_size=24, max_size=60), st.integers(2, 4))
-def test_plan_balances_ranks(lengths: list[int], ranks: int) -> None:
-    loads = [sum(lengths[i] for ids in rank for i in ids) for rank in plan(lengths, budget=200, ranks=ranks)]
-    assert max(loads) - min(loads) <= 2 * max(lengths)
-
-
-def test_a_sequence_that_does_not_fit_is_refused_in_one_line() -> None:
-    with pytest.raises(
-        TrainerError, match=r"^sequence 1 has 300 tokens and train.microbatch_tokens is 256: raise it.*$"
-    ):
-        plan([10, 300], budget=256, ranks=1)
-    with pytest.raises(TrainerError, match=r"sequence 0 has 1 token"):
-        plan([1, 30], budget=256, ranks=1)
-    with pytest.raises(TrainerError, match="no sequences"):
-        plan([], budget=256, ranks=1)
 
 
 @given(lengths_of, st.integers(1, 3))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_rl.errors import TrainerError
-from agent_rl.train.packing import plan
+from agent_rl.train.planning import plan
 from agent_rl.train.reports import Differing, RouteCounts, count_routes, differing
 from agent_rl.train.shards import (
     RankInfo,
