@@ -18,6 +18,9 @@ torch = pytest.importorskip("torch", reason="needs the trainer environment")
 
 from agent_rl.config import RunConfig  # noqa: E402
 from agent_rl.train.losses import Counts, policy_loss  # noqa: E402
+from agent_rl.train.objectives import aggregation_weights  # noqa: E402
+from agent_rl.train.packing import MicroBatch, pack  # noqa: E402
+from agent_rl.train.ray_trainer import split_step  # noqa: E402
 from agent_rl.train.settings import (  # noqa: E402
     Aggregation,
     Bounds,
@@ -29,6 +32,7 @@ from agent_rl.train.settings import (  # noqa: E402
     advantage_scale,
     loss_settings,
 )
+from agent_rl.types import Sample  # noqa: E402
 
 NAMES = ("new", "old", "log_ratio", "log_weight", "advantages", "weights", "reference", "entropy")
 PENALTIES = (None, KlPenalty(0.3, "k2"), KlPenalty(0.3, "k3"), KlPenalty(0.3, "k1", "reward"))
@@ -295,3 +299,31 @@ def test_left_out_clip_bounds_are_the_objectives_own() -> None:
     }
     assert bounds.pop("gspo") == Clip(3e-4, 4e-4)
     assert set(bounds.values()) == {Clip(0.2, 0.27)}
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.integers(2, 30), min_size=1, max_size=12), st.integers(1, 4), st.integers(1, 3), st.integers(0, 99))
+def test_every_mini_steps_weights_add_up_over_ranks(lengths: list[int], mini_steps: int, ranks: int, seed: int) -> None:
+    """Over its micro-batches on all ranks; a sample in which nothing was sampled counts for nothing."""
+    generator = np.random.default_rng(seed)
+    samples = [
+        Sample(np.zeros(n, np.int32), generator.random(n) < chance, np.zeros(n, np.float32), 1.0, None)
+        for n, chance in zip(lengths, generator.choice([0, 0.7], len(lengths)), strict=True)
+    ]
+    shares = split_step(samples, mini_steps=mini_steps, budget=32, ranks=ranks)
+    for step in zip(*shares, strict=True):
+        counts = {(share.sampled_tokens, share.sequences) for share in step}
+        assert len(counts) == 1, "every rank divides by the same"
+        ((tokens, sequences),) = counts
+        batches = [pack(samples, ids) for share in step for ids in share.micro_batches]
+        wanted = {"token": 1.0, "sequence": 1.0, "constant": tokens / (50 * max(1, sequences))}
+        for aggregation in get_args(Aggregation):
+            total = sum(shares_of(batch, aggregation, max(1, tokens), max(1, sequences)) for batch in batches)
+            assert total == pytest.approx(wanted[aggregation] if tokens else 0.0, rel=1e-12)
+
+
+def shares_of(batch: MicroBatch, aggregation: Aggregation, tokens: int, sequences: int) -> float:
+    """The sum of a micro-batch's weights; ``constant`` divides by 50."""
+    sequence = torch.from_numpy(np.repeat(np.arange(len(batch.sample_ids)), np.diff(batch.cu_seqlens)))
+    counts = {"tokens": tokens, "sequences": sequences, "length": 50, "dtype": torch.float64}
+    return aggregation_weights(aggregation, torch.from_numpy(batch.mask_T), sequence, **counts).sum().item()
