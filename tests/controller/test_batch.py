@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from trajectories import trajectory
 
@@ -75,6 +75,8 @@ async def test_without_dynamic_sampling_every_group_is_kept() -> None:
     assert batch.values["reward/mean"] == pytest.approx(0.5)
 
 
+@settings(max_examples=40)
+@example(outcomes=[MIXED] * 40, delays=[6, 6, 0, 0], wanted=2, first=0)  # the second group finishes first
 @given(
     outcomes=st.lists(st.sampled_from([SOLVED, UNSOLVED, MIXED]), min_size=40, max_size=40),
     delays=st.lists(st.integers(0, 6), min_size=1, max_size=12),

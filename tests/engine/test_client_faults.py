@@ -15,7 +15,8 @@ from local_server import Handler, serving
 from agent_rl.config import EngineConfig
 from agent_rl.engine.facts import ModelFacts
 from agent_rl.engine.sglang import SGLangEngine
-from agent_rl.errors import EngineOverloaded, EngineRejected, EngineUnreachable, RoutesMissingError
+from agent_rl.engine.types import Scores
+from agent_rl.errors import EngineAborted, EngineOverloaded, EngineRejected, EngineUnreachable, RoutesMissingError
 from agent_rl.types import Completion, FinishReason, SamplingParams
 from r3.routing import Span, SpanKind
 
@@ -247,6 +248,67 @@ async def test_each_weight_version_within_a_turn_has_its_span() -> None:
         Span(1, 2, "3", url, SpanKind.SAMPLED),
         Span(2, 3, "4", url, SpanKind.SAMPLED),
     )
+
+
+def evaluated(request: dict[str, Any], **changes: Any) -> bytes:
+    """A right answer to an evaluation of tokens, each of log-prob -1."""
+    entries = [[None if at == 0 else -1.0, token, None] for at, token in enumerate(request["input_ids"])]
+    meta = {"finish_reason": {"type": "length", "length": 0}, "weight_version": "7", "input_token_logprobs": entries}
+    return orjson.dumps({"text": "", "output_ids": [], "meta_info": meta | changes})
+
+
+async def rescored(*answers: Callable[[dict[str, Any]], tuple[int, bytes]]) -> tuple[Scores, list[dict[str, Any]]]:
+    """What rescoring three tokens gives where the server answers so, the last of them ever after; and the requests."""
+    asked: list[dict[str, Any]] = []
+
+    async def handler(path: str, request: dict[str, Any]) -> tuple[int, bytes]:
+        asked.append(request)
+        return answers[min(len(asked), len(answers)) - 1](request)
+
+    async with serving(handler) as url:
+        engine = client(url)
+        try:
+            return await engine.rescore([1, 2, 3], session="s"), asked
+        finally:
+            await engine.close()
+
+
+async def test_an_evaluation_asks_for_every_token_and_no_routes() -> None:
+    scores, (request,) = await rescored(lambda request: (200, evaluated(request)))
+    assert scores == Scores((0.0, -1.0, -1.0), "7")
+    assert request["logprob_start_len"] == 0, "or SGLang takes the prefix from its cache, which has no log-probs"
+    assert request["sampling_params"]["max_new_tokens"] == 0
+    assert "return_routed_experts" not in request
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        lambda request: (503, b"busy"),
+        lambda request: (0, b""),
+        lambda request: (200, evaluated(request, finish_reason={"type": "abort", "message": "paused"})),
+    ],
+)
+async def test_an_evaluation_that_the_infrastructure_broke_is_tried_again(failure: Any) -> None:
+    scores, asked = await rescored(failure, failure, lambda request: (200, evaluated(request)))
+    assert scores.logprobs == (0.0, -1.0, -1.0)
+    assert len({request["rid"] for request in asked}) == 3
+    with pytest.raises((EngineUnreachable, EngineOverloaded, EngineAborted)):
+        await rescored(failure)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"input_token_logprobs": [[None, 1, None], [-1.0, 2, None], [None, 3, None]]}, "a log-prob is null"),
+        ({"input_token_logprobs": [[None, 1, None], [-1.0, 9, None], [-1.0, 3, None]]}, "received 3 of others"),
+        ({"input_token_logprobs": [[None, 1, None]]}, "received 1 of others"),
+        ({"input_token_logprobs": None}, "received 0 of others"),
+    ],
+)
+async def test_a_wrong_evaluation_is_refused_and_not_asked_again(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(EngineRejected, match=message):
+        await rescored(lambda request: (200, evaluated(request, **changes)), lambda request: (200, evaluated(request)))
 
 
 async def test_cancelling_aborts_the_request_before_it_is_raised() -> None:

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
+from trajectories import trajectory
 
 from agent_rl.config import EngineConfig
 from agent_rl.engine.facts import ModelFacts, read_facts
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import EngineRejected, RoutesMissingError
-from agent_rl.types import Completion, FinishReason, SamplingParams
+from agent_rl.rollout.group import GroupSettings, collect_groups
+from agent_rl.rollout.limiter import Limiter
+from agent_rl.rollout.rescore import Rescorer
+from agent_rl.types import Completion, FinishReason, SamplingParams, Trajectory
+from envs import Task
 from r3.routing import Routing, SpanKind, slice_rows, validate
 from r3.stitch import RouteStitcher
 
@@ -83,6 +89,83 @@ async def test_the_last_id_of_the_vocabulary_is_scored(engine: SGLangEngine) -> 
     scored = await engine.score([*prompt, *got.tokens])
     np.testing.assert_allclose(scored[41:], got.logprobs, atol=1e-4)
     assert scored[40] < 0.0
+
+
+async def test_an_evaluation_uses_no_cached_prefix_and_says_its_weights(engine: SGLangEngine) -> None:
+    """SGLang has no log-probs for what it takes from its cache: each evaluation is computed whole."""
+    got = await engine.generate(PROMPT, SAMPLE, routes_from=None, session="s")
+    whole = [*PROMPT, *got.tokens]
+    first, second = [await engine.rescore(whole, session="r") for _ in range(2)]
+    assert len(first.logprobs) == len(second.logprobs) == 52
+    assert min(first.logprobs[1:]) < max(first.logprobs[1:]) < 0.0
+    np.testing.assert_allclose(first.logprobs, second.logprobs, atol=1e-4)
+    np.testing.assert_allclose(first.logprobs[40:], got.logprobs, atol=1e-4)
+    assert first.weight_version == got.weight_version
+
+
+async def test_a_prompts_log_probs_know_no_temperature(engine: SGLangEngine) -> None:
+    """Why train.old_logprob.source rescore wants rollout.temperature 1: sampled ones are scaled, evaluated ones not."""
+    got = await engine.generate(
+        PROMPT, SamplingParams(temperature=0.5, max_new_tokens=12), routes_from=None, session="s"
+    )
+    scored = (await engine.rescore([*PROMPT, *got.tokens], session="r")).logprobs[40:]
+    assert np.abs(np.array(scored) - np.array(got.logprobs)).max() > 0.05
+
+
+async def test_a_finished_trajectory_is_rescored_while_another_still_samples(engine: SGLangEngine) -> None:
+    """The long episode of the group is let go only once the short one's evaluations are done: they overlapped."""
+    finished, evaluated = asyncio.Event(), asyncio.Event()
+
+    async def run(task: Task) -> Trajectory:
+        if not finished.is_set():
+            finished.set()
+            return await sampled(engine, SAMPLE, reward=1.0)
+        async with asyncio.TaskGroup() as scope:
+            request = scope.create_task(engine.generate(PROMPT, LONG, routes_from=None, session="long"))
+            await evaluated.wait()
+            assert not request.done(), "the engine was still sampling for the other episode"
+            await engine.abort_all()
+        return await sampled(engine, SAMPLE, reward=0.0)
+
+    rescorer = Rescorer(engine, n=3, limiter=Limiter(2))
+
+    async def rescore(ended: Trajectory) -> Trajectory:
+        got = await rescorer(ended)
+        evaluated.set()
+        return got
+
+    settings = GroupSettings(size=2, rescore_uniform=True)
+    async with asyncio.timeout(60):
+        rollout = await collect_groups([Task("t", "e", {})], run, settings, limiter=Limiter(2), rescore=rescore)
+    (group,) = rollout.groups
+    for member in group.trajectories:
+        assert member.rescored is not None
+        assert member.rescored.values.shape == (3, 12)
+        np.testing.assert_allclose(member.rescored.mean, member.logprobs[member.loss_mask], atol=1e-4)
+
+
+async def test_a_cancelled_evaluation_frees_the_server(engine: SGLangEngine) -> None:
+    long = await sampled(engine, SamplingParams(max_new_tokens=300), reward=1.0)
+    task = asyncio.create_task(Rescorer(engine, n=500, limiter=Limiter(1))(long))
+    await running(engine)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    async with asyncio.timeout(20):
+        await idle(engine)
+
+
+async def sampled(engine: SGLangEngine, sampling: SamplingParams, *, reward: float) -> Trajectory:
+    """A trajectory of one turn, as an episode would leave it."""
+    got = await engine.generate(PROMPT, sampling, routes_from=None, session="s")
+    mask = np.arange(len(PROMPT) + len(got.tokens)) >= len(PROMPT)
+    logprobs = np.zeros(len(mask), np.float32)
+    logprobs[mask] = got.logprobs
+    made = trajectory(reward)
+    return replace(
+        made, tokens=np.array([*PROMPT, *got.tokens], np.int32), loss_mask=mask, logprobs=logprobs,
+        weight_versions=(got.weight_version,),
+    )  # fmt: skip
 
 
 async def test_cached_routes_equal_cold_ones(engine: SGLangEngine) -> None:
