@@ -198,6 +198,9 @@ def layer_bytes(model: ModelSize, train: TrainConfig, tokens: int, *, moe: bool)
     # Queries are there twice: with keys and values, as they were projected, and apart, as their norm wants them.
     projected = (2 * model.q_width + 2 * model.kv_width) * width * tokens // tensor
     core = (2 * model.q_width + model.kv_width) * width * tokens // tensor + 4 * model.heads * tokens // tensor
+    if (parts := train.parallel.context) > 1:
+        # Keys and values of the whole sequence, and a mask for each of the two chunks a rank holds of it.
+        core += 2 * model.kv_width * width * tokens * parts // tensor + (tokens // 2) ** 2 * (2 * parts + 1)
     joined = model.q_width * width * tokens // tensor  # the output projection's input
     given = (model.q_width + model.kv_width) * width * tokens // tensor  # what core attention is run again from
     attention = projected + joined + (given if "core_attn" in again else core)
@@ -225,7 +228,8 @@ def _one_layer(model: ModelSize, train: TrainConfig, tokens: int) -> int:
     inner = model.expert_inner or model.inner // parallel.tensor
     weight = 2 * model.hidden * inner * max(1, model.experts // parallel.expert)
     embedding = model.vocab * model.hidden // parallel.tensor
-    passing = rows * (2 * model.hidden + 3 * inner) * width + max(weight, embedding) * width
+    sent = 2 * rows * model.hidden * (parallel.expert > 1)  # before and after the exchange between expert ranks
+    passing = (rows * (2 * model.hidden + 3 * inner) + sent + max(weight, embedding)) * width
     if train.recompute != "full":
         return passing
     return passing + max(layer_bytes(model, train, tokens, moe=moe) for moe in set(model.moe))
