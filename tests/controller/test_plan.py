@@ -81,7 +81,7 @@ def test_the_quickstart_fits_a_small_machine() -> None:
 
 
 def test_what_does_not_fit_is_refused_with_what_would_help() -> None:
-    plan = make_plan(recipe("paper-swe", "train.parallel={world_size: 8, tensor: 4, expert: 4}"))
+    plan = make_plan(recipe("paper-swe", "train.parallel.distributed_optimizer=false"))
     refusal = plan.refusal()
     assert refusal is not None
     assert "\n" not in refusal
@@ -90,7 +90,7 @@ def test_what_does_not_fit_is_refused_with_what_would_help() -> None:
     enough = [advice for advice in plan.advice if advice.place == rank.name and advice.enough]
     assert enough
     for advice in enough:
-        helped = make_plan(recipe("paper-swe", "train.parallel={world_size: 8, tensor: 4, expert: 4}", advice.change))
+        helped = make_plan(recipe("paper-swe", "train.parallel.distributed_optimizer=false", advice.change))
         assert place(helped, rank.name).fits
         assert place(helped, rank.name).total == advice.total
 
