@@ -53,21 +53,21 @@ class Run:
 
     model: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
-    updates: int = 2
+    updates: int = 1
 
 
 _DENSE_FIRST = {"mlp_only_layers": [0]}
 _DENSE = {"dense": True, "tied": False}
 RUNS: dict[str, Run] = {
-    "none": Run(),
+    "none": Run(updates=2),
     "full": Run(options={"recompute": "full"}),
     "moe": Run(options={"recompute": "selective", "recompute_modules": ["moe"]}),
     "without-routers": Run(_DENSE_FIRST, {"recompute": "selective", "recompute_modules": ["core_attn", "mlp"]}),
     "dense-first": Run(_DENSE_FIRST, {"recompute": "full"}),
-    "dense": Run(_DENSE),
+    "dense": Run(_DENSE, updates=2),
     "dense-full": Run(_DENSE, {"recompute": "full"}),
-    # One update: after it, a weight that rounds the other way is another model.
-    "bfloat16": Run(options={"dtype": "bfloat16"}, updates=1),
+    # After one update, a weight that rounds the other way is another model.
+    "bfloat16": Run(options={"dtype": "bfloat16"}),
 }
 ROUTERS_RERUN = ("full", "moe", "dense-first")
 FORWARD = ("none", "dense")
@@ -86,7 +86,10 @@ def two_rank_cases() -> list[tuple[str, str]]:
         "tensor": ("moe", "without-routers"),
         "tensor-alone": dense,
     }
-    plain = {name: ("none",) if name.endswith("-optimizer") else ("none", "full") for name in TWO_RANKS}
+    plain = {
+        name: ("none",) if parallel.get("distributed_optimizer") else ("none", "full")
+        for name, parallel in TWO_RANKS.items()
+    }
     return [(name, run) for name in TWO_RANKS for run in plain[name] + more.get(name, ())]
 
 
@@ -125,7 +128,7 @@ def launch(
 ) -> None:
     """Processes of their own run all ``cases`` one after another; results are ``<layout>-<run>-<rank>.pt``.
 
-    Where an optimizer is shared out (or in several chunks), what it restores is checked too. ``resume``, where there is
+    Where an optimizer is shared out, what it restores is checked too. ``resume``, where there is
     one, comes last: ``{name, folder, layouts}``, see the worker.
     """
     held: list[Any] = []
@@ -137,9 +140,9 @@ def launch(
 
     worlds: list[dict[str, Any]] = []
     for layout, parallel in layouts.items():
-        restores = parallel.get("distributed_optimizer", False) or "virtual_pipeline" in parallel
+        restores = parallel.get("distributed_optimizer", False)
         mine = [
-            case(f"{of}-{run}", run, models, results, restores=restores and run in ("none", "bfloat16"))
+            case(f"{of}-{run}", run, models, results, restores=restores and run != "full")
             for of, run in cases
             if of == layout
         ]

@@ -134,12 +134,9 @@ def gradients(model: Any) -> dict[str, Tensor]:
     return exported(model, {f"{i}.{name}": p.main_grad for i, chunk in chunks for name, p in chunk.named_parameters()})
 
 
-def state(model: Any, optimizer: Any) -> dict[str, dict[str, Tensor]]:
-    """The optimizer's state by slot, under Hugging Face names, on rank 0."""
-    from agent_rl.train.optimizer import SLOTS
-
-    found = dict(optimizer.named_state())
-    return {slot: exported(model, {name: slots[slot] for name, slots in found.items()}) for slot in SLOTS}
+def state(model: Any, optimizer: Any, slot: str) -> dict[str, Tensor]:
+    """A slot of the optimizer's state under Hugging Face names, on rank 0."""
+    return exported(model, {name: slots[slot] for name, slots in optimizer.named_state()})
 
 
 def whole_routes(model: Any, items: list[PackedBatch], local: list[Tensor], ranks: Ranks) -> list[PackedRoutes]:
@@ -221,10 +218,11 @@ def run(
         metrics, first = watched(model, items, given, ranks)
         found = {"wrong": first.wrong + second.wrong, "seen": first.seen, "seen_r2": second.seen}
     steps = optimizer(model, dtype)
-    if not steps.distributed:  # otherwise a rank holds the whole sum of its own stretch alone
+    if not steps.distributed:
         found["gradients"] = gradients(model)
     losses, norms = [metrics], [steps.step().grad_norm]
-    found |= {"exp_avg": state(model, steps)["exp_avg"]}
+    if steps.distributed or ranks.world_size == 1:  # a rank has the whole sum of its own stretch alone
+        found["exp_avg"] = state(model, steps, "exp_avg")
     for _ in range(1, updates):
         losses.append(trained(model, items, None))
         norms.append(steps.step().grad_norm)
@@ -232,7 +230,7 @@ def run(
         "place": (ranks.data_rank, ranks.data_size),
         "losses": [[float(metric["loss"]) for metric in of_step] for of_step in losses],
         "grad_norms": norms,
-        "weights": state(model, steps)["master"],
+        "weights": state(model, steps, "master"),
         "state_numel": sum(s.stop - s.start for s in steps.shards()),
     }
 
