@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -41,7 +41,7 @@ def _variants(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
         ("engine.max_total_tokens", lambda value: value // 4),
         ("hardware.engine_gpus", _double),
         ("train.keep_checkpoints", lambda _: 1),
-        ("rollout.max_tokens", _half),
+        ("rollout.max_tokens", _half),  # and with it the micro-batch
         ("rollout.tasks_per_step", _half),
     )
     for key, change in knobs:
@@ -49,8 +49,11 @@ def _variants(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
         after = change(before)
         if after == before or not after:
             continue
+        changes = {key: after}
+        if key == "rollout.max_tokens":
+            changes["train.microbatch_tokens"] = min(after, config.train.microbatch_tokens)
         try:
-            yield f"{key}={_told(after)}", _with(config, key, after)
+            yield " ".join(f"{name}={_told(value)}" for name, value in changes.items()), _with(config, changes)
         except ValidationError:
             continue  # a knob that this config cannot take
 
@@ -74,13 +77,12 @@ def _get(config: RunConfig, key: str) -> Any:
     return value
 
 
-def _with(config: RunConfig, key: str, value: Any) -> RunConfig:
+def _with(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
     data = config.model_dump()
-    node = data
-    *parents, leaf = key.split(".")
-    for part in parents:
-        node = node[part]
-    node[leaf] = value
-    if key == "rollout.max_tokens":
-        data["train"]["microbatch_tokens"] = min(value, data["train"]["microbatch_tokens"])
+    for key, value in changes.items():
+        node = data
+        *parents, leaf = key.split(".")
+        for part in parents:
+            node = node[part]
+        node[leaf] = value
     return RunConfig.model_validate(data)

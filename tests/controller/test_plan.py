@@ -90,7 +90,7 @@ def test_what_does_not_fit_is_refused_with_what_would_help() -> None:
     enough = [advice for advice in plan.advice if advice.place == rank.name and advice.enough]
     assert enough
     for advice in enough:
-        helped = make_plan(recipe("paper-swe", "train.parallel.distributed_optimizer=false", advice.change))
+        helped = make_plan(recipe("paper-swe", "train.parallel.distributed_optimizer=false", *advice.change.split()))
         assert place(helped, rank.name).fits
         assert place(helped, rank.name).total == advice.total
 
