@@ -127,6 +127,19 @@ def read_config(folder: Path) -> tuple[Family, dict[str, Any]]:
     return family, config
 
 
+def check_alike(model: Path, other: Path, key: str) -> None:
+    """Refuse a checkpoint ``other`` of another architecture than that of ``model``; ``key`` is the config key told."""
+    (family, mine), (their_family, theirs) = read_config(model), read_config(other)
+    for config in (mine, theirs):
+        config["head_dim"] = config["head_dim"] or config["hidden_size"] // config["num_attention_heads"]
+    names = sorted({*mine, *theirs} - {"initializer_range"})
+    name = next((name for name in names if mine.get(name) != theirs.get(name)), None)
+    if name is None and family == their_family:
+        return
+    what = f"has {name} {theirs.get(name)!r}, not {mine.get(name)!r} as" if name else "is of another family than"
+    raise ConfigError(f"{key}: {other} {what} {model}: name a checkpoint of the same architecture")
+
+
 def family_of(config: Mapping[str, Any], path: Path) -> Family:
     """The family of a config's ``model_type``. Raises ConfigError naming those there are."""
     kind = config.get("model_type")

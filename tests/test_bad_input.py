@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -42,6 +43,39 @@ def test_config(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
 def test_model_folder_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     told = complaint(monkeypatch, capsys, "train", QUICKSTART, "model=/nowhere/model")
     assert told.startswith("error: model: /nowhere/model: no Hugging Face checkpoint there; `agent-rl model init")
+
+
+def test_reference_of_another_architecture(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny: Path
+) -> None:
+    arguments = ("train", QUICKSTART, f"model={tiny}", "train.kl.coefficient=0.1")
+    told = complaint(monkeypatch, capsys, *arguments, "train.kl.reference=/nowhere")
+    assert told.startswith("error: train.kl.reference: /nowhere: no Hugging Face checkpoint there")
+    said = json.loads((tiny / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(said | {"num_experts": 16}))
+    told = complaint(monkeypatch, capsys, *arguments, f"train.kl.reference={tmp_path}")
+    assert f"train.kl.reference: {tmp_path} has num_experts 16, not {said['num_experts']} as" in told
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        (
+            "train.microbatch_tokens=400",
+            "error: rollout.max_tokens is 512 and train.microbatch_tokens is 400: raise it to 512 or more (if memory "
+            "does not allow that: train.recompute=full, or train.parallel.context=c",
+        ),
+        (
+            "rollout.max_tokens=8000",
+            "config.json has max_position_embeddings=4096: lower rollout.max_tokens to 4096, or extend the model",
+        ),
+    ],
+)
+def test_trajectories_longer_than_a_micro_batch_or_the_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tiny: Path, override: str, told: str
+) -> None:
+    for command in (("train",), ("r3", "compare")):
+        assert told in complaint(monkeypatch, capsys, *command, QUICKSTART, f"model={tiny}", override)
 
 
 @pytest.mark.sglang

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from agent_rl.config import RunConfig
 from agent_rl.errors import UserError
+from agent_rl.families import check_alike, read_config
+from agent_rl.train.planning import over_budget
 
 FREE_BYTES_WANTED = 1 << 30
 
@@ -16,9 +18,26 @@ def check(config: RunConfig) -> None:
     check_model(config.model)
     if config.train.kl.reference is not None:
         check_model(config.train.kl.reference, key="train.kl.reference")
+        check_alike(config.model, config.train.kl.reference, "train.kl.reference")
     if not config.engine.urls and not Path(config.engine.python).exists():
         raise UserError(f"engine.python: {config.engine.python}: no such interpreter; make it with `make setup`")
     check_room(config.runs_dir)
+
+
+def check_lengths(config: RunConfig) -> None:
+    """Raises UserError where a trajectory may grow beyond what the trainer's micro-batch or the model's context holds.
+
+    A longer sequence is never cut and its budget never raised: this is where it is told, before anything starts.
+    """
+    longest, budget = config.rollout.max_tokens, config.train.microbatch_tokens
+    if longest > budget:
+        raise UserError(f"rollout.max_tokens is {longest} and {over_budget(budget, longest)}")
+    positions = read_config(config.model)[1]["max_position_embeddings"]
+    if longest > positions:
+        raise UserError(
+            f"rollout.max_tokens is {longest} and {config.model}/config.json has max_position_embeddings={positions}: "
+            f"lower rollout.max_tokens to {positions}, or extend the model (rope_scaling: yarn) if it is made for that"
+        )
 
 
 def check_model(folder: Path, key: str = "model") -> None:

@@ -34,15 +34,13 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from agent_rl.errors import ConfigError
+from agent_rl.families import check_alike
 from agent_rl.train.megatron.batch import PackedBatch, PassOutput, Routes
 from agent_rl.train.objectives import advantage_moments, kl_estimate, normalised_advantages, penalised_advantages
 from agent_rl.train.settings import KlPenalty
 
 if TYPE_CHECKING:
     from agent_rl.train.megatron.model import PolicyModel
-
-_NO_MATTER = ("initializer_range",)
 
 
 class Reference:
@@ -56,7 +54,7 @@ class Reference:
     @classmethod
     def load(cls, model: PolicyModel, folder: Path) -> Reference:
         """The checkpoint in ``folder``; ``model`` keeps its weights. Raises ConfigError where it does not fit."""
-        _check_alike(model, folder)
+        check_alike(model.folder, folder, "train.kl.reference")
         reference = cls(model)
         try:
             model.load_hf(folder)
@@ -90,22 +88,6 @@ def _to_host(parameter: Tensor) -> Tensor:
     """A copy, in memory that a GPU can copy from directly."""
     host = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu", pin_memory=parameter.is_cuda)
     return host.copy_(parameter.detach())
-
-
-def _check_alike(model: PolicyModel, folder: Path) -> None:
-    """The reference must be the same architecture, of the same vocabulary."""
-    mine, theirs = model.shape, type(model.shape).read(folder)
-    for key in sorted({*mine.config, *theirs.config} - {*_NO_MATTER, "head_dim"}):
-        if mine.config.get(key) != theirs.config.get(key):
-            raise ConfigError(
-                f"train.kl.reference: {folder} has {key} {theirs.config.get(key)!r}, the trained model "
-                f"{mine.config.get(key)!r}: name a checkpoint of the same architecture"
-            )
-    if mine.head_dim != theirs.head_dim:
-        raise ConfigError(
-            f"train.kl.reference: {folder} has head_dim {theirs.head_dim}, the trained model {mine.head_dim}: name a "
-            "checkpoint of the same architecture"
-        )
 
 
 class Model(Protocol):

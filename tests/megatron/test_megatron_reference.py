@@ -96,9 +96,7 @@ def test_a_reference_of_another_architecture_is_refused(build: Build, tmp_path: 
     tiny.make(tmp_path / "wide", moe_intermediate_size=16)
     model = build()
     before = model.modules[0].decoder.layers[0].mlp.router.weight.clone()
-    with pytest.raises(
-        ConfigError, match=r"train\.kl\.reference: .*wide has moe_intermediate_size 16, the trained .*24"
-    ):
+    with pytest.raises(ConfigError, match=r"train\.kl\.reference: .*wide has moe_intermediate_size 16, not 24 as"):
         Reference.load(model, tmp_path / "wide")
     assert torch.equal(before, model.modules[0].decoder.layers[0].mlp.router.weight)
 
