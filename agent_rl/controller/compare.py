@@ -24,7 +24,7 @@ from rich.table import Table
 
 from agent_rl.config import RunConfig, load_config
 from agent_rl.controller.evaluate import roll_out
-from agent_rl.controller.preflight import check_model
+from agent_rl.controller.preflight import check_lengths, check_model
 from agent_rl.controller.stop import cancel_on_sigterm
 from agent_rl.errors import ConfigError
 from agent_rl.observe.display import Display
@@ -72,13 +72,14 @@ async def run_compare(
     some (of an earlier comparison, or of a run: all its steps). Raises ConfigError for what cannot be compared.
     """
     config = config_of(source, overrides)
+    check_model(config.model)
+    check_lengths(config)
     out = out or _folder(source, config) / "compare"
     display = Display(f"r3 compare {config.name}")
     with display:
         if trajectories is None:
             groups = (await roll_out(config, out, display, tasks=tasks, split=split)).groups
         else:
-            check_model(config.model)
             groups = read_all(trajectories)
         kept = comparable([trajectory for group in groups for trajectory in group.trajectories])
         display.stage("starting the trainer")

@@ -62,6 +62,7 @@ class Clock:
 async def train(config: RunConfig) -> None:
     """Run ``config`` to its last step, from its last checkpoint if it has one; write and show the summary."""
     preflight.check(config)
+    preflight.check_lengths(config)
     state = RunState(config)
     display = Display(config.name)
     with display:
