@@ -156,7 +156,7 @@ def r2e_row(image: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "config", "split"), [("swebench", "swebench-verified", "test"), ("r2e", "r2e-gym", "train")]
+    ("layout", "config", "split"), [("swebench", "swebench-verified", "test"), ("r2e", "paper-swe", "train")]
 )
 def test_the_true_fix_is_evaluated_from_end_to_end(
     engine: str, rows: dict[str, Path], layout: str, config: str, split: str,
