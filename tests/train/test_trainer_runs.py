@@ -99,8 +99,9 @@ def sampled(data: list[Sample], logprobs: Any) -> list[np.ndarray]:
     return [np.asarray(values, np.float64)[s.loss_mask] for s, values in zip(data, logprobs, strict=True)]
 
 
-async def test_a_resumed_run_is_bit_equal(run_config: Config, make_sample: Make, tmp_path: Path) -> None:
-    """With the starting model, and not the checkpoint, as the reference of a KL in the loss; and an entropy bonus."""
+async def test_steps_from_a_checkpoint_are_bit_equal(run_config: Config, make_sample: Make, tmp_path: Path) -> None:
+    """With the starting model, and not the checkpoint, as the reference of a KL in the loss; and an entropy bonus. (In
+    other processes: ``tests/integration/test_kills.py``.)"""
     data = samples(make_sample)
     kl = {"coefficient": 0.1, "estimator": "k3"}
     config = run_config(lr_warmup_steps=3, weight_decay=0.1, kl=kl, entropy_coefficient=0.02)
@@ -117,13 +118,12 @@ async def test_a_resumed_run_is_bit_equal(run_config: Config, make_sample: Make,
             policy = np.concatenate(sampled(data, await trainer.logprobs(data, replay=True)))
             straight.append(numbers(await trainer.step(data, measure_native=True)))
         final = await trainer.logprobs(data, replay=False)
-    assert os.listdir(tmp_path) == ["step-000002"]
-    async with RayTrainer(config) as trainer:
         await trainer.load(tmp_path / "step-000002")
         resumed = [numbers(await trainer.step(data, measure_native=True)) for _ in range(2)]
         assert await trainer.logprobs(data, replay=False) == final
         with pytest.raises(ConfigError, match="not a complete checkpoint"):
             await trainer.load(tmp_path)
+    assert os.listdir(tmp_path) == ["step-000002"]
     assert resumed == straight[2:]
     d, last = policy - reference, straight[-1]
     k3 = (np.exp(-d) - 1 + d).mean()
@@ -137,7 +137,7 @@ async def test_a_resumed_run_is_bit_equal(run_config: Config, make_sample: Make,
 
 
 async def assert_broken_updates_change_nothing(trainer: RayTrainer, data: list[Sample], folder: Path) -> None:
-    """Infinite advantages, of which with two ranks each sees one, and then spikes that are skipped: as if never tried."""
+    """Infinite advantages, of which with two ranks each sees one, then spikes that are skipped: as if never tried."""
     broken = [replace(data[0], advantage=np.inf), *data[1:-1], replace(data[-1], advantage=-np.inf)]
     await trainer.save(folder)
     before = await trainer.logprobs(data, replay=True)
