@@ -137,6 +137,14 @@ def test_a_relative_limit_waits_for_history() -> None:
     assert len(list(crossings(rows[-1], rows[:-1], GuardConfig(min_history=8)))) == 1
 
 
+@pytest.mark.parametrize(("window", "crossed"), [(20, 0), (120, 1)])
+def test_only_the_window_is_history(window: int, crossed: int) -> None:
+    rows = healthy(121)
+    for row in rows[100:]:
+        row["train/entropy"] *= 20
+    assert len(list(crossings(rows[-1], rows[:-1], GuardConfig(window=window)))) == crossed
+
+
 def test_a_resumed_run_counts_anew_and_forgets_what_it_does_again(tmp_path: Path) -> None:
     rows = healthy(30)
     for row in rows[20:]:
