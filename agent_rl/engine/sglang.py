@@ -86,6 +86,7 @@ class SGLangEngine:
 
     async def __aenter__(self) -> SGLangEngine:
         try:
+            await self.resume()  # a trainer that was killed within a weight update left it paused
             await self.check_capture()
         except BaseException:
             await self.close()

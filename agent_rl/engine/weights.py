@@ -55,6 +55,10 @@ class Pending:
             if future.done():
                 future.result()
 
+    def linger(self, seconds: float) -> None:
+        """Give the replies so much time, whatever they are."""
+        wait(self._futures, timeout=seconds)
+
     def wait(self) -> list[bytes]:
         """Every engine's reply, in order. Raises WeightSyncError for a refusal or when the time is up."""
         _, late = wait(self._futures, timeout=self._timeout, return_when=FIRST_EXCEPTION)
@@ -115,9 +119,14 @@ class WeightReceivers:
         yield pending
         pending.wait()
 
-    def leave(self, group: str = GROUP_NAME) -> None:
-        """Tell every engine to leave the group."""
-        self._all("destroy_weights_update_group", {"group_name": group})
+    def leave(self, group: str = GROUP_NAME, *, within: float | None = None) -> None:
+        """Tell every engine to leave the group. With ``within`` seconds to do so nothing is raised: one that refused a
+        broadcast sets the others free by leaving, and those that wait for it cannot answer."""
+        pending = self._post("destroy_weights_update_group", [{"group_name": group}] * len(self.urls))
+        if within is None:
+            pending.wait()
+        else:
+            pending.linger(within)
 
     def begin(self) -> None:
         """Open an update. An engine that has one open already (of a sender that died) is made to close it first."""

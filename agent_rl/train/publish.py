@@ -35,6 +35,7 @@ from agent_rl.train.order import PublishOrder, PublishReport
 
 BUCKET_BYTES = 256 << 20
 _POLL_SECONDS = 0.002
+_LEAVE_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,6 +148,7 @@ class WeightPublisher:
                 self._receivers.resume([url for url in self.urls if url not in failures])
         except WeightSyncError as error:
             failures = dict.fromkeys(self.urls, str(error))
+            self._receivers.leave(self._name, within=_LEAVE_SECONDS)
             for _ in parts:  # the checksums of what was not sent any more are wanted for a load from disk
                 pass
             sent.hashed()
@@ -209,8 +211,14 @@ class WeightPublisher:
     def close(self) -> None:
         """Drop the group and the connections. Idempotent."""
         if self._group is not None:
-            torch.distributed.destroy_process_group(self._group)
-            self._group = None
+            # A broadcast that an engine never joined keeps gloo's destructor waiting until it times out: the thread
+            # has the last reference, and is not waited for.
+            last, self._group = [self._group], None
+            destroying = threading.Thread(
+                target=lambda: torch.distributed.destroy_process_group(last.pop()), name="weight-group", daemon=True
+            )
+            destroying.start()
+            destroying.join(_LEAVE_SECONDS)
         self._receivers.close()
         self._hashing.shutdown(wait=False, cancel_futures=True)
 
@@ -226,9 +234,7 @@ class WeightPublisher:
 
     def _join(self) -> None:
         host = _meeting_host(self.urls)
-        with closing(socket.socket()) as probe:
-            probe.bind(("", 0))
-            port = int(probe.getsockname()[1])
+        port = free_port()
         backend = "nccl" if self._device.type == "cuda" else "gloo"
         with self._receivers.joining(host, port, backend=backend, group=self._name) as joining:
             join = _Threaded(
@@ -251,7 +257,11 @@ class WeightPublisher:
         )
         work = torch.distributed.broadcast(data, group=self._group, group_src=0, async_op=True)
         self._wait(work.is_completed, replies, "the broadcast")
-        work.wait()
+        try:
+            work.wait()
+        except RuntimeError as error:  # an engine died with its end of the connection
+            reason = str(error).splitlines()[0]
+            raise WeightSyncError(f"the broadcast to {', '.join(self.urls)} broke off: {reason}") from error
         return replies
 
     def _wait(self, done: Callable[[], bool], replies: Pending, what: str) -> None:
@@ -286,6 +296,13 @@ class _Threaded:
         if self._error is not None:
             raise WeightSyncError(f"no process group with the engines: {self._error}") from self._error
         return self._answer
+
+
+def free_port() -> int:
+    """A port that nothing listens on now."""
+    with closing(socket.socket()) as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
 
 
 def join_group(host: str, port: int, rank: int, world_size: int, name: str, backend: str, timeout: float) -> Any:

@@ -354,10 +354,14 @@ async def test_a_request_that_takes_too_long_is_aborted_and_retried() -> None:
 
 
 async def test_entering_finds_an_engine_without_capture() -> None:
+    asked: list[str] = []
+
     async def handler(path: str, request: dict[str, Any]) -> tuple[int, bytes]:
-        return 200, answer(request, routed_experts=None)
+        asked.append(path)
+        return 200, b"{}" if path == "/continue_generation" else answer(request, routed_experts=None)
 
     async with serving(handler) as url:
         with pytest.raises(RoutesMissingError, match="the engine sends no routes: start it with --enable"):
             async with client(url):
                 pass
+    assert asked[0] == "/continue_generation", "one that was left paused would never answer"
