@@ -1,0 +1,141 @@
+"""Seconds to publish weights to one real SGLang server over those of a plain broadcast of the same bytes, on this CPU.
+
+Run: ``python tests/bench/bench_weight_sync.py [rounds] [bucket megabytes ...]`` (7 rounds, the default bucket size)
+
+Float32 weights go to a bfloat16 server as the trainer's rank 0 sends them: pause, convert, announce and broadcast,
+load, checksums, resume. The plain broadcast is one gloo broadcast of as many bytes from this process to one other. The
+two take turns; ratios are of medians, with the quartiles of the rounds' own ratios beside them. Two models: the
+quickstart's size and one of a quarter gigabyte.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from agent_rl.config import EngineConfig
+from agent_rl.engine.launch import EngineServer
+from agent_rl.train.publish import BUCKET_BYTES, WeightPublisher, free_port, join_group
+
+ROOT = Path(__file__).resolve().parents[2]
+STAGES = ("pause", "prepare", "broadcast", "load", "check")
+SIZES: dict[str, dict[str, Any]] = {
+    "quickstart's": {"vocab_size": 1024, "hidden_size": 128, "num_experts": 8, "moe_intermediate_size": 128},
+    "quarter GB": {"vocab_size": 8192, "hidden_size": 1024, "num_experts": 16, "moe_intermediate_size": 512},
+}
+
+RECEIVER = """
+import sys, torch
+from agent_rl.train.publish import join_group
+port, size = int(sys.argv[1]), int(sys.argv[2])
+group = join_group("127.0.0.1", port, 1, 2, "plain", "gloo", 600.0)
+data = torch.empty(size, dtype=torch.uint8)
+for _ in range(int(sys.argv[3])):
+    torch.distributed.broadcast(data, group=group, group_src=0)
+"""
+
+
+def make(folder: Path, sizes: dict[str, Any]) -> list[tuple[str, Tensor]]:
+    """A random checkpoint in ``folder``, and its float32 tensors in the order of an export."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    common = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
+    config = Qwen3MoeConfig(
+        **common, **sizes, num_experts_per_tok=2, norm_topk_prob=True, max_position_embeddings=4096, rope_theta=1e6
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    return [(name, weights[name].float()) for name in sorted(weights, key=_place)]
+
+
+def _place(name: str) -> tuple[str, bool, int, int]:
+    """Parts of one engine parameter stand in a row: q, k, v; each expert's gate and up; the experts' down."""
+    parts = [index for index, part in enumerate(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")) if part in name]
+    expert = re.search(r"experts\.(\d+)", name)
+    group = re.sub(r"(self_attn\.)[qkv]_proj|(mlp\.experts).*", r"\1\2", name)
+    return group, "down_proj" in name, int(expert[1]) if expert else 0, parts[0] if parts else 0
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    gc.collect()
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def plain(size: int, rounds: int) -> Callable[[], None]:
+    """One broadcast of ``size`` bytes to another process, on call."""
+    port = free_port()
+    receiver = subprocess.Popen([sys.executable, "-c", RECEIVER, str(port), str(size), str(rounds)], cwd=ROOT)
+    group = join_group("127.0.0.1", port, 0, 2, "plain", "gloo", 600.0)
+    data = torch.zeros(size, dtype=torch.uint8)
+    left = iter(range(rounds, 0, -1))
+
+    def once() -> None:
+        torch.distributed.broadcast(data, group=group, group_src=0)
+        if next(left) == 1:
+            torch.distributed.destroy_process_group(group)
+            receiver.wait(60)
+
+    return once
+
+
+async def measure(name: str, rounds: int, bucket_bytes: list[int], folder: Path) -> None:
+    weights = make(folder, SIZES[name])
+    size = 2 * sum(tensor.numel() for _, tensor in weights)
+    config = EngineConfig(
+        python=str(ROOT / ".venv-engine/bin/python"), device="cpu", max_total_tokens=4096, start_timeout=600
+    )
+    async with EngineServer(config, folder, folder / "engine.log") as server:
+        for limit in bucket_bytes:
+            compare(name, server.url, weights, size, rounds, limit)
+
+
+def compare(name: str, url: str, weights: list[tuple[str, Tensor]], size: int, rounds: int, limit: int) -> None:
+    link = WeightPublisher([url], torch.device("cpu"), bucket_bytes=limit)
+    first = link.publish(weights, "0", torch.bfloat16)  # joins
+    broadcast, reports, took, baseline = plain(size, rounds + 1), [], [], []
+    broadcast()
+
+    def publish(version: int) -> None:
+        reports.append(link.publish(weights, str(version), torch.bfloat16))
+
+    for number in range(1, rounds + 1):
+        took.append(seconds(lambda n=number: publish(n)))
+        baseline.append(seconds(broadcast))
+    link.close()
+    assert not any(report.failures for report in (first, *reports))
+    ratios = statistics.quantiles([a / b for a, b in zip(took, baseline, strict=True)], n=4)
+    middle, floor = statistics.median(took), statistics.median(baseline)
+    print(
+        f"{name}: {size / 1e6:.1f} MB, buckets of {limit >> 20} MiB: publish {1e3 * middle:.0f} ms, plain broadcast "
+        f"{1e3 * floor:.1f} ms, ratio {middle / floor:.2f} (quartiles {ratios[0]:.2f}, {ratios[2]:.2f})"
+    )
+    stages = {stage: statistics.median(report.seconds[stage] for report in reports) for stage in STAGES}
+    split = ", ".join(f"{stage} {1e3 * value:.0f}" for stage, value in stages.items())
+    print(f"  ms: {split}; joining once {1e3 * first.seconds['join']:.0f}")
+
+
+def main() -> None:
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 7
+    buckets = [int(megabytes) << 20 for megabytes in sys.argv[2:]] or [BUCKET_BYTES]
+    for name in SIZES:
+        with tempfile.TemporaryDirectory() as folder:
+            asyncio.run(measure(name, rounds, buckets, Path(folder)))
+
+
+if __name__ == "__main__":
+    main()
