@@ -37,9 +37,10 @@ TRAINER_SHARE, ENGINE_SHARE, HOST_SHARE = 0.95, 0.88, 0.9
 CUDA_BYTES = 3 * GIB
 """A CUDA context, the libraries' workspaces and NCCL's buffers on one GPU."""
 RANK_PROCESS, ENGINE_PROCESS, DRIVER_PROCESS = int(0.6 * GIB), int(2.1 * GIB), int(0.5 * GIB)
-"""Host memory of a process that holds nothing yet, measured on CPU (FIELD.md sections 1 and 2)."""
-GLIBC_SLACK = 0.4
-"""Freed memory that glibc keeps on a CPU, over what is in use (tests/bench/bench_plan.py: 0.0 to 0.5)."""
+"""Host memory of a process that holds nothing yet, measured on a CPU."""
+GLIBC_SLACK = {"full": 1.5, "selective": 0.5, "none": 0.5}
+"""Freed memory that glibc keeps on a CPU, over what comes and goes at the peak (tests/bench/bench_plan.py): more comes and
+goes where layers are run again."""
 SAMPLE_BYTES = 9
 """A token of a sample: id, log-prob, mask."""
 IDENTITY_BYTES = 5
@@ -239,7 +240,7 @@ def _gpu_places(config: RunConfig, model: ModelSize, rank: RankBytes, load: Load
 
 def _cpu_places(config: RunConfig, model: ModelSize, rank: RankBytes, load: Load) -> Iterator[Place]:
     world = config.train.parallel.world_size
-    slack = Item("allocator", int(rank.total * GLIBC_SLACK), "what glibc keeps of freed memory")
+    slack = Item("allocator", glibc_slack(rank, config.train.recompute), "what glibc keeps of freed memory")
     rank_items = (Item("process", RANK_PROCESS), *_rank_items(config, rank), slack)
     yield Place("trainer rank", rank_items, count=world)
     engine_items: tuple[Item, ...] = ()
@@ -255,6 +256,11 @@ def _cpu_places(config: RunConfig, model: ModelSize, rank: RankBytes, load: Load
     routes = [item for item in _rank_host_items(config, model, rank, load, world) if item.what != "processes"]
     items = (ranks, *engine, *routes, *_driver_items(config, model, load))
     yield Place("memory of this machine", items, int(_host_memory(config) * HOST_SHARE))
+
+
+def glibc_slack(rank: RankBytes, recompute: str) -> int:
+    """What a rank on a CPU keeps of freed memory, in bytes."""
+    return int(rank.peak * GLIBC_SLACK[recompute])
 
 
 def _rank_items(config: RunConfig, rank: RankBytes) -> Iterator[Item]:

@@ -5,10 +5,9 @@ Run: ``python tests/bench/bench_plan.py [--no-engine]``
 
 A rank is a process of its own with one Megatron rank and a random model. Measured is the growth of its resident memory
 from before the model is built to the highest point of an update (old log-probs, forward, backward, optimizer), as the
-kernel counts it (VmHWM, reset before the update); `in use` with glibc told to give every freed block
-back (MALLOC_MMAP_THRESHOLD_), `resident` as ranks really run. The engine is SGLang with random weights; its log says
-what its
-caches take.
+kernel counts it (VmHWM, reset before the update); `in use` with glibc told to give every freed block back
+(MALLOC_MMAP_THRESHOLD_), `resident` as ranks really run. The engine is SGLang with random weights; its log says what
+its caches take.
 """
 
 from __future__ import annotations
@@ -20,7 +19,9 @@ import json
 import multiprocessing
 import os
 import re
+import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from agent_rl.config import EngineConfig, ParallelConfig, TrainConfig
-from agent_rl.controller.plan import GLIBC_SLACK
+from agent_rl.controller.plan import glibc_slack
 from agent_rl.controller.sizes import ModelSize, kv_bytes_per_token, rank_bytes, route_slot_bytes
 
 FIXED = {
@@ -124,15 +125,16 @@ def measured_rank(*arguments: Any, in_use: bool) -> int:
     return measured
 
 
-def rank_rows(folder: Path) -> list[tuple[str, int, list[int]]]:
-    rows = []
+def rank_rows(folder: Path) -> Iterator[tuple[str, int, int]]:
+    """``(what, predicted, measured)`` in bytes."""
     for model, tokens, recompute, dtype in CASES:
         where = write_config(folder / model.replace(" ", "_"), model)
         train = TrainConfig(microbatch_tokens=tokens, recompute=recompute, dtype=dtype)  # type: ignore[arg-type]
         predicted = rank_bytes(ModelSize.read(where), train, microbatches=1)
-        measured = [measured_rank(where, tokens, recompute, dtype, in_use=in_use) for in_use in (True, False)]
-        rows.append((f"{model}, {tokens} tokens, {dtype}, recompute {recompute}", predicted.total, measured))
-    return rows
+        case = f"{model}, {tokens} tokens, {dtype}, recompute {recompute}"
+        for kind, more in (("in use", 0), ("resident", glibc_slack(predicted, recompute))):
+            measured = measured_rank(where, tokens, recompute, dtype, in_use=kind == "in use")
+            yield f"{case}: {kind}", predicted.total + more, measured
 
 
 async def engine_rows(folder: Path) -> list[tuple[str, float, float]]:
@@ -165,9 +167,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder, wanted = Path(name), parser.parse_args()
         table = Table("memory of", "predicted MiB", "measured MiB", "predicted / measured")
-        for what, predicted, (used, resident_) in rank_rows(folder):
-            _row(table, f"{what}: in use", predicted, used)
-            _row(table, f"{what}: resident", predicted * (1 + GLIBC_SLACK), resident_)
+        for what, predicted, measured in rank_rows(folder):
+            _row(table, what, predicted, measured)
         if not wanted.no_engine:
             for what, predicted, reported in asyncio.run(engine_rows(folder)):
                 _row(table, f"engine, 65 M: {what}", predicted, reported)
@@ -175,6 +176,7 @@ def main() -> None:
 
 
 def _row(table: Table, what: str, predicted: float, measured: float) -> None:
+    print(f"{what}: {predicted / measured:.2f}", file=sys.stderr, flush=True)
     table.add_row(what, f"{predicted / 2**20:.1f}", f"{measured / 2**20:.1f}", f"{predicted / measured:.2f}")
 
 
