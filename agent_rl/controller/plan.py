@@ -39,8 +39,8 @@ CUDA_BYTES = 3 * GIB
 RANK_PROCESS, ENGINE_PROCESS, DRIVER_PROCESS = int(0.6 * GIB), int(2.1 * GIB), int(0.5 * GIB)
 """Host memory of a process that holds nothing yet, measured on a CPU."""
 GLIBC_SLACK = {"full": 1.5, "selective": 0.5, "none": 0.5}
-"""Freed memory that glibc keeps on a CPU, over what comes and goes at the peak (tests/bench/bench_plan.py): more comes and
-goes where layers are run again."""
+"""Freed memory that glibc keeps on a CPU, over what comes and goes at the peak (tests/bench/bench_plan.py): more does
+where layers are run again."""
 SAMPLE_BYTES = 9
 """A token of a sample: id, log-prob, mask."""
 IDENTITY_BYTES = 5
