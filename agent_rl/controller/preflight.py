@@ -38,6 +38,11 @@ def check_lengths(config: RunConfig) -> None:
             f"rollout.max_tokens is {longest} and {config.model}/config.json has max_position_embeddings={positions}: "
             f"lower rollout.max_tokens to {positions}, or extend the model (rope_scaling: yarn) if it is made for that"
         )
+    if config.train.old_logprob.source == "rescore" and longest == positions:
+        raise UserError(
+            f"train.old_logprob.source rescore: SGLang evaluates no sequence that fills the context of {positions} "
+            f"tokens: lower rollout.max_tokens to {positions - 1}"
+        )
 
 
 def check_model(folder: Path, key: str = "model") -> None:

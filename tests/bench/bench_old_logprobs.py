@@ -275,7 +275,7 @@ async def measure_spread(model: Path, logs: Path, others: int) -> dict[str, dict
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--others", type=int, default=60, help="sequences that keep the watched four company")
+    parser.add_argument("--others", type=int, default=24, help="sequences that keep the watched four company")
     parser.add_argument("--table", type=Path, metavar="OUT", help="also train, and write the table here")
     parser.add_argument("--evaluations", type=int, default=8, help="n of rescore")
     parser.add_argument("--steps", type=int, default=4)

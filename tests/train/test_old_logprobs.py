@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import get_args
 
 import numpy as np
@@ -12,7 +13,10 @@ from trajectories import trajectory
 torch = pytest.importorskip("torch")
 
 from agent_rl.config import RunConfig  # noqa: E402
-from agent_rl.errors import TrainerError  # noqa: E402
+from agent_rl.controller.preflight import check_lengths  # noqa: E402
+from agent_rl.engine.facts import read_facts  # noqa: E402
+from agent_rl.errors import TrainerError, UserError  # noqa: E402
+from agent_rl.model.shipped import install_model  # noqa: E402
 from agent_rl.train.advantages import samples_of  # noqa: E402
 from agent_rl.train.corrections import correction_weights  # noqa: E402
 from agent_rl.train.packing import MicroBatch, pack  # noqa: E402
@@ -122,6 +126,21 @@ def test_a_correction_asks_the_same_of_every_source(source: str, correction: Cor
         narrow = Bounds(low=0.9, high=1.1)
         reference = correction_weights(correction, extras["log_ratio"], mask_T, sequence_T, narrow)
         torch.testing.assert_close(factors(narrow) == 0, reference == 0, rtol=0, atol=0)
+
+
+def test_a_trajectory_that_may_fill_the_context_cannot_be_rescored(tmp_path: Path) -> None:
+    def chosen(longest: int, source: str) -> RunConfig:
+        train = {"old_logprob": {"source": source}}
+        return RunConfig.model_validate(
+            {"name": "n", "model": tmp_path / "model", "rollout": {"max_tokens": longest}, "train": train}
+        )
+
+    install_model(tmp_path / "model")
+    positions = read_facts(tmp_path / "model").max_positions
+    check_lengths(chosen(positions, "recompute"))
+    check_lengths(chosen(positions - 1, "rescore"))
+    with pytest.raises(UserError, match=f"lower rollout.max_tokens to {positions - 1}"):
+        check_lengths(chosen(positions, "rescore"))
 
 
 @pytest.mark.parametrize(("temperature", "fine"), [(1.0, True), (0.0, True), (0.7, False)])
