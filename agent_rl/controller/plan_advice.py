@@ -8,26 +8,49 @@ from typing import Any
 from pydantic import ValidationError
 
 from agent_rl.config import RunConfig
-from agent_rl.controller.plan import Advice, Plan, plan_once
+from agent_rl.controller.plan import Advice, Place, Plan, plan_once
 
 LEAST_GAIN = 0.02
 """A knob that brings less than this share of a place is not worth naming."""
+MOST_KNOBS = 4
+"""Knobs that are turned together at most."""
 
 
 def advise(config: RunConfig, plan: Plan, *, tokens: int | None) -> Iterator[Advice]:
-    """For every place that is too small the knobs that help: first those that are enough, the gentlest change first;
-    then the others, what brings most first."""
+    """For every place that is too small the knobs that help: those that are enough, the gentlest change first; then,
+    where no single one is, several together; then the others, what brings most first."""
     for place in plan.places:
-        if place.fits or place.capacity is None:
+        if place.fits:
             continue
-        found = []
-        for change, other in _variants(config):
-            planned = plan_once(other, tokens=tokens)
-            changed = planned.place(place.name)
-            if changed is None or changed.capacity is None or changed.total > (1 - LEAST_GAIN) * place.total:
-                continue
-            found.append(Advice(place.name, change, changed.total, changed.total <= changed.capacity))
-        yield from sorted(found, key=lambda one: (not one.enough, 0 if one.enough else one.total))
+        found = [advice for advice, _ in _turned(config, place, tokens)]
+        enough = [advice for advice in found if advice.enough]
+        yield from enough or _together(config, place, tokens)
+        yield from sorted((advice for advice in found if not advice.enough), key=lambda advice: advice.total)
+
+
+def _turned(config: RunConfig, place: Place, tokens: int | None) -> Iterator[tuple[Advice, RunConfig]]:
+    """Every knob that makes ``place`` noticeably smaller, and the config with it turned."""
+    for change, other in _variants(config):
+        changed = plan_once(other, tokens=tokens).place(place.name)
+        if changed is not None and changed.total <= (1 - LEAST_GAIN) * place.total:
+            yield Advice(place.name, change, changed.total, changed.fits), other
+
+
+def _together(config: RunConfig, place: Place, tokens: int | None) -> Iterator[Advice]:
+    """The knob that brings most, then on top of it the next, until it fits; nothing where a few do not."""
+    changes: list[str] = []
+    for _ in range(MOST_KNOBS):
+        options = list(_turned(config, place, tokens))
+        if not options:
+            return
+        best, config = min(options, key=lambda option: option[0].total)
+        changes.append(best.change)
+        if best.enough:
+            yield Advice(place.name, " ".join(changes), best.total, enough=True)
+            return
+        after = plan_once(config, tokens=tokens).place(place.name)
+        assert after is not None
+        place = after
 
 
 def _variants(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:

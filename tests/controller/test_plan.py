@@ -95,6 +95,16 @@ def test_what_does_not_fit_is_refused_with_what_would_help() -> None:
         assert place(helped, rank.name).total == advice.total
 
 
+def test_where_no_knob_is_enough_several_are_turned_together() -> None:
+    small = "train.parallel={world_size: 8, tensor: 4, expert: 4}"
+    plan = make_plan(recipe("paper-swe", small))
+    first = plan.advice[0]
+    assert first.enough
+    assert len(first.change.split()) > 1
+    assert make_plan(recipe("paper-swe", small, *first.change.split())).refusal() is None
+    assert not any(advice.enough for advice in plan.advice[1:])
+
+
 @pytest.mark.parametrize(
     ("override", "told"),
     [
