@@ -28,6 +28,7 @@ def layout_problems(config: RunConfig, model: Model | None = None) -> list[str]:
     if model is not None:
         modules = train.recompute_modules if train.recompute == "selective" else ()
         problems += model_problems(train.parallel, model) + recompute_problems(modules, model)
+        problems += expert_problems(train.dtype, model)
     return problems
 
 
@@ -73,6 +74,17 @@ def recompute_problems(modules: tuple[str, ...], model: Model) -> list[str]:
         f"train.recompute_modules: {name} would run nothing again, this model has {_LACKS[name]}"
         for name in modules
         if not there[name]
+    ]
+
+
+def expert_problems(dtype: str, model: Model) -> list[str]:
+    """Widths that the experts' grouped matrix product can't take: it wants rows of a multiple of 16 bytes."""
+    unit = 16 // {"float32": 4, "bfloat16": 2}[dtype]
+    return [
+        f"model: {key}={model[key]} must be a multiple of {unit} with train.dtype {dtype} (the experts' grouped matrix "
+        "product wants rows of a multiple of 16 bytes)"
+        for key in ("hidden_size", "moe_intermediate_size")
+        if any(_moe(model)) and model[key] % unit
     ]
 
 

@@ -125,11 +125,13 @@ def launch(
     models: dict[str, Path],
     results: Path,
     resume: dict[str, Any] | None = None,
+    *,
+    seconds: float = 280.0,
 ) -> None:
     """Processes of their own run all ``cases`` one after another; results are ``<layout>-<run>-<rank>.pt``.
 
     Where an optimizer is shared out, what it restores is checked too. ``resume``, where there is
-    one, comes last: ``{name, folder, layouts}``, see the worker.
+    one, comes last: ``{name, folder, layouts}``, see the worker. ``seconds`` is how long all of it may take.
     """
     held: list[Any] = []
 
@@ -162,7 +164,7 @@ def launch(
     ]
     try:
         for rank in ranks:
-            _, errors = rank.communicate(timeout=280 * world_size / 2)
+            _, errors = rank.communicate(timeout=seconds)
             assert rank.returncode == 0, errors.decode()[-3000:]
     finally:
         for rank in ranks:

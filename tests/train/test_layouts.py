@@ -24,6 +24,8 @@ from agent_rl.train.layouts import (
 
 MODEL: dict[str, Any] = {
     "vocab_size": 96,
+    "hidden_size": 32,
+    "moe_intermediate_size": 12,
     "intermediate_size": 48,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
@@ -60,8 +62,8 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any] | None, str]] = [
     (
         {"world_size": 2, "pipeline": 2, "dispatcher": "allgather"},
         None,
-        "train.parallel: dispatcher allgather can't be used with pipeline 2 (Megatron wants micro-batches of one length "
-        "there); set dispatcher to alltoall",
+        "train.parallel: dispatcher allgather can't be used with pipeline 2 (Megatron wants micro-batches of one "
+        "length there); set dispatcher to alltoall",
     ),
     (
         {"world_size": 8, "pipeline": 2, "virtual_pipeline": 4},
@@ -121,6 +123,13 @@ def test_each_refusal_is_a_line_with_the_reason(
 def test_recomputing_what_is_not_there_is_refused(modules: list[str], model: dict[str, Any], line: str) -> None:
     assert layout_problems(config({}, recompute="selective", recompute_modules=modules), model) == [line]
     assert layout_problems(config({}, recompute="full", recompute_modules=modules), model) == []
+
+
+def test_experts_of_a_width_that_has_no_kernel_are_refused() -> None:
+    assert layout_problems(config({}, dtype="float32"), MODEL) == []
+    (line,) = layout_problems(config({}, dtype="bfloat16"), MODEL)
+    assert line.startswith("model: moe_intermediate_size=12 must be a multiple of 8 with train.dtype bfloat16")
+    assert layout_problems(config({}, dtype="bfloat16"), DENSE) == []
 
 
 def test_what_can_be_trained_in_is_not_refused() -> None:

@@ -1,25 +1,25 @@
-"""Core attention over packed sequences: rotary embedding and causal attention, one sequence after another.
+"""Core attention over packed sequences: rotary embedding, then causal attention within every sequence.
 
-Axes: T tokens of this rank, H heads, D head width, L length of one sequence.
+Axes: T tokens of this rank, H heads, D head width.
 
-Torch's own attention kernels are used, so memory grows with T and not with its square, on a CPU as on a GPU. Under
-context parallelism every rank holds two chunks of each sequence, one from either end (so that causal work is even);
-keys and values are gathered, queries stay.
+Under context parallelism every rank holds two chunks of each sequence, one from either end (so that causal work is
+even); keys and values are gathered, queries stay, and each chunk is a run of its own with the keys up to its end.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from agent_rl.train.megatron.kernels import rotary_tables, rotate
 from agent_rl.train.megatron.layout import Layout
 from agent_rl.train.megatron.rotary import Rotary
+from agent_rl.train.megatron.varlen import Runs, packed_attention
 
 
 @dataclass
@@ -29,14 +29,25 @@ class PackedAttention(PackedSeqParams):
     layout: Layout = field(default=None)  # type: ignore[assignment]
     cos: Tensor = field(default=None)  # type: ignore[assignment]
     sin: Tensor = field(default=None)  # type: ignore[assignment]
-    cu_seqlens: Tensor = field(default=None)  # type: ignore[assignment]
+    runs: Runs = field(default=None)  # type: ignore[assignment]
 
     @classmethod
     def build(cls, layout: Layout, rotary: Rotary, device: torch.device) -> PackedAttention:
         """Rotary tables ``[T, 1, D]`` for the positions of this rank's tokens."""
         cos, sin = rotary_tables(layout.positions.to(device), rotary)
-        cumulative = torch.tensor([0, *layout.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        return cls(qkv_format="thd", layout=layout, cos=cos, sin=sin, cu_seqlens=cumulative.to(device))
+        return cls(qkv_format="thd", layout=layout, cos=cos, sin=sin, runs=_runs(layout, device))
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """The keys (or values) of all runs end to end, out of this rank's own ``rows [T, ...]``."""
+        layout = self.layout
+        if layout.context_size == 1:
+            return rows
+        whole, pieces = layout.gather_context(rows), []
+        starts = accumulate((length * layout.context_size for length in layout.lengths), initial=0)
+        seen = iter(self.runs.keys)
+        for start, _ in zip(starts, layout.lengths, strict=False):
+            pieces += [whole[start : start + next(seen)] for _ in layout.chunks]
+        return torch.cat(pieces)
 
 
 class CoreAttention(torch.nn.Module):
@@ -51,57 +62,13 @@ class CoreAttention(torch.nn.Module):
     ) -> Tensor:
         packed: PackedAttention = packed_seq_params
         query, key = rotate(query, packed.cos, packed.sin), rotate(key, packed.cos, packed.sin)
-        if packed.layout.context_size > 1:
-            return self._attend_context(query, key, value, packed.layout)
-        if query.is_cuda:
-            return self._attend_varlen(query, key, value, packed)
-        return self._attend_sequences(query, key, value, packed.layout.lengths)
+        return packed_attention(query, packed.gather(key), packed.gather(value), packed.runs, self.scale)
 
-    def _attend_sequences(self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
-        parts = zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
-        return torch.cat([self._attend(q, k, v, is_causal=True) for q, k, v in parts])
 
-    def _attend_varlen(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedAttention) -> Tensor:
-        if query.dtype == torch.float32:  # the variable-length kernel is for 16-bit inputs
-            return self._attend_sequences(query, key, value, packed.layout.lengths)
-        from torch.nn.attention.varlen import varlen_attn
-
-        longest, cumulative = max(packed.layout.lengths), packed.cu_seqlens
-        out = varlen_attn(  # a window of (-1, 0) is causal
-            query,
-            key,
-            value,
-            cumulative,
-            cumulative,
-            longest,
-            longest,
-            scale=self.scale,
-            window_size=(-1, 0),
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        assert isinstance(out, Tensor)
-        return out
-
-    def _attend_context(self, query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> Tensor:
-        whole = [length * layout.context_size for length in layout.lengths]
-        keys, values = layout.gather_context(key).split(whole), layout.gather_context(value).split(whole)
-        out, start = [], 0
-        for length, k_all, v_all in zip(layout.lengths, keys, values, strict=True):
-            half = length // 2
-            for chunk in layout.chunks:  # the two chunks of this sequence on this rank
-                q, stop = query[start : start + half], (chunk + 1) * half
-                mask = torch.ones(half, stop, dtype=torch.bool, device=q.device).tril(stop - half)
-                out.append(self._attend(q, k_all[:stop], v_all[:stop], attn_mask=mask))
-                start += half
-        return torch.cat(out)
-
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, **mask: Any) -> Tensor:
-        out = F.scaled_dot_product_attention(
-            query.transpose(0, 1)[None],
-            key.transpose(0, 1)[None],
-            value.transpose(0, 1)[None],
-            scale=self.scale,
-            enable_gqa=query.shape[1] != key.shape[1],
-            **mask,
-        )
-        return out[0].transpose(0, 1)
+def _runs(layout: Layout, device: torch.device) -> Runs:
+    if layout.context_size == 1:
+        return Runs.build(layout.lengths, layout.lengths, device)
+    halves = [length // 2 for length in layout.lengths]
+    queries = [half for half in halves for _ in layout.chunks]
+    keys = [(chunk + 1) * half for half in halves for chunk in layout.chunks]
+    return Runs.build(queries, keys, device)

@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from agent_rl.config import ParallelConfig
 from agent_rl.families import Family, is_moe, read_config
-from agent_rl.train.layouts import model_problems, recompute_problems, refuse
+from agent_rl.train.layouts import expert_problems, model_problems, recompute_problems, refuse
 from agent_rl.train.megatron.rotary import Rotary, rotary
 
 
@@ -64,7 +64,11 @@ class ModelShape:
         """
         config, full = self.config, recompute == "full"
         modules = tuple(recompute_modules) if recompute == "selective" else ()
-        refuse(model_problems(parallel, config) + recompute_problems(modules, config))
+        refuse(
+            model_problems(parallel, config)
+            + recompute_problems(modules, config)
+            + expert_problems(str(dtype).removeprefix("torch."), config)
+        )
         virtual = parallel.virtual_pipeline > 1
         return TransformerConfig(
             num_layers=config["num_hidden_layers"],
