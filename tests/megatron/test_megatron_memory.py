@@ -1,0 +1,63 @@
+"""What must never exist whole: a micro-batch's logits, and attention's square of a sequence's length."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import megatron_tiny as tiny
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed (the train extra)")
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from agent_rl.train.megatron.batch import PackedBatch, PackedRoutes
+
+pytestmark = pytest.mark.megatron
+Build = Callable[..., Any]
+
+
+class Largest(TorchDispatchMode):
+    """The elements of the largest tensor that any operation makes, also in backward passes and recomputations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.elements = max(self.elements, *(x.numel() for x in tree_leaves(made) if isinstance(x, Tensor)), 0)
+        return made
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_neither_logits_nor_attention_exist_whole(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recompute: str
+) -> None:
+    """One sequence of 1,500 tokens: the largest tensor of a step is the queries, keys and values of a layer."""
+    length, vocabulary, widest = 1500, 1024, (4 + 2 * 2) * 16
+    tiny.make(tmp_path / "model", vocab_size=vocabulary)
+    monkeypatch.setattr("agent_rl.train.megatron.logprobs._CHUNK_LOGITS", 100 * vocabulary)
+    model = build(tmp_path / "model", recompute=recompute)
+    batch = PackedBatch.from_sequences(tiny.sequences(lengths=(length,)))
+    routes = PackedRoutes(tiny.random_routes(length), torch.ones(length, dtype=torch.bool))
+    with Largest() as seen:
+        model.train_microbatches([batch], [routes], lambda got, _, __: (got.sum(), {}))
+        model.forward_logprobs([batch], [routes], entropy=True)
+    assert seen.elements == length * widest < length * vocabulary
+
+
+@pytest.mark.slow
+def test_8192_tokens_train_in_little_memory(tmp_path: Path) -> None:
+    """In a process of its own, it takes 183 MiB on top of the model. One head's attention matrix would be 256 MiB."""
+    script = Path(__file__).parents[1] / "bench" / "bench_long.py"
+    command = [sys.executable, str(script), "--point", "--lengths", "8192", "--model", "small"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=250)
+    assert json.loads(done.stdout.strip().splitlines()[-1])["bytes"] < 300 << 20
