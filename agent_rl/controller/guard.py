@@ -179,13 +179,11 @@ class Guard:
     def __init__(self, config: GuardConfig, run_dir: Path, note: Callable[[str], None]) -> None:
         self._config, self._note = config, note
         self._path = run_dir / "guard.jsonl"
-        self._events = [orjson.loads(line) for line in self._path.read_bytes().splitlines()] if self._exists() else []
+        told = self._path.read_bytes() if self._path.exists() else b""
+        self._events = [orjson.loads(line) for line in told.splitlines()]
         self._since = 0
         self._reason: str | None = None
         self._began: int | None = None
-
-    def _exists(self) -> bool:
-        return self._path.exists()
 
     @property
     def stopping(self) -> bool:
@@ -225,7 +223,7 @@ class Guard:
             self._tell("spike", step, told, {"spikes": spikes})
         self._reason = self._why_stop(standing, skipped)
         if self._reason is not None:
-            self._tell("stop", step, self._reason, {})
+            self._record("stop", step, self._reason, {})
         longest = max((crossing.steps for crossing in standing), default=0)
         return {"guard/crossed": float(len(standing)), "guard/streak": float(longest)}
 
@@ -256,6 +254,9 @@ class Guard:
 
     def _tell(self, event: str, step: int, text: str, facts: Mapping[str, object]) -> None:
         self._note(f"guard, step {step}: {text}")
+        self._record(event, step, text, facts)
+
+    def _record(self, event: str, step: int, text: str, facts: Mapping[str, object]) -> None:
         self._events.append({"step": step, "event": event, "text": text, **facts})
         self._write()
 
