@@ -34,7 +34,15 @@ Ledger = dict[str, dict[str, Any]]
 
 _MOST_WAIT = 60.0
 # What registries and engines say of an image that no retry will find.
-_FOR_GOOD = ("not found", "manifest unknown", "does not exist", "unauthorized", "denied", "invalid reference")
+_FOR_GOOD = (
+    "not found",
+    "manifest unknown",
+    "does not exist",
+    "unauthorized",
+    "denied",
+    "invalid reference",
+    "gave http response",
+)
 _log = logging.getLogger(__name__)
 
 

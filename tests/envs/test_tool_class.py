@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 from pydantic import BaseModel
+from typer.testing import CliRunner
 
+from agent_rl.cli import app
 from agent_rl.rollout.settings import RolloutSettings
 from agent_rl.rollout.solvers import solver_runner
 from envs import EnvContext, Grade, Task, load_environment
@@ -57,6 +59,28 @@ async def test_the_sql_database_can_only_be_read() -> None:
 async def test_every_shipped_environment_conforms(context: EnvContext, tmp_path: Path) -> None:
     env = load_environment("mini", context, {"train_tasks": 3, "heldout_tasks": 3, "cache_dir": str(tmp_path)})
     assert [finding for finding in await check_environment(env) if not finding.ok] == []
+
+
+@pytest.mark.bubblewrap
+def test_the_commands_write_check_and_list_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def envs(*arguments: str) -> tuple[int, str]:
+        ran = CliRunner().invoke(app, ["envs", *arguments])
+        return ran.exit_code, ran.output
+
+    code, said = envs("new", "letters")
+    assert code == 0, said
+    code, said = envs("check", "letters:Letters", "count=5")
+    assert (code, "BROKEN" in said) == (0, False), said
+    source = Path("letters.py")
+    source.write_text(source.read_text().replace("self.word.count(self.letter)", "-1"))
+    monkeypatch.delitem(sys.modules, "letters")
+    code, said = envs("check", "letters:Letters", "count=5")
+    assert code == 1
+    assert "the solution wins" in said
+    assert "BROKEN" in said
+    assert envs("list")[1].splitlines()[0].split() == ["mini", "envs.mini:MiniEnvironment"]
 
 
 @pytest.mark.bubblewrap
