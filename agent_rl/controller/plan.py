@@ -41,6 +41,8 @@ RANK_PROCESS, ENGINE_PROCESS, DRIVER_PROCESS = int(0.6 * GIB), int(2.1 * GIB), i
 GLIBC_SLACK = {"full": 1.5, "selective": 0.5, "none": 0.5}
 """Freed memory that glibc keeps on a CPU, over what comes and goes at the peak (tests/bench/bench_plan.py): more does
 where layers are run again."""
+STATE_BYTES = 12
+"""A parameter in a checkpoint: Adam's two moments and the master weight, float32 whatever the training's precision."""
 SAMPLE_BYTES = 9
 """A token of a sample: id, log-prob, mask."""
 IDENTITY_BYTES = 5
@@ -302,7 +304,9 @@ def _rank_host_items(config: RunConfig, model: ModelSize, rank: RankBytes, load:
     yield Item("routes", routes, f"given, and recorded by {passes - 1} pass(es), of a step")
     if config.train.kl.coefficient:
         yield Item("reference", ranks * rank.weights, "the KL penalty's weights")
-    yield Item("checkpoint", ranks * (rank.weights + rank.optimizer), "a copy that is written while training goes on")
+    masters = 4 if config.train.dtype == "float32" else 0  # the weights themselves; else counted with the optimizer
+    copied = rank.optimizer * STATE_BYTES // (STATE_BYTES - masters)
+    yield Item("checkpoint", ranks * copied, "a copy that is written while training goes on")
 
 
 def _driver_items(config: RunConfig, model: ModelSize, load: Load) -> Iterator[Item]:
@@ -315,9 +319,12 @@ def _disk(config: RunConfig, model: ModelSize, load: Load) -> Iterator[Item]:
     per_token = int(model.route_bytes * ARCHIVE_SHARE) + SAMPLE_BYTES + TEXT_BYTES
     steps, train = config.train.steps, config.train
     yield Item("trajectories", steps * load.tokens * per_token, f"{steps} steps of {gib(load.tokens * per_token)}")
-    state = BYTES[train.dtype] + 8 + (4 if train.dtype == "bfloat16" else 0)
+    # The former steps' are removed when the checkpoint is written, during the step after it.
+    journaled = min(steps, train.checkpoint_every + 1) if train.checkpoint_every else steps
+    ordered = per_token + int(model.route_bytes * ARCHIVE_SHARE / 3)  # routes keep their order there: a third more
+    yield Item("journal", journaled * load.tokens * ordered, "episodes since the last checkpoint")
     kept = train.keep_checkpoints + 1  # the next is written before the oldest goes
-    one = model.parameters * state
+    one = model.parameters * STATE_BYTES
     yield Item("checkpoints", kept * one, f"{train.keep_checkpoints} kept and one being written, {gib(one)} each")
     yield Item("model", model.parameters * BYTES[train.dtype], "exported at the end")
     if config.sandbox.pull and config.sandbox.image_budget_gb:
