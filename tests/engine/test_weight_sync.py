@@ -61,17 +61,23 @@ class FileTrainer:
     ``links[i]`` is the publisher of the i-th update, further ones are faultless.
     """
 
-    def __init__(self, folder: Path, logprobs: Sequence[float], *links: type[WeightPublisher]) -> None:
-        self.folder, self._logprobs, self._links = folder, logprobs, list(links)
-        self.updates: list[tuple[str, ...]] = []
+    def __init__(
+        self, config: EngineConfig, folder: Path, logprobs: Sequence[float], *links: type[WeightPublisher]
+    ) -> None:
+        self._config, self.folder, self._logprobs, self._links = config, folder, logprobs, list(links)
 
     async def logprobs(self, samples: Sequence[Sample], *, replay: bool) -> list[Sequence[float]]:
         return [self._logprobs for _ in samples]
 
     async def publish(self, engine_urls: Sequence[str], weight_version: str) -> PublishReport:
         link = self._links.pop(0) if self._links else WeightPublisher
-        self.updates.append(tuple(engine_urls))
-        publisher = link(engine_urls, torch.device("cpu"), timeout=60, bucket_bytes=BUCKET_BYTES)
+        publisher = link(
+            engine_urls,
+            torch.device("cpu"),
+            pause_mode=self._config.pause_mode,
+            timeout=self._config.weight_sync_timeout,
+            bucket_bytes=BUCKET_BYTES,
+        )
         try:
             weights = exported(self.folder)
             return await asyncio.to_thread(publisher.publish, weights, weight_version, torch.float32)
@@ -126,7 +132,7 @@ class Setting:
         self.notes: list[str] = []
 
     def sync(self, engine: SGLangEngine, *links: type[WeightPublisher]) -> WeightSync:
-        self.trainer = FileTrainer(self.other_model, self.new, *links)
+        self.trainer = FileTrainer(self.config.engine, self.other_model, self.new, *links)
         return WeightSync(self.config, engine, self.trainer, self.folder, self.notes.append)
 
     async def holds(self, engine: SGLangEngine, weights: Any, version: str) -> None:
@@ -194,7 +200,7 @@ class TestOneEngine:
 
     async def test_a_bit_that_log_probs_cannot_see(self, setting: Setting, engine: SGLangEngine) -> None:
         """What the check of checksums is for: by the log-probs alone the corrupted update would have passed."""
-        setting.trainer = FileTrainer(setting.other_model, setting.new, OneBitOff)
+        setting.sync(engine, OneBitOff)
         report = await setting.trainer.publish(engine.urls, "3")
         assert engine.urls[0] in report.failures
         with WeightReceivers(engine.urls) as receivers:
@@ -242,14 +248,9 @@ class TestOneEngine:
             update={"engine": setting.config.engine.model_copy(update={"pause_mode": mode})}
         )
 
-        class Paused(WeightPublisher):
-            def _update(self, *arguments: Any) -> int:
-                self._mode = mode
-                return super()._update(*arguments)
-
         async with streamed(engine.urls[0], 1500) as answers:
             await anext(answers)  # it runs
-            metrics = await setting.sync(engine, Paused).publish(3)
+            metrics = await setting.sync(engine).publish(3)
             *_, last = [answer async for answer in answers]
         meta = last["meta_info"]
         versions = [span["version"] for span in meta["weight_versions"]]
