@@ -116,3 +116,22 @@ def test_a_log_is_read_by_swebenchs_rules(record: SweRecord) -> None:
 @pytest.mark.parametrize("log", ["", "\n".join(LINES), as_log(()), as_log([">>>>> Tests Errored", *LINES])])
 def test_a_log_that_says_nothing_is_no_verdict(record: SweRecord, log: str) -> None:
     assert read_log(record, log) is None
+
+
+def test_a_log_of_another_runner_is_read_by_the_parser_that_its_row_names() -> None:
+    """Django's, say. No plugin watches such a run: it is believed by its log alone."""
+    django = {
+        **GRADABLE,
+        "eval_script": "#!/bin/bash\n./tests/runtests.py --verbosity 2 forms\n",
+        "log_parser": "parse_log_django",
+        "FAIL_TO_PASS": ["test_clean (forms.tests.FormTests)"],
+        "PASS_TO_PASS": ["test_render (forms.tests.FormTests)"],
+    }
+    record = SweRecord.model_validate(django)
+    assert not record.runs_pytest
+    ends = {"ok": True, "FAIL": False, "ERROR": False}
+    for end, resolved in ends.items():
+        lines = [f"test_clean (forms.tests.FormTests) ... {end}", "test_render (forms.tests.FormTests) ... ok"]
+        verdict = read_log(record, as_log(lines))
+        assert verdict is not None
+        assert verdict.resolved is resolved, end
