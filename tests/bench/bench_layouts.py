@@ -11,17 +11,26 @@ that a rank holds over what one rank alone holds: rows of one layout differ by w
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from agent_rl.config import ParallelConfig
+from agent_rl.train.layouts import shares_optimizer
 from agent_rl.train.megatron.parallel import destroy_parallel, init_parallel
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "megatron"))
 import layout_matrix as matrix
 import megatron_tiny as tiny
 
+SHARED_OVER_WHOLE = (
+    ("data-optimizer", "data"),
+    ("expert-optimizer", "expert"),
+    ("context-optimizer", "context"),
+    ("tensor-optimizer", "tensor-alone"),
+)
 KINDS = ("loss", "logprobs", "gradients", "grad_norm", "weights")
 
 
@@ -34,13 +43,15 @@ def four_rank_cases() -> list[tuple[str, str]]:
     ]
 
 
-def described(parallel: dict[str, object]) -> str:
+def described(parallel: dict[str, Any], world_size: int) -> str:
     """A layout as a table says it."""
     short = {"tensor": "TP", "expert": "EP", "pipeline": "PP", "virtual_pipeline": "VPP", "context": "CP"}
     said = [f"{short[key]}{value}" for key, value in parallel.items() if key in short]
     said += [str(parallel["dispatcher"])] if "dispatcher" in parallel else []
-    said += ["optimizer shared"] if parallel.get("distributed_optimizer") else []
-    return " ".join(said) or "DP only"
+    data = world_size // math.prod(parallel.get(key, 1) for key in ("tensor", "pipeline", "context"))
+    said = [f"DP{data}"] * (data > 1) + said
+    shared = shares_optimizer(ParallelConfig(world_size=world_size, **parallel))
+    return " ".join(said) + ", optimizer shared" * shared
 
 
 def main() -> None:
@@ -68,6 +79,7 @@ def main() -> None:
         )  # fmt: skip
         alone = matrix.alone(sorted({run for _, run in cases}), models, world)
         destroy_parallel()
+        sizes: dict[tuple[str, str], float] = {}
         print(f"largest difference from one rank, {world_size} ranks\n")
         print(f"| layout | run | {' | '.join(KINDS)} | optimizer state of a rank | restores |")
         print("|---" * (len(KINDS) + 4) + "|")
@@ -78,8 +90,13 @@ def main() -> None:
             held = max(rank["state_numel"] for rank in ranks) / alone[run]["state_numel"]
             wrong = [line for rank in ranks for line in rank.get("wrong", []) + rank.get("restored", [])]
             restores = ("no: " + wrong[0] if wrong else "exactly") if "restored" in ranks[0] else ""
-            row = [described(layouts[layout]), run, *figures, f"{held:.3f}", restores]
+            sizes[layout, run] = held
+            row = [described(layouts[layout], world_size), run, *figures, f"{held:.3f}", restores]
             print("| " + " | ".join(row) + " |", flush=True)
+        for on, off in SHARED_OVER_WHOLE:
+            if (on, "none") in sizes and (off, "none") in sizes:
+                ratio = sizes[on, "none"] / sizes[off, "none"]
+                print(f"optimizer state a rank holds, shared out over not, {off}: {ratio:.3f}")
 
 
 if __name__ == "__main__":
