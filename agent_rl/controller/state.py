@@ -9,6 +9,7 @@
       trajectories/step-NNNNNN.jsonl   what the agents did
       journal/step-NNNNNN.journal      episodes that finished since the last checkpoint
       checkpoints/step-NNNNNN/         what training resumes from
+      weights/step-NNNNNN/             what an engine was given from disk, where it needed that
       model/  summary.json  run.png    the result
 """
 
