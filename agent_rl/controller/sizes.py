@@ -216,8 +216,9 @@ def layer_bytes(model: ModelSize, train: TrainConfig, tokens: int, *, moe: bool)
 
 
 def _logits(model: ModelSize, parallel: ParallelConfig, tokens: int) -> int:
+    """A chunk of logits, what is made of it, and the output weight's gradient over all chunks."""
     share = model.vocab // parallel.tensor
-    return min(tokens, max(1, LOGITS_CHUNK // share)) * share * 4 * LOGITS_COPIES
+    return min(tokens, max(1, LOGITS_CHUNK // share)) * share * 4 * LOGITS_COPIES + share * model.hidden * 4
 
 
 def _one_layer(model: ModelSize, train: TrainConfig, tokens: int) -> int:
