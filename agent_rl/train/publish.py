@@ -148,7 +148,6 @@ class WeightPublisher:
                 self._receivers.resume([url for url in self.urls if url not in failures])
         except WeightSyncError as error:
             failures = dict.fromkeys(self.urls, str(error))
-            self._receivers.leave(self._name, within=_LEAVE_SECONDS)
             for _ in parts:  # the checksums of what was not sent any more are wanted for a load from disk
                 pass
             sent.hashed()
@@ -211,6 +210,7 @@ class WeightPublisher:
     def close(self) -> None:
         """Drop the group and the connections. Idempotent."""
         if self._group is not None:
+            self._receivers.leave(self._name, within=_LEAVE_SECONDS)
             # A broadcast that an engine never joined keeps gloo's destructor waiting until it times out: the thread
             # has the last reference, and is not waited for.
             last, self._group = [self._group], None
