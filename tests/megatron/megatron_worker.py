@@ -266,7 +266,7 @@ def weights(model: Any) -> list[Tensor]:
 def resume(rank: int, case: dict[str, Any], results: Path) -> None:
     """Two updates of real trainer ranks in the first of ``layouts``, saved between them; then the second update again
     in every one of the others, from what was saved. What each loaded it saves once more, to ``<name>-<number>``; its
-    weights after the update go to ``<name>-<number>.pt``."""
+    weights after the update go to ``<name>-<number>.pt``. The reference stays the model that all began with."""
     from agent_rl.train import checkpoint
     from agent_rl.train.rank import TrainerRank
     from agent_rl.train.settings import ModelSettings, OptimizerSettings
@@ -275,8 +275,11 @@ def resume(rank: int, case: dict[str, Any], results: Path) -> None:
     folder, settings = results / case["name"], OptimizerSettings(lr=0.05, eps=1e-2)
     for number, layout in enumerate(case["layouts"]):
         parallel = ParallelConfig(world_size=case["world_size"], **layout)
-        model = ModelSettings(Path(case["folder"]), parallel, "float32", "cpu", "full", (), seed=0, threads=1)
+        start = Path(case["folder"])
+        model = ModelSettings(start, parallel, "float32", "cpu", "full", (), seed=0, threads=1, reference=start)
         trainer = TrainerRank(model, settings, rank, **meeting(case["places"][number], rank))
+        if number == 0:
+            begun = said(trainer)
         split = trainer.info().data_size > 1
         if number == 0:
             trainer.supervise(sequences, [[[0]], [[1, 2]]] if split else [[[0], [1, 2]]], 50.0)
@@ -284,12 +287,20 @@ def resume(rank: int, case: dict[str, Any], results: Path) -> None:
         else:
             trainer.load(folder, saved)
             save(trainer, results / f"{case['name']}-{number}", rank, case["world_size"], parallel)
+        assert not torch.allclose(said(trainer), begun, rtol=0, atol=1e-2)
+        with trainer._reference.in_place():
+            torch.testing.assert_close(said(trainer), begun, rtol=0, atol=1e-5)
         trainer.supervise(sequences, [[[2, 1]], [[0]]] if split else [[[2, 1], [0]]], 50.0)
         weights = {name: tensor.clone() for name, tensor in trainer.model.export_weights()}
         if rank == 0:
             torch.save(weights, results / f"{case['name']}-{number}.pt")
         trainer.close()
     assert checkpoint.read_manifest(folder) == saved
+
+
+def said(trainer: Any) -> Tensor:
+    """The log-probs of all batches, by the weights that the model has now."""
+    return torch.cat([output.logprobs for output in trainer.model.forward_logprobs(batches(), None)])
 
 
 def save(trainer: Any, folder: Path, rank: int, world_size: int, parallel: ParallelConfig) -> Any:
