@@ -274,7 +274,7 @@ class RayTrainer:
 
         try:
             refs = [actor.written.options(concurrency_group=WRITER).remote() for actor in self._actors]
-            checksums = tuple(await self._gather(refs, CALL_SECONDS))
+            checksums = tuple(await self._gather(refs, CALL_SECONDS, fatal=False))
         except BaseException:
             checkpoint.abandon(folder)
             raise
@@ -402,8 +402,9 @@ class RayTrainer:
         if self._ended is not None or not self._infos:
             raise TrainerError(self._ended or "the trainer was not started")
 
-    async def _gather(self, refs: Sequence[Any], timeout: float) -> list[Any]:
-        from ray.exceptions import RayError
+    async def _gather(self, refs: Sequence[Any], timeout: float, *, fatal: bool = True) -> list[Any]:
+        """The answers. A failure ends the trainer, unless no rank waits for another (``fatal`` False) and all live."""
+        from ray.exceptions import RayActorError, RayError
 
         try:
             async with asyncio.timeout(timeout):
@@ -413,7 +414,7 @@ class RayTrainer:
             cause: BaseException | None = None
         except RayError as failure:
             error, cause = _converted(failure), failure
-        if not isinstance(error, WeightSyncError):
+        if not isinstance(error, WeightSyncError) and (fatal or isinstance(cause, RayActorError)):
             self._ended = str(error)
         raise error from cause
 

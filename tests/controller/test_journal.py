@@ -137,7 +137,13 @@ async def test_a_flipped_bit_ends_what_is_believed(tmp_path: Path) -> None:
     data = bytearray(journal.path.read_bytes())
     data[frame_ends(bytes(data))[1] + 100] ^= 1  # in the second trajectory
     journal.path.write_bytes(bytes(data))
-    assert Journal(tmp_path, "run").open(2, "w").found == 1
+    again = Journal(tmp_path, "run").open(2, "w")
+    assert again.found == 1
+    run, _ = told(SECOND)  # just as long as the damaged one: what came after that must not be believed again
+    for _ in range(2):
+        await again.runner(run)(task("a"))
+    again.close()
+    assert Journal(tmp_path, "run").open(2, "w").found == 2
 
 
 async def test_many_episodes_may_end_at_once(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 
 from agent_rl.config import RunConfig
+from agent_rl.errors import UserError
 from agent_rl.train.ray_trainer import RayTrainer
 from agent_rl.train.settings import OptimizerSettings
 from agent_rl.train.sft import SftConfig, SftProgress, sft
@@ -126,6 +129,33 @@ def test_nothing_to_learn_makes_no_update(runner: asyncio.Runner, trainer: RayTr
     before = runner.run(trainer.logprobs(one, replay=True))
     assert runner.run(trainer.step([], measure_native=True))["train/updates"] == 0
     assert runner.run(trainer.logprobs(one, replay=True)) == before
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+def test_a_checkpoint_that_cannot_be_written_leaves_the_trainer_alive(
+    runner: asyncio.Runner, trainer: RayTrainer, make_sample: Make, tmp_path: Path
+) -> None:
+    small, data = tmp_path / "small", samples(make_sample)
+    small.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", small], capture_output=True).returncode:
+        pytest.skip("no right to mount a file system here")
+
+    async def save_beside_training() -> None:
+        writing = await trainer.begin_save(small / "step-000001")
+        await trainer.logprobs(data, replay=True)
+        await writing
+
+    try:
+        with pytest.raises(UserError, match=r"no room on the disk; make some, set runs_dir, or lower train\.keep"):
+            runner.run(save_beside_training())
+        assert os.listdir(small) == [], "a part of it was left"
+    finally:
+        subprocess.run(["umount", small], check=True)
+    runner.run(trainer.save(tmp_path / "step-000001", {"run_id": "r"}))
+    before = runner.run(trainer.logprobs(data, replay=True))
+    runner.run(trainer.step(data, measure_native=False))
+    assert runner.run(trainer.load(tmp_path / "step-000001")).run == {"run_id": "r"}
+    assert runner.run(trainer.logprobs(data, replay=True)) == before
 
 
 def test_an_update_starts_from_clean_gradients(runner: asyncio.Runner, trainer: RayTrainer, make_sample: Make) -> None:
