@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -24,6 +25,7 @@ from agent_rl.config import EngineConfig
 from agent_rl.engine.aio import shielded
 from agent_rl.engine.facts import read_facts
 from agent_rl.errors import ConfigError, EngineStartError
+from agent_rl.families import family_of
 
 _SERVE = Path(__file__).resolve().parent / "server" / "serve.py"
 _PORT_ATTEMPTS = 3
@@ -109,6 +111,8 @@ class EngineServer:
 
     def _command(self) -> list[str]:
         _refuse_dense_layers(self._model)
+        if self.device == "cpu":
+            _refuse_shared_experts(self._model)
         python = shutil.which(self._config.python)
         if python is None:
             raise ConfigError(
@@ -208,6 +212,15 @@ def _refuse_dense_layers(model: Path) -> None:
     dense = sorted(set(range(facts.num_layers)) - set(facts.moe_layer_ids))
     if dense:
         raise ConfigError(f"model: {model} has dense layers {dense}, which SGLang would not load")
+
+
+def _refuse_shared_experts(model: Path) -> None:
+    """SGLang 0.5.23 adds a shared expert with a Triton kernel, also on a CPU, and dies of it with the first request."""
+    path = model / "config.json"
+    if family_of(json.loads(path.read_text()), path).shared_expert:
+        raise ConfigError(
+            f"model: {model} has a shared expert, which SGLang serves on GPUs only (engine.device is cpu)"
+        )
 
 
 def _free_port() -> int:

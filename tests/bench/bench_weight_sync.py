@@ -97,7 +97,7 @@ async def measure(name: str, rounds: int, bucket_bytes: list[int], folder: Path)
     weights = make(folder, SIZES[name])
     size = 2 * sum(tensor.numel() for _, tensor in weights)
     config = EngineConfig(
-        python=str(ROOT / ".venv-engine/bin/python"), device="cpu", max_total_tokens=4096, start_timeout=600
+        python=str(ROOT / ".venv-engine/bin/python"), device="cpu", max_total_tokens=4096, start_timeout=900
     )
     async with EngineServer(config, folder, folder / "engine.log") as server:
         for limit in bucket_bytes:
@@ -130,6 +130,7 @@ def compare(name: str, url: str, weights: list[tuple[str, Tensor]], size: int, r
 
 
 def main() -> None:
+    torch.set_num_threads(1)  # beside other work OpenMP's waiting threads would be what is measured
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 7
     buckets = [int(megabytes) << 20 for megabytes in sys.argv[2:]] or [BUCKET_BYTES]
     for name in SIZES:

@@ -171,10 +171,19 @@ def test_group_members_are_those_that_run() -> None:
     child.wait(5)
 
 
-async def test_a_model_with_dense_layers_is_refused(engine_config: EngineConfig, model: Path, tmp_path: Path) -> None:
-    mixed = tmp_path / "mixed"
-    shutil.copytree(model, mixed)
-    config = json.loads((mixed / "config.json").read_text())
-    (mixed / "config.json").write_text(json.dumps({**config, "mlp_only_layers": [1]}))
-    with pytest.raises(ConfigError, match=r"has dense layers \[1\], which SGLang would not load"):
-        await EngineServer(engine_config, mixed, tmp_path / "engine.log").start()
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mlp_only_layers": [1]}, r"has dense layers \[1\], which SGLang would not load"),
+        ({"model_type": "qwen2_moe"}, "has a shared expert, which SGLang serves on GPUs only"),
+    ],
+)
+async def test_a_model_that_sglang_serves_wrongly_is_refused(
+    engine_config: EngineConfig, model: Path, tmp_path: Path, change: dict[str, object], message: str
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ConfigError, match=message):
+        await EngineServer(engine_config, other, tmp_path / "engine.log").start()
