@@ -368,7 +368,8 @@ class RunConfig(Section):
         if self.train.old_logprob.source == "rescore" and self.rollout.temperature not in (0.0, 1.0):
             raise ValueError(
                 "train.old_logprob.source rescore: SGLang gives a prompt's log-probs at temperature 1 whatever is "
-                f"asked, and rollout.temperature is {self.rollout.temperature:g}: set it to 1, or take recompute or rollout"
+                f"asked, and rollout.temperature is {self.rollout.temperature:g}: set it to 1, or take recompute or "
+                "rollout"
             )
         return self
 
