@@ -105,8 +105,8 @@ class EvenMoELayer(MoELayer):
         return super().preprocess(*filled)
 
     def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
-        whole: Tensor = super().postprocess(output, shared_expert_output)
-        return whole[: self._tokens]
+        whole: Tensor = super().postprocess(output, None)[: self._tokens]
+        return whole if shared_expert_output is None else whole + shared_expert_output
 
 
 def block_spec(config: TransformerConfig, moe: list[bool], virtual_stage: int | None) -> TransformerBlockSubmodules:
