@@ -1,6 +1,6 @@
 """Step time of the Megatron trainer with routing replay over without. Goal: at most 1.01 at 4,096 tokens.
 
-Run: ``OMP_NUM_THREADS=1 python tests/bench/bench_replay.py [--rounds 20] [--device cuda]``
+Run: ``OMP_NUM_THREADS=1 python tests/bench/bench_replay.py [--rounds 20] [--tokens 4096] [--device cuda]``
 
 A step is an old-log-prob pass and a forward and backward pass over one packed micro-batch of 4,096 and of 8,192 tokens,
 in sequences of 256, at the size of the quickstart's model. The routes are the model's own, so both kinds of step do the
@@ -60,11 +60,12 @@ def shares(call: Callable[[], None], steps: int = 5) -> str:
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192])
     options = parser.parse_args()
     with one_rank(options.device) as device:
         model = policy(device, QUICKSTART)[1]
         print(f"threads {torch.get_num_threads()}, rounds {options.rounds}, on {options.device}")
-        for tokens in (4096, 8192):
+        for tokens in options.tokens:
             calls = calls_of(model, tokens)
             times = interleaved(calls, device, rounds=options.rounds)
             found = {clock: ratio(times, "with", "without", clock) for clock in ("processor", "wall")}
