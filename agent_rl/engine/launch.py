@@ -24,6 +24,7 @@ import httpx
 from agent_rl.config import EngineConfig
 from agent_rl.engine.aio import shielded
 from agent_rl.engine.facts import read_facts
+from agent_rl.engine.shared_memory import remove_stale
 from agent_rl.errors import ConfigError, EngineStartError
 from agent_rl.families import family_of
 
@@ -77,6 +78,7 @@ class EngineServer:
     async def start(self) -> None:
         """Start the server and wait until it is healthy; stops what was started if that fails."""
         command = self._command()
+        await asyncio.to_thread(remove_stale)
         for attempt in range(1, _PORT_ATTEMPTS + 1):
             port = self._config.port or _free_port()
             _refuse_taken(port)
