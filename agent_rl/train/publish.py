@@ -33,7 +33,7 @@ from agent_rl.errors import WeightSyncError
 from agent_rl.train.digests import Digests, difference, foretold, outvoted
 from agent_rl.train.order import PublishOrder, PublishReport
 
-BUCKET_BYTES = 256 << 20
+BUCKET_BYTES = 64 << 20
 _POLL_SECONDS = 0.002
 _LEAVE_SECONDS = 5.0
 
