@@ -8,6 +8,10 @@ and 8 evaluations (disjoint ones of the same 16), and how far an evaluation is f
 ``--table OUT`` also trains the quickstart's task in small: replay r3 and off, times recompute, rollout and rescore
 (``--evaluations``, 8 by default), times three seeds. Each run is resumed where it was left, and skipped where it is
 done; OUT then holds ``old_logprobs.json`` and the table as Markdown. The runs share one server, one at a time.
+
+``--pairs OUT`` takes the first step of every run in OUT, whose trajectories are all the starting model's, and asks for
+one update on each under every source, replay and correction, from the same weights: what differs between the lines of
+its table is the line's own doing, not the sampling's. It needs no sandboxes and no Ray.
 """
 
 from __future__ import annotations
@@ -23,20 +27,23 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agent_rl.config import EngineConfig
+from agent_rl.config import EngineConfig, ParallelConfig, RunConfig
 from agent_rl.engine.facts import read_facts
 from agent_rl.engine.launch import EngineServer
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.model.shipped import install_model
 from agent_rl.observe.metrics import read_metrics
+from agent_rl.rollout.records import read_trajectories
+from agent_rl.rollout.rescore import rescore_metrics
+from agent_rl.train.advantages import samples_of
 from agent_rl.train.cluster import ray_cluster
-from agent_rl.types import SamplingParams
+from agent_rl.types import Group, Rescored, Sample, SamplingParams, Trajectory
 
 PROMPT_TOKENS, SAMPLED_TOKENS, EVALUATIONS = 100, 100, 16
 SEEDS = (0, 1, 2)
@@ -260,7 +267,108 @@ def _cell(name: str, found: Mapping[str, float] | None) -> str:
     if found is None:
         return ""
     steps = f" (steps {found['std_over_steps']:.2g})" if name == "gradient norm" else ""
+    if math.isnan(found["half_interval"]):
+        return f"{found['mean']:.3g}, {found['seeds']:.0f} of {len(SEEDS)} seeds{steps}"
     return f"{found['mean']:.3g} ± {found['half_interval']:.2g}{steps}"
+
+
+# ---------------------------------------------------------------- one update, every way
+
+
+VARIANTS = [
+    (replay, source, correction)
+    for replay in ("r3", "off")
+    for source in ("recompute", "rollout", "rescore")
+    for correction in (None, "tis", "icepop")
+]
+PAIRED = ("mismatch/k3_kl", "train/grad_norm", "train/approx_kl", "train/clip_fraction", "train/correction_weight")
+
+
+async def rescored(model: Path, logs: Path, groups: Sequence[Group], n: int) -> list[Group]:
+    """The groups with their trajectories evaluated by a server of its own, which holds the weights that sampled."""
+    config = EngineConfig(threads=1, max_total_tokens=65536, max_running_requests=64, start_timeout=600)
+
+    async def one(engine: SGLangEngine, trajectory: Trajectory) -> Trajectory:
+        tokens, mask = trajectory.tokens.tolist(), trajectory.loss_mask
+        scores = [(await engine.rescore(tokens, session="pairs")).logprobs for _ in range(n)]
+        return replace(trajectory, rescored=Rescored(np.array(scores, np.float32)[:, mask]))
+
+    async with EngineServer(config, model, logs / "engine.log") as server:
+        engine = SGLangEngine(server.url, read_facts(model), config, death=server.death)
+        try:
+            return [
+                replace(group, trajectories=tuple([await one(engine, each) for each in group.trajectories]))
+                for group in groups
+            ]
+        finally:
+            await engine.close()
+
+
+def updates(model: Path, batches: Sequence[Sequence[Sample]]) -> list[dict[str, dict[str, float]]]:
+    """For every batch, the metrics of one update under every variant, by its name; the weights stay as they were."""
+    from one_rank import free_port
+
+    from agent_rl.train.metrics import step_metrics
+    from agent_rl.train.rank import TrainerRank
+    from agent_rl.train.ray_trainer import split_step
+    from agent_rl.train.settings import ModelSettings, OptimizerSettings, step_settings
+    from agent_rl.train.shards import cut, without_routes
+
+    one = ModelSettings(model, ParallelConfig(), "float32", "cpu", "none", ("core_attn",), 0, 1)
+    # So small a rate leaves every float32 weight as it is.
+    rank = TrainerRank(one, OptimizerSettings(lr=1e-30), 0, master_addr="127.0.0.1", master_port=free_port())
+    found = []
+    for samples in batches:
+        shares = split_step(samples, mini_steps=1, budget=8192, ranks=1)[0]
+        ids = [each for share in shares for each in share.micro_batches]
+        shards = [cut(samples, each, rank.info().shard) for each in ids]
+        figures = {}
+        for replay, source, correction in VARIANTS:
+            train = {"replay": replay, "old_logprob": {"source": source}, "correction": {"kind": correction}}
+            config = RunConfig.model_validate({"name": "pairs", "model": model, "train": train})
+            settings = step_settings(config, measure_native=False)
+            report, _ = rank.grpo(without_routes(samples, ids), shares, settings, None, *shards)
+            assert report is not None
+            values = step_metrics([report], None, None)
+            figures[f"{replay} {source} {correction}"] = {name: values[name] for name in PAIRED}
+        found.append(figures)
+    rank.close()
+    return found
+
+
+def pairs(out: Path, n: int) -> None:
+    """Write ``pairs.json`` and ``pairs.md`` of the runs in ``out``."""
+    runs = sorted(path.parent.parent for path in out.glob("*/trajectories/step-000001.jsonl"))
+    groups = [read_trajectories(run, 1) for run in runs]
+    flat = asyncio.run(rescored(out / "model", out, [group for each in groups for group in each], n))
+    batches, at = [], 0
+    for each in groups:
+        batches.append(samples_of(flat[at : at + len(each)]).samples)
+        at += len(each)
+    measured = updates(out / "model", [batch for batch in batches if batch])
+    spread_of = rescore_metrics([trajectory for group in flat for trajectory in group.trajectories])
+    (out / "pairs.json").write_text(json.dumps({"batches": measured, "rescored": spread_of}, indent=1))
+    (out / "pairs.md").write_text(pairs_table(measured))
+    print((out / "pairs.md").read_text(), json.dumps(spread_of), sep="\n")
+
+
+def pairs_table(measured: Sequence[Mapping[str, Mapping[str, float]]]) -> str:
+    """Means over batches; of the gradient norm the ratio to that of ``r3 recompute None`` on the same batch, with its
+    standard error over batches."""
+    lines = ["| replay | source | correction | k3-KL | gradient norm, ratio | k3(old, new) | clipped | weight |"]
+    lines.append("|---" * 8 + "|")
+    for variant in measured[0]:
+        mean = {name: statistics.fmean(batch[variant][name] for batch in measured) for name in PAIRED}
+        base = [batch["r3 recompute None"]["train/grad_norm"] for batch in measured]
+        ratios = [batch[variant]["train/grad_norm"] / of for batch, of in zip(measured, base, strict=True)]
+        error = statistics.stdev(ratios) / math.sqrt(len(ratios)) if len(ratios) > 1 else math.nan
+        cells = [
+            f"{mean['mismatch/k3_kl']:.3g}", f"{statistics.fmean(ratios):.4f} ± {error:.4f}",
+            f"{mean['train/approx_kl']:.3g}", f"{mean['train/clip_fraction']:.3g}",
+            f"{mean['train/correction_weight']:.4f}",
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(variant.split())} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
 
 
 async def measure_spread(model: Path, logs: Path, others: int) -> dict[str, dict[str, float]]:
@@ -280,7 +388,13 @@ def main() -> None:
     parser.add_argument("--evaluations", type=int, default=8, help="n of rescore")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--tasks", type=int, default=3, help="tasks a step, eight trajectories each")
+    parser.add_argument(
+        "--pairs", type=Path, metavar="OUT", help="one update every way, on the first steps of its runs"
+    )
     chosen = parser.parse_args()
+    if chosen.pairs is not None:
+        pairs(chosen.pairs.absolute(), chosen.evaluations)
+        return
     if chosen.table is None:
         with tempfile.TemporaryDirectory() as scratch:
             install_model(model := Path(scratch) / "model")
