@@ -23,8 +23,8 @@ real-tasks: setup ## Build the tasks made of real package releases (downloads th
 quickstart: prepare ## Train a small MoE agent end to end on this machine
 	@$(VENV)/agent-rl train configs/quickstart.yaml
 
-test: prepare image ## Run the whole test suite
-	@$(VENV)/python -m pytest $(PYTEST_ARGS)
+test: prepare image ## Run the whole test suite, in two processes
+	@$(VENV)/python -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
 
 check: ## Lint, check types and the import direction
 	@$(PYTHON) agent_rl/bootstrap.py trainer
