@@ -223,7 +223,9 @@ class TrainConfig(Section):
     kl: KlConfig = KlConfig()
     entropy_coefficient: float = Field(0.0, ge=0, description="Weight of the entropy bonus in the loss; 0: none.")
     mini_steps: int = Field(1, gt=0, description="Optimizer updates a global step.")
-    microbatch_tokens: int = Field(8192, gt=0, description="Tokens a packed micro-batch may hold.")
+    microbatch_tokens: int = Field(
+        8192, gt=0, description="Tokens a packed micro-batch may hold, context ranks together; >= rollout.max_tokens."
+    )
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Precision of the trainer's passes.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto")
     recompute: Literal["none", "selective", "full"] = Field("none", description="Activation recomputation.")
