@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from integration_run import Run
 
@@ -28,7 +29,9 @@ def test_classes_of_tools_are_trained_on(start: Callable[..., Run], tmp_path: Pa
     run = start(
         "env.name=both_examples:BothExamples", "env.options={count: 16}", "rollout.max_turns=2",
         "rollout.tasks_per_step=8",
-        "train.steps=2", "train.checkpoint_every=0", "eval.tasks=0", modules=Path(__file__).parent,
+        "train.steps=2", "train.checkpoint_every=0", "eval.tasks=0",
+        "rollout.dynamic_sampling={enabled: true, max_draws: 2}", "train.old_logprob.source=rescore",
+        "train.old_logprob.rescore.n=2", modules=Path(__file__).parent,
     )  # fmt: skip
     assert run.finish() == 0, run.text
     groups = [group for step in (1, 2) for group in read_trajectories(tmp_path / "small", step)]
@@ -43,3 +46,8 @@ def test_classes_of_tools_are_trained_on(start: Callable[..., Run], tmp_path: Pa
         assert row["train/grad_norm"] > 0
         assert row["r3/router_mismatch"] == 0
         assert row["rollout/infrastructure_failures"] == 0
+        assert row["old_logprob/evaluations"] == 2
+        assert row["old_logprob/rescore_failed"] == 0
+        assert 0 < row["old_logprob/rollout_abs_diff"] < 0.3, "the engine's prefill and its sampling round differently"
+        assert row["train/samples"] == row["old_logprob/rescored"]
+    assert [row["data/position"] for row in rows] == np.cumsum([row["filter/groups_drawn"] for row in rows]).tolist()
