@@ -55,9 +55,15 @@ class Run:
     options: dict[str, Any] = field(default_factory=dict)
     updates: int = 1
 
+    @property
+    def routed(self) -> bool:
+        """Whether the model has experts."""
+        return self.model.get("kind") != "qwen3"
+
 
 _DENSE_FIRST = {"mlp_only_layers": [0]}
-_DENSE = {"dense": True, "tied": False}
+_DENSE = {"kind": "qwen3", "tied": False}
+_SHARED_EXPERT = {"kind": "qwen2_moe", "head_dim": 8, "tied": False, "shared_expert_intermediate_size": 40}
 RUNS: dict[str, Run] = {
     "none": Run(updates=2),
     "full": Run(options={"recompute": "full"}),
@@ -66,10 +72,11 @@ RUNS: dict[str, Run] = {
     "dense-first": Run(_DENSE_FIRST, {"recompute": "full"}),
     "dense": Run(_DENSE, updates=2),
     "dense-full": Run(_DENSE, {"recompute": "full"}),
+    "shared-expert": Run(_SHARED_EXPERT, {"recompute": "full"}),
     # After one update, a weight that rounds the other way is another model.
     "bfloat16": Run(options={"dtype": "bfloat16"}),
 }
-ROUTERS_RERUN = ("full", "moe", "dense-first")
+ROUTERS_RERUN = ("full", "moe", "dense-first", "shared-expert")
 FORWARD = ("none", "dense")
 """The runs that make the passes without gradients too, and save their model."""
 
@@ -81,9 +88,10 @@ def two_rank_cases() -> list[tuple[str, str]]:
         "data": ("dense",),
         "data-optimizer": ("bfloat16",),
         "pipeline": dense,
-        "virtual": ("moe", "dense-first", *dense),
+        "expert-allgather": ("shared-expert",),
+        "virtual": ("moe", "dense-first", "shared-expert", *dense),
         "context": ("dense-first", "dense"),
-        "tensor": ("moe", "without-routers"),
+        "tensor": ("moe", "without-routers", "shared-expert"),
         "tensor-alone": dense,
     }
     plain = {

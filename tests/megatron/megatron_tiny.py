@@ -1,4 +1,4 @@
-"""A tiny random Qwen3-MoE (or dense) checkpoint made by transformers, and the packed data the tests run on it."""
+"""A tiny random Qwen3-MoE (or other) checkpoint made by transformers, and the packed data the tests run on it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 VOCAB, EXPERTS, TOP_K, LAYERS = 96, 8, 2, 4
 LENGTHS = (17, 1, 30, 9)
 
 
-def make(folder: Path, *, tied: bool = True, seed: int = 0, **changes: Any) -> Any:
-    """Save a model in ``folder`` and return it (float32, evaluation mode)."""
+def make(folder: Path, *, kind: str = "qwen3_moe", tied: bool = True, seed: int = 0, **changes: Any) -> Any:
+    """Save a model of ``kind`` (a model_type) in ``folder`` and return it (float32, evaluation mode)."""
     torch.manual_seed(seed)
     common = {
         "vocab_size": VOCAB,
@@ -34,11 +34,10 @@ def make(folder: Path, *, tied: bool = True, seed: int = 0, **changes: Any) -> A
         "moe_intermediate_size": 24,
         "norm_topk_prob": True,
     }
-    dense = changes.pop("dense", False)
-    config = Qwen3Config(**common | changes) if dense else Qwen3MoeConfig(**common | experts | changes)
-    model = (Qwen3ForCausalLM if dense else Qwen3MoeForCausalLM)(config).float().eval()
+    sizes = common | (experts if kind.endswith("_moe") else {}) | changes
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)).float().eval()
     for name, parameter in model.named_parameters():
-        if "norm" in name:  # ones would hide a norm that is not applied
+        if "norm" in name or name.endswith("bias"):  # ones and zeros would hide one that is not applied
             parameter.data += 0.2 * torch.randn_like(parameter)
     model.save_pretrained(folder)
     (folder / "tokenizer.json").write_text("{}")

@@ -36,7 +36,7 @@ def reference(model: Any, sequences: list[Tensor], temperature: float = 1.0) -> 
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"tied": False}, {"mlp_only_layers": [1]}, {"dense": True}],
+    [{}, {"tied": False}, {"mlp_only_layers": [1]}, {"kind": "qwen3"}],
     ids=["tied", "untied", "one-dense-layer", "dense"],
 )
 def test_logprobs_and_gradients_equal_transformers(build: Build, tmp_path: Path, changes: dict[str, Any]) -> None:

@@ -125,7 +125,7 @@ def test_a_step_replays_its_own_share(build: Callable[..., Any], replay: str) ->
 
 @pytest.mark.parametrize("replay", ["r3", "r2", "off"])
 def test_a_dense_model_has_nothing_to_replay(build: Callable[..., Any], tmp_path: Path, replay: str) -> None:
-    tiny.make(tmp_path / "dense", dense=True)
+    tiny.make(tmp_path / "dense", kind="qwen3")
     model = build(tmp_path / "dense")
     report, differs = step(model, samples_of(routes=False), [], replay)
     assert differs is None
