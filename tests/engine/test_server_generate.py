@@ -30,6 +30,16 @@ PROMPT = [int(token) for token in np.random.default_rng(7).integers(2, 250, 40)]
 SAMPLE = SamplingParams(max_new_tokens=12)
 
 
+async def idle(engine: SGLangEngine) -> None:
+    """Return once the server has no request any more, its cache flushed."""
+    async with asyncio.timeout(30):
+        while True:
+            try:
+                return await engine.flush_cache()
+            except EngineRejected:
+                await asyncio.sleep(0.01)
+
+
 @pytest.fixture
 def facts(model: Path) -> ModelFacts:
     return read_facts(model)
@@ -38,7 +48,7 @@ def facts(model: Path) -> ModelFacts:
 @pytest.fixture
 async def engine(server: str, facts: ModelFacts, engine_config: EngineConfig) -> AsyncIterator[SGLangEngine]:
     async with SGLangEngine(server, facts, engine_config) as client:
-        await client.flush_cache()
+        await idle(client)
         yield client
 
 
@@ -48,7 +58,7 @@ def same_sets(first: Routing, second: Routing) -> None:
 
 async def prefill(engine: SGLangEngine, tokens: list[int]) -> Routing:
     """Routes of all of ``tokens`` but the last, from one cold prefill."""
-    await engine.flush_cache()
+    await idle(engine)  # an answer may be here before its request is off the books
     cold = await engine.generate(tokens, SamplingParams(max_new_tokens=1), routes_from=0, session="prefill")
     assert cold.cached_tokens == 0
     assert cold.routing is not None
@@ -258,16 +268,6 @@ async def running(engine: SGLangEngine) -> None:
             except EngineRejected:
                 return
             await asyncio.sleep(0.01)
-
-
-async def idle(engine: SGLangEngine) -> None:
-    """Return once the server has no request any more."""
-    async with asyncio.timeout(30):
-        while True:
-            try:
-                return await engine.flush_cache()
-            except EngineRejected:
-                await asyncio.sleep(0.01)
 
 
 LONG = SamplingParams(max_new_tokens=1900)

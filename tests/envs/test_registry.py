@@ -79,7 +79,7 @@ def test_an_entry_point_of_another_package(monkeypatch: pytest.MonkeyPatch) -> N
         (f"{HERE}:Nothing", {}, "is no environment, it lacks name, prepare, tasks, start, gold"),
         (f"{HERE}:PlainEnvironment", {}, "option 'greeting' is required"),
         (f"{HERE}:PlainEnvironment", {"greting": "x"}, r"unknown option 'greting': did you mean 'greeting'\?"),
-        ("swe", {"xyz": 1}, "unknown option 'xyz': options: path, data_split, heldout, repos, limit"),
+        ("swe", {"xyz": 1}, "unknown option 'xyz': options: path, data_split, specs, heldout, repos, limit"),
     ],
 )
 def test_mistakes_are_told_in_one_line(name: str, options: dict[str, object], says: str) -> None:
