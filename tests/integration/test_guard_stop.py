@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 
 def test_a_collapsed_run_saves_and_stops_with_one_line(tmp_path: Path) -> None:
     install_model(tmp_path / "model")
-    write_config(tmp_path, tmp_path / "model", steps=9, checkpoint_every=5)
+    write_config(tmp_path, tmp_path / "model", steps=3, checkpoint_every=5)
     life = Life(tmp_path, "guard.action=stop", "guard.patience=2")
     life.finish()
     assert life.process.returncode != 0
@@ -28,3 +28,11 @@ def test_a_collapsed_run_saves_and_stops_with_one_line(tmp_path: Path) -> None:
     assert {event["metric"] for event in events if event["event"] == "warn"} == {"mismatch/k3_kl", "mismatch/f_tau_2"}
     assert [event["step"] for event in events if event["event"] == "stop"] == [2]
     assert life.left() == []
+
+    again = Life(tmp_path, "guard.action=warn", "guard.patience=2")
+    again.finish()
+    assert again.process.returncode == 0, again.text
+    assert step_reached(again.run) == 3
+    assert "resuming from" in again.text
+    events = [orjson.loads(line) for line in (again.run / "guard.jsonl").read_bytes().splitlines()]
+    assert {event["step"] for event in events if event["event"] == "warn"} == {1, 2, 3}
