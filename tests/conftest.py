@@ -68,6 +68,19 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip(reason)
 
 
+@pytest.fixture(scope="session")
+def megatron_shim() -> None:
+    """What lets Megatron run without CUDA, for tests that import it themselves: it must come before that import."""
+    if _megatron():
+        return
+    import torch
+
+    from agent_rl.train.megatron.cpu import install_cpu_shim
+
+    if not torch.cuda.is_available():
+        install_cpu_shim()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     terminal = session.config.pluginmanager.get_plugin("terminalreporter")

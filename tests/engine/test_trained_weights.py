@@ -50,6 +50,7 @@ async def sampled(engine: SGLangEngine, session: str, advantage: float) -> Sampl
     )
 
 
+@pytest.mark.usefixtures("megatron_shim")
 async def test_the_engine_takes_what_the_trainer_learned(
     engine: SGLangEngine, model: Path, engine_config: EngineConfig, tmp_path: Path
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,16 +15,8 @@ sys.path.insert(0, str(Path(__file__).parent))  # the worker processes import th
 
 
 @pytest.fixture(scope="session", autouse=True)
-def shim() -> None:
+def shim(megatron_shim: None) -> None:
     """Before anything of Megatron is imported, whichever module of this folder a process begins with."""
-    if importlib.util.find_spec("megatron") is None:
-        return
-    import torch
-
-    from agent_rl.train.megatron.cpu import install_cpu_shim
-
-    if not torch.cuda.is_available():
-        install_cpu_shim()
 
 
 @pytest.fixture(scope="module")
