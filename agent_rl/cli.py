@@ -65,8 +65,8 @@ def evaluate(
     ] = None,
 ) -> None:
     """Evaluate Pass@1 on a split of the config's environment; one that was killed goes on where it stopped."""
+    from agent_rl.commands.eval import run_evaluation
     from agent_rl.config import load_config
-    from agent_rl.controller.evaluate import run_evaluation
 
     loaded = load_config(config, overrides or ())
     _run_async(
@@ -92,8 +92,8 @@ def doctor(
 
     Writes quarantine.json, the list of tasks to leave out, for the config key env.quarantine.
     """
+    from agent_rl.commands.doctor import run_doctor
     from agent_rl.config import load_config
-    from agent_rl.controller.doctor import run_doctor
 
     loaded = load_config(config, overrides or ())
     work = run_doctor(loaded, tasks=tasks, split=split, repeats=repeats, audit=audit, out=out)
@@ -109,8 +109,8 @@ def rollout(
     split: Annotated[str, typer.Option(help="Split to take them from.")] = "train",
 ) -> None:
     """Roll out some tasks with the config's model and write their trajectories, without training."""
+    from agent_rl.commands.eval import run_rollout
     from agent_rl.config import load_config
-    from agent_rl.controller.evaluate import run_rollout
 
     _run_async(run_rollout(load_config(config, overrides or ()), tasks=tasks, split=split))
 
@@ -129,9 +129,9 @@ def plan(
 
     Exit code 1: something does not fit, or the layout is not possible; the last line says what, and what would help.
     """
+    from agent_rl.capacity.plan import make_plan
+    from agent_rl.capacity.report import print_plan
     from agent_rl.config import load_config
-    from agent_rl.controller.plan import make_plan
-    from agent_rl.controller.plan_report import print_plan
 
     made = make_plan(load_config(config, overrides or ()), tokens=tokens)
     print_plan(made, json=json)
@@ -143,8 +143,8 @@ def plan(
 @app.command()
 def setup(config: ConfigPath, overrides: Overrides = None) -> None:
     """Make what a config needs and is not there yet: sandbox image, starting model, verified tasks."""
+    from agent_rl.commands.setup import prepare
     from agent_rl.config import load_config
-    from agent_rl.controller.prepare import prepare
 
     _run_async(prepare(load_config(config, overrides or ())))
 
@@ -190,7 +190,7 @@ def envs_check(
     splits: Annotated[str, typer.Option(help="Its splits, separated by commas.")] = "train,heldout",
 ) -> None:
     """Check that an environment keeps every promise the training loop relies on. Exit code 1 if one is broken."""
-    from agent_rl.controller.envs_check import run_check
+    from agent_rl.commands.envs_check import run_check
 
     if not _run_async(run_check(name, options or (), splits.split(","))):
         raise typer.Exit(1)
@@ -210,7 +210,7 @@ def model_init(
     if not from_scratch:
         typer.echo(f"{out}: {'made' if install_model(out) else 'there already'}")
         return
-    from agent_rl.controller.prepare import warm_up
+    from agent_rl.commands.setup import warm_up
 
     _run_async(warm_up(out, seed))
 
@@ -227,7 +227,7 @@ def compare(
     ] = None,
 ) -> None:
     """Roll out once, run the trainer on it with and without replay, and report how far it is from the engine."""
-    from agent_rl.controller.compare import run_compare
+    from agent_rl.commands.compare import run_compare
 
     work = run_compare(source, overrides or (), tasks=tasks, split=split, out=out, trajectories=trajectories)
     _run_async(work)
@@ -248,8 +248,8 @@ def check(
 
     Exit code 0: it holds, 1: broken, 2: no trace, or one that cannot be read.
     """
-    from agent_rl.controller.trace_check import run_check
-    from r3.trace import TraceError
+    from agent_rl.commands.trace_check import run_check
+    from r3.trace.records import TraceError
 
     try:
         holds = run_check(
@@ -280,8 +280,8 @@ def probe(
     from rich.console import Console
 
     from agent_rl.engine.facts import read_facts
-    from agent_rl.engine.probe import ProbeReport, table
-    from agent_rl.engine.probe import probe as probe_server
+    from agent_rl.engine.probe.run import ProbeReport, table
+    from agent_rl.engine.probe.run import probe as probe_server
     from agent_rl.observe.files import write_json
 
     report = _run_async(probe_server(url, read_facts(model) if model else None, retract=retract))

@@ -65,13 +65,13 @@ def _visit(kind: str, *, remove: bool, asked: bool) -> None:
 def open_place(kind: str) -> Place:
     """The boxes of ``kind``. Raises ``SandboxUnavailableError`` where there can be none here."""
     if kind == "bubblewrap":
-        from sandbox.bubblewrap import default_base
-        from sandbox.bwrapfolder import folder_leases
-        from sandbox.bwrapfolder import remove_lease as remove_folder
+        from sandbox.bubblewrap.backend import default_base
+        from sandbox.bubblewrap.folder import folder_leases
+        from sandbox.bubblewrap.folder import remove_lease as remove_folder
 
         return Place(partial(folder_leases, default_base()), remove_folder)
-    from sandbox.dockerengine import connect, converted
-    from sandbox.dockerlease import engine_leases, remove_lease
+    from sandbox.docker.engine import connect, converted
+    from sandbox.docker.lease import engine_leases, remove_lease
 
     api = connect(kind)
     return Place(

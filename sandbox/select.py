@@ -27,19 +27,19 @@ def open_backend(name: str = "auto", *, run_id: str, images: ImagePolicy | None 
 
 
 def _docker(run_id: str, images: ImagePolicy | None) -> SandboxBackend:
-    from sandbox.docker import DockerBackend
+    from sandbox.docker.backend import DockerBackend
 
     return DockerBackend(run_id=run_id, images=images)
 
 
 def _podman(run_id: str, images: ImagePolicy | None) -> SandboxBackend:
-    from sandbox.podman import PodmanBackend
+    from sandbox.docker.podman import PodmanBackend
 
     return PodmanBackend(run_id=run_id, images=images)
 
 
 def _bubblewrap(run_id: str, _images: ImagePolicy | None) -> SandboxBackend:
-    from sandbox.bubblewrap import BubblewrapBackend
+    from sandbox.bubblewrap.backend import BubblewrapBackend
 
     return BubblewrapBackend(run_id=run_id)
 

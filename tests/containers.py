@@ -17,14 +17,14 @@ from pathlib import Path
 import docker.errors
 import pytest
 
-from sandbox.docker import DEFAULT_IMAGE
-from sandbox.dockerengine import EngineClient
+from sandbox.docker.backend import DEFAULT_IMAGE
+from sandbox.docker.engine import EngineClient
 
 
 def build(api: EngineClient, tag: str, files: Mapping[str, bytes], set_up: str) -> None:
     """Build image ``tag``: the boxes' base image, ``files`` (absolute path -> content), then ``set_up`` run in bash."""
     if not api.images(DEFAULT_IMAGE):
-        pytest.skip(f"the engine has no image {DEFAULT_IMAGE} (python -m sandbox.image)")
+        pytest.skip(f"the engine has no image {DEFAULT_IMAGE} (python -m sandbox.base_image)")
     context = io.BytesIO()
     with tarfile.open(fileobj=context, mode="w") as archive:
         recipe = f"FROM {DEFAULT_IMAGE}\nCOPY files /\nCOPY set-up /\nRUN bash -e /set-up && rm /set-up\n"

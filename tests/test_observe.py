@@ -8,7 +8,7 @@ from rich.console import Console
 
 from agent_rl.observe.display import Display, sparkline
 from agent_rl.observe.files import read_json, write_atomic, write_json
-from agent_rl.observe.metrics import MetricsLog, read_metrics
+from agent_rl.observe.metrics_log import MetricsLog, read_metrics
 from agent_rl.observe.picture import draw_run
 
 

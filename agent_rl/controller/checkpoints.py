@@ -19,8 +19,8 @@ from pathlib import Path
 from agent_rl.config import TrainConfig
 from agent_rl.controller.journal import Journal, lineage
 from agent_rl.controller.state import RunState
-from agent_rl.train import checkpoint
-from agent_rl.train.checkpoint import Manifest
+from agent_rl.train.checkpoint import folder as checkpoint
+from agent_rl.train.checkpoint.folder import Manifest
 from agent_rl.train.ray_trainer import RayTrainer
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from agent_rl.config import RunConfig
 from agent_rl.errors import UserError
 from agent_rl.families import check_alike, read_config
-from agent_rl.train.planning import over_budget
+from agent_rl.train.batching.dealing import over_budget
 
 FREE_BYTES_WANTED = 1 << 30
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from agent_rl.config import R3Config, RunConfig
-from agent_rl.engine.probe import probe, table
+from agent_rl.engine.probe.run import probe, table
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import RoutesMissingError
 from agent_rl.observe.display import Display

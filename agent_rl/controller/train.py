@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field
 
 from agent_rl.config import RunConfig
 from agent_rl.controller import preflight
+from agent_rl.controller.advantages import samples_of
 from agent_rl.controller.batch import Batch, Collector
 from agent_rl.controller.checkpoints import Checkpoints, Progress
 from agent_rl.controller.guard import Guard
@@ -30,18 +31,17 @@ from agent_rl.controller.schedule import check_enough
 from agent_rl.controller.state import RunState
 from agent_rl.controller.stop import cancel_on_sigterm
 from agent_rl.controller.summary import summarize, summary_table
-from agent_rl.controller.sync import WeightSync
 from agent_rl.controller.world import World, open_world
-from agent_rl.evaluate import EvalReport, evaluate
+from agent_rl.evaluation.report import EvalReport, evaluate
 from agent_rl.observe.display import Display
-from agent_rl.observe.metrics import MetricsLog
+from agent_rl.observe.metrics_log import MetricsLog
 from agent_rl.rollout.filters import length_report, masked_stops
 from agent_rl.rollout.group import RolloutEvent
 from agent_rl.rollout.records import write_trajectories
 from agent_rl.rollout.settings import RolloutSettings
-from agent_rl.train.advantages import samples_of
 from agent_rl.train.ray_trainer import RayTrainer
 from agent_rl.train.settings import advantage_scale
+from agent_rl.weight_sync.sync import WeightSync
 
 FILTER_REPORT_STEPS = 10
 

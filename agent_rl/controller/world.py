@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from agent_rl.config import RunConfig, SandboxConfig
-from agent_rl.controller.quarantine import read_quarantine
 from agent_rl.engine.open import open_engine
 from agent_rl.engine.sglang import SGLangEngine
+from agent_rl.evaluation.quarantine import read_quarantine
 from agent_rl.observe.display import Display
 from agent_rl.render import ChatRenderer
 from agent_rl.rollout.episode import run_episode

@@ -21,8 +21,8 @@ from types import TracebackType
 
 import httpx
 
+from agent_rl.aio import shielded
 from agent_rl.config import EngineConfig
-from agent_rl.engine.aio import shielded
 from agent_rl.engine.facts import read_facts
 from agent_rl.engine.shared_memory import remove_stale
 from agent_rl.errors import ConfigError, EngineStartError

@@ -24,8 +24,8 @@ from typing import Any
 import httpx
 import tenacity
 
+from agent_rl.aio import shielded
 from agent_rl.config import EngineConfig
-from agent_rl.engine.aio import shielded
 from agent_rl.engine.answer import Asked, read_answer, read_scores, split_body
 from agent_rl.engine.facts import ModelFacts
 from agent_rl.engine.homes import SessionHomes

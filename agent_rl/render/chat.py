@@ -9,7 +9,7 @@ from typing import Any
 
 from agent_rl.errors import TemplateError
 from agent_rl.render.encoder import Encoder
-from agent_rl.render.probe import Delta, Probed, Role, probe
+from agent_rl.render.prefix_check import Delta, Probed, Role, probe
 from agent_rl.render.template import ChatModel, ChatTemplate, Messages, Tools
 
 _NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
@@ -20,8 +20,8 @@ class ChatRenderer:
 
     ``model`` is a Hugging Face folder (``tokenizer.json`` and a chat template) or a :class:`ChatModel`. The template is
     probed here, once; one that is not prefix-preserving is refused with ``TemplateError`` (see
-    :mod:`agent_rl.render.probe`). ``thinking=False`` says that the model's turns hold no ``<think>`` blocks, so that
-    a template which drops those from earlier turns may pass. ``options`` are variables of the template's own.
+    :mod:`agent_rl.render.prefix_check`). ``thinking=False`` says that the model's turns hold no ``<think>`` blocks, so
+    that a template which drops those from earlier turns may pass. ``options`` are variables of the template's own.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ from agent_rl.train.settings import ModelSettings, OptimizerSettings
 
 if TYPE_CHECKING:
     from agent_rl.train.rank import TrainerRank
-    from agent_rl.train.shards import RankInfo
+    from agent_rl.train.route_shares import RankInfo
 
 WRITER = "writer"
 

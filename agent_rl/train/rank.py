@@ -13,25 +13,25 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agent_rl.errors import TrainerError
-from agent_rl.train import checkpoint
-from agent_rl.train.checkpoint import Manifest
-from agent_rl.train.losses import weighted_cross_entropy
+from agent_rl.train.batching.packing import pack_weighted
+from agent_rl.train.checkpoint import folder as checkpoint
+from agent_rl.train.checkpoint.folder import Manifest
+from agent_rl.train.checkpoint.saver import RankSaver, read_rng
+from agent_rl.train.loss.policy_loss import weighted_cross_entropy
 from agent_rl.train.megatron.batch import LossFn, PackedBatch
 from agent_rl.train.megatron.parallel import destroy_parallel, init_parallel
-from agent_rl.train.order import PublishOrder, PublishReport
-from agent_rl.train.packing import pack_weighted
-from agent_rl.train.publish import WeightPublisher
 from agent_rl.train.reference import Reference
 from agent_rl.train.reports import Differing, MiniStepShare, RankReport, Update
-from agent_rl.train.saving import RankSaver, read_rng
+from agent_rl.train.route_shares import RankInfo
+from agent_rl.train.route_trace import rank_trace
 from agent_rl.train.settings import ModelSettings, OptimizerSettings, StepSettings
-from agent_rl.train.shards import RankInfo
 from agent_rl.train.step import grpo_step, packed, sample_logprobs
-from agent_rl.train.trace import rank_trace
 from agent_rl.types import Sample
+from agent_rl.weight_sync.order import PublishOrder, PublishReport
+from agent_rl.weight_sync.publisher import WeightPublisher
 from r3.routing import narrowest_dtype
 from r3.shard import RouteShard
-from r3.trace_points import TraceOrder
+from r3.trace.points import TraceOrder
 
 if TYPE_CHECKING:
     from agent_rl.train.megatron.model import PolicyModel
@@ -105,7 +105,7 @@ class TrainerRank:
 
     def set_optimizer(self, settings: OptimizerSettings) -> None:
         """Start over with a new optimizer and schedule; the weights stay."""
-        from agent_rl.train.megatron.state import StatePieces
+        from agent_rl.train.checkpoint.state_pieces import StatePieces
         from agent_rl.train.optimizer import PolicyOptimizer
 
         self._optimizer = PolicyOptimizer(self._model.chunks, settings, self._dtype)

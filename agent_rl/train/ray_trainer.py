@@ -26,21 +26,12 @@ from numpy.typing import NDArray
 from agent_rl.config import RunConfig
 from agent_rl.errors import AgentRlError, TrainerError, WeightSyncError
 from agent_rl.families import read_config
-from agent_rl.train import checkpoint
-from agent_rl.train.cost import TOKENS, SequenceCost, expert_loads, sequence_cost
+from agent_rl.train.batching.cost import TOKENS, SequenceCost, expert_loads, sequence_cost
+from agent_rl.train.batching.dealing import Plan, check_lengths, lockstep_ranks, plan
+from agent_rl.train.checkpoint import folder as checkpoint
 from agent_rl.train.layouts import check_layout
-from agent_rl.train.metrics import step_metrics
-from agent_rl.train.order import PublishOrder, PublishReport
-from agent_rl.train.planning import Plan, check_lengths, lockstep_ranks, plan
 from agent_rl.train.reports import Differing, MiniStepShare, RouteCounts
-from agent_rl.train.settings import (
-    ModelSettings,
-    OptimizerSettings,
-    optimizer_settings,
-    reference_folder,
-    step_settings,
-)
-from agent_rl.train.shards import (
+from agent_rl.train.route_shares import (
     MicroBatches,
     RankInfo,
     by_sample,
@@ -50,8 +41,17 @@ from agent_rl.train.shards import (
     put_together,
     without_routes,
 )
-from agent_rl.train.trace import begin_trace, check_trace
+from agent_rl.train.route_trace import begin_trace, check_trace
+from agent_rl.train.settings import (
+    ModelSettings,
+    OptimizerSettings,
+    optimizer_settings,
+    reference_folder,
+    step_settings,
+)
+from agent_rl.train.step_metrics import step_metrics
 from agent_rl.types import Sample
+from agent_rl.weight_sync.order import PublishOrder, PublishReport
 
 START_SECONDS = 600.0
 CALL_SECONDS = 6 * 3600.0
@@ -370,7 +370,7 @@ class RayTrainer:
 
     @property
     def _planning(self) -> dict[str, Any]:
-        """How sequences are dealt out; see :func:`agent_rl.train.planning.plan`."""
+        """How sequences are dealt out; see :func:`agent_rl.train.batching.dealing.plan`."""
         train = self._config.train
         return {
             "budget": train.microbatch_tokens,
@@ -431,8 +431,8 @@ def split_step(
 ) -> tuple[tuple[MiniStepShare, ...], ...]:
     """``shares[data_rank][mini_step]``: consecutive samples go to the same mini step, so groups stay together.
 
-    Within a mini step they are dealt out by :func:`agent_rl.train.planning.plan`, which looks at their routes where
-    experts are spread over data ranks.
+    Within a mini step they are dealt out by :func:`agent_rl.train.batching.dealing.plan`, which looks at their routes
+    where experts are spread over data ranks.
     """
     parts = [part for part in np.array_split(np.arange(len(samples)), mini_steps) if len(part)]
     shares: list[list[MiniStepShare]] = [[] for _ in range(ranks)]

@@ -35,8 +35,8 @@ import torch
 from torch import Tensor
 
 from agent_rl.families import check_alike
+from agent_rl.train.loss.objectives import advantage_moments, kl_estimate, normalised_advantages, penalised_advantages
 from agent_rl.train.megatron.batch import PackedBatch, PassOutput, Routes
-from agent_rl.train.objectives import advantage_moments, kl_estimate, normalised_advantages, penalised_advantages
 from agent_rl.train.settings import KlPenalty
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@
                   ├─> the reference's log-probs, the update's routes (only for a KL penalty)
                   └─> mini steps: forward + backward (r3: rollout's | r2: recorded | off: own) ─> optimizer
     Routes are this rank's share all the way, given and recorded ones alike; they are never gathered.
-    all ranks' reports ─> agent_rl.train.metrics (driver)
+    all ranks' reports ─> agent_rl.train.step_metrics (driver)
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agent_rl.errors import TrainerError
-from agent_rl.train.losses import Counts, PolicyLoss, policy_loss
+from agent_rl.train.batching.packing import MicroBatch, pack
+from agent_rl.train.loss.policy_loss import Counts, PolicyLoss, policy_loss
 from agent_rl.train.megatron.batch import LossFn, PackedBatch, PassOutput, Routes
-from agent_rl.train.packing import MicroBatch, pack
 from agent_rl.train.reference import Compared, Reference, compare_with_reference
 from agent_rl.train.reports import Differing, MiniStepShare, RankReport, ReferenceReport, Update, UpdateSums, differing
+from agent_rl.train.route_trace import PassTrace, traced_pass
 from agent_rl.train.settings import SpikePolicy, StepSettings
-from agent_rl.train.trace import PassTrace, traced_pass
 from agent_rl.types import Sample
 from r3.shard import Packing, RouteShard, ShardSpec, own_routes
-from r3.trace_points import RankTracer
+from r3.trace.points import RankTracer
 
 Shards = Sequence[RouteShard] | None
 SUMS = ("loss", "clipped", "entropy", "kl", "correction", "dropped", "kl_reference")

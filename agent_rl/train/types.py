@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from agent_rl.train.order import PublishReport
 from agent_rl.types import Sample
+from agent_rl.weight_sync.order import PublishReport
 
 
 class Trainer(Protocol):

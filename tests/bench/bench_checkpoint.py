@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from agent_rl.config import ParallelConfig
-from agent_rl.train import checkpoint
+from agent_rl.train.checkpoint import folder as checkpoint
 from agent_rl.train.rank import TrainerRank
 from agent_rl.train.settings import ModelSettings, OptimizerSettings
 

@@ -34,14 +34,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agent_rl.config import EngineConfig, ParallelConfig, RunConfig
+from agent_rl.controller.advantages import samples_of
 from agent_rl.engine.facts import read_facts
 from agent_rl.engine.launch import EngineServer
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.model.shipped import install_model
-from agent_rl.observe.metrics import read_metrics
+from agent_rl.observe.metrics_log import read_metrics
 from agent_rl.rollout.records import read_trajectories
 from agent_rl.rollout.rescore import rescore_metrics
-from agent_rl.train.advantages import samples_of
 from agent_rl.train.cluster import ray_cluster
 from agent_rl.types import Group, Rescored, Sample, SamplingParams, Trajectory
 
@@ -308,11 +308,11 @@ def updates(model: Path, batches: Sequence[Sequence[Sample]]) -> list[dict[str, 
     """For every batch, the metrics of one update under every variant, by its name; the weights stay as they were."""
     from one_rank import free_port
 
-    from agent_rl.train.metrics import step_metrics
     from agent_rl.train.rank import TrainerRank
     from agent_rl.train.ray_trainer import split_step
+    from agent_rl.train.route_shares import cut, without_routes
     from agent_rl.train.settings import ModelSettings, OptimizerSettings, step_settings
-    from agent_rl.train.shards import cut, without_routes
+    from agent_rl.train.step_metrics import step_metrics
 
     one = ModelSettings(model, ParallelConfig(), "float32", "cpu", "none", ("core_attn",), 0, 1)
     # So small a rate leaves every float32 weight as it is.

@@ -27,8 +27,8 @@ import torch
 from one_rank import arguments, free_port, one_rank, policy, timed, world
 
 from agent_rl.config import ParallelConfig
-from agent_rl.train.cost import TOKENS, SequenceCost, sequence_cost
-from agent_rl.train.planning import Plan, plan
+from agent_rl.train.batching.cost import TOKENS, SequenceCost, sequence_cost
+from agent_rl.train.batching.dealing import Plan, plan
 
 QWEN3_30B: dict[str, Any] = {
     "vocab_size": 151_936,

@@ -28,9 +28,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from agent_rl.capacity.plan import glibc_slack
+from agent_rl.capacity.sizes import ModelSize, kv_bytes_per_token, rank_bytes, route_slot_bytes
 from agent_rl.config import EngineConfig, ParallelConfig, TrainConfig
-from agent_rl.controller.plan import glibc_slack
-from agent_rl.controller.sizes import ModelSize, kv_bytes_per_token, rank_bytes, route_slot_bytes
 
 FIXED = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "norm_topk_prob": True, "hidden_act": "silu",

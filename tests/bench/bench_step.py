@@ -9,7 +9,8 @@ before it. Ours includes what training needs besides: accumulation into Megatron
 
 The two take turns in random order; the ratio is the median over rounds, with a 95 % bootstrap interval. Processor time
 (user and system, all threads) is given beside the wall clock: a busy machine moves it less. With ``--peak-tflops`` also
-MFU: the FLOPs of :mod:`agent_rl.train.cost`, three times (forward, and twice for backward), a second over the peak.
+MFU: the FLOPs of :mod:`agent_rl.train.batching.cost`, three times (forward, and twice for backward), a second over
+the peak.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from one_rank import QUICKSTART, arguments, interleaved, median, one_rank, policy, ratio
 from torch import Tensor
 
-from agent_rl.train.cost import sequence_cost
+from agent_rl.train.batching.cost import sequence_cost
 
 TOKENS = 4096
 UNEVEN = (1500, 900, 600, 400, 300, 200, 130, 66)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from agent_rl.config import EngineConfig
 from agent_rl.engine.launch import EngineServer
-from agent_rl.train.publish import BUCKET_BYTES, WeightPublisher, free_port, join_group
+from agent_rl.weight_sync.publisher import BUCKET_BYTES, WeightPublisher, free_port, join_group
 
 ROOT = Path(__file__).resolve().parents[2]
 STAGES = ("pause", "prepare", "broadcast", "load", "check")
@@ -39,7 +39,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 RECEIVER = """
 import sys, torch
-from agent_rl.train.publish import join_group
+from agent_rl.weight_sync.publisher import join_group
 port, size = int(sys.argv[1]), int(sys.argv[2])
 group = join_group("127.0.0.1", port, 1, 2, "plain", "gloo", 600.0)
 data = torch.empty(size, dtype=torch.uint8)

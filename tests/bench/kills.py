@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from agent_rl.observe.metrics import read_metrics
+from agent_rl.observe.metrics_log import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "train"), str(ROOT / "integration")]

@@ -15,8 +15,8 @@ from agent_rl.controller.checkpoints import Checkpoints, Progress
 from agent_rl.controller.journal import Journal
 from agent_rl.controller.state import RunState
 from agent_rl.errors import TrainerError
-from agent_rl.train import checkpoint
-from agent_rl.train.checkpoint import Manifest
+from agent_rl.train.checkpoint import folder as checkpoint
+from agent_rl.train.checkpoint.folder import Manifest
 
 
 class Writer:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent_rl.controller.compare import (
+from agent_rl.commands.compare import (
     TrainerPass,
     chunks,
     comparable,

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from agent_rl.commands.doctor import diagnose, run_doctor
+from agent_rl.commands.eval import run_evaluation
 from agent_rl.config import load_config
-from agent_rl.controller.doctor import diagnose, run_doctor
-from agent_rl.controller.evaluate import run_evaluation
-from agent_rl.controller.quarantine import read_quarantine, write_quarantine
 from agent_rl.errors import ConfigError
-from agent_rl.evaluate import EpisodeResult
+from agent_rl.evaluation.quarantine import read_quarantine, write_quarantine
+from agent_rl.evaluation.report import EpisodeResult
 from envs import Finding
 from envs.mini.generator import generate
 from envs.mini.records import to_record

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent_rl.controller.eval_folder import EvalFolder, swebench_report
 from agent_rl.errors import ConfigError
-from agent_rl.evaluate import EpisodeResult, EvalReport, evaluate, pass_at_k
+from agent_rl.evaluation.folder import EvalFolder, swebench_report
+from agent_rl.evaluation.report import EpisodeResult, EvalReport, evaluate, pass_at_k
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.types import StopReason, Trajectory
 from envs import Task

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agent_rl.capacity.known_models import KNOWN, model_config
+from agent_rl.capacity.plan import GIB, Place, Plan, make_plan
+from agent_rl.capacity.sizes import ModelSize, kv_bytes_per_token, layer_bytes, rank_bytes, rank_parameters
 from agent_rl.config import ParallelConfig, RunConfig, TrainConfig, load_config
-from agent_rl.controller.known_models import KNOWN, model_config
-from agent_rl.controller.plan import GIB, Place, Plan, make_plan
-from agent_rl.controller.sizes import ModelSize, kv_bytes_per_token, layer_bytes, rank_bytes, rank_parameters
 from agent_rl.errors import ConfigError, UserError
 from agent_rl.train.layouts import layout_problems
 

@@ -13,8 +13,8 @@ from rich.console import Console
 from agent_rl.config import RunConfig
 from agent_rl.controller import routes
 from agent_rl.controller.routes import check_budget, probe_engines
-from agent_rl.engine.checks import Check, Verdict
-from agent_rl.engine.probe import ProbeReport
+from agent_rl.engine.probe.checks import Check, Verdict
+from agent_rl.engine.probe.run import ProbeReport
 from agent_rl.errors import RoutesMissingError
 from agent_rl.observe.display import Display
 from agent_rl.rollout.settings import RolloutSettings

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from agent_rl.engine.checks import Answers, Check, Verdict, check_all
 from agent_rl.engine.facts import ModelFacts
-from agent_rl.engine.raw import RawAnswer
+from agent_rl.engine.probe.checks import Answers, Check, Verdict, check_all
+from agent_rl.engine.probe.requests import RawAnswer
 
 LAYERS, EXPERTS, TOP_K, PROMPT = 24, 64, 4, 80
 FACTS = ModelFacts(LAYERS, tuple(range(1, LAYERS)), EXPERTS, TOP_K, 1000, 4096)

@@ -23,9 +23,9 @@ from engine_proxy import (
 from typer.testing import CliRunner
 
 from agent_rl import cli
-from agent_rl.engine.checks import Verdict
 from agent_rl.engine.facts import ModelFacts
-from agent_rl.engine.probe import probe, table
+from agent_rl.engine.probe.checks import Verdict
+from agent_rl.engine.probe.run import probe, table
 from agent_rl.errors import ConfigError, EngineRejected, EngineUnreachable
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]

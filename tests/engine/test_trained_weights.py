@@ -11,12 +11,12 @@ import pytest
 from agent_rl.config import EngineConfig, RunConfig
 from agent_rl.engine.facts import read_facts
 from agent_rl.engine.sglang import SGLangEngine
-from agent_rl.engine.weights import WeightReceivers
 from agent_rl.types import Sample, SamplingParams
+from agent_rl.weight_sync.receivers import WeightReceivers
 
 torch = pytest.importorskip("torch", reason="needs the trainer environment")
-from agent_rl.controller.sync import WeightSync  # noqa: E402
 from agent_rl.train.ray_trainer import RayTrainer  # noqa: E402
+from agent_rl.weight_sync.sync import WeightSync  # noqa: E402
 
 pytestmark = [pytest.mark.megatron, pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(600)]
 TOKENS = [int(token) for token in np.random.default_rng(5).integers(2, 250, 48)]

@@ -23,17 +23,17 @@ from agent_rl.config import EngineConfig, RunConfig
 from agent_rl.engine.facts import read_facts
 from agent_rl.engine.launch import EngineServer
 from agent_rl.engine.sglang import SGLangEngine
-from agent_rl.engine.weights import WeightReceivers
 from agent_rl.errors import WeightSyncError
 from agent_rl.types import Sample, SamplingParams
+from agent_rl.weight_sync.receivers import WeightReceivers
 
 torch = pytest.importorskip("torch", reason="needs the trainer environment")
 from safetensors.torch import load_file  # noqa: E402
 
-from agent_rl.controller.sync import WeightSync  # noqa: E402
-from agent_rl.train.digests import Digests, difference, outvoted  # noqa: E402
-from agent_rl.train.order import PublishReport  # noqa: E402
-from agent_rl.train.publish import Bucket, WeightPublisher  # noqa: E402
+from agent_rl.weight_sync.digests import Digests, difference, outvoted  # noqa: E402
+from agent_rl.weight_sync.order import PublishReport  # noqa: E402
+from agent_rl.weight_sync.publisher import Bucket, WeightPublisher  # noqa: E402
+from agent_rl.weight_sync.sync import WeightSync  # noqa: E402
 
 slow = [pytest.mark.sglang, pytest.mark.slow]
 TOKENS = [int(token) for token in np.random.default_rng(11).integers(2, 250, 60)]

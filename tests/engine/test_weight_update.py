@@ -15,9 +15,9 @@ import pytest
 from agent_rl.config import EngineConfig
 from agent_rl.engine.facts import read_facts
 from agent_rl.engine.sglang import SGLangEngine
-from agent_rl.engine.weights import WeightReceivers
 from agent_rl.errors import WeightSyncError
 from agent_rl.types import SamplingParams
+from agent_rl.weight_sync.receivers import WeightReceivers
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 SENDER = Path(__file__).with_name("weight_sender.py")

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed import distributed_c10d as c10d
 
-from agent_rl.engine.weights import GROUP_NAME, WeightReceivers
+from agent_rl.weight_sync.receivers import GROUP_NAME, WeightReceivers
 
 LIMIT = timedelta(seconds=60)
 

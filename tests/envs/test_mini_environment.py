@@ -22,7 +22,7 @@ pytestmark = [
 
 @pytest.fixture
 async def backend() -> AsyncIterator[SandboxBackend]:
-    from sandbox.bubblewrap import BubblewrapBackend
+    from sandbox.bubblewrap.backend import BubblewrapBackend
 
     backend = BubblewrapBackend(run_id="test-mini")
     yield backend

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import yaml
 
-from agent_rl.observe.metrics import read_metrics
-from agent_rl.train import checkpoint
+from agent_rl.observe.metrics_log import read_metrics
+from agent_rl.train.checkpoint import folder as checkpoint
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from integration_run import Run
 
-from agent_rl.observe.metrics import read_metrics
+from agent_rl.observe.metrics_log import read_metrics
 from agent_rl.rollout.records import read_trajectories
 
 pytestmark = [

@@ -12,7 +12,7 @@ from killed_run import Life, broken, episodes, exact, step_saved, write_config
 
 from agent_rl.controller.journal import read_journal
 from agent_rl.model.shipped import install_model
-from agent_rl.observe.metrics import read_metrics
+from agent_rl.observe.metrics_log import read_metrics
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.timeout(600)]
 

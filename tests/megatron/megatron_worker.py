@@ -267,7 +267,7 @@ def resume(rank: int, case: dict[str, Any], results: Path) -> None:
     """Two updates of real trainer ranks in the first of ``layouts``, saved between them; then the second update again
     in every one of the others, from what was saved. What each loaded it saves once more, to ``<name>-<number>``; its
     weights after the update go to ``<name>-<number>.pt``. The reference stays the model that all began with."""
-    from agent_rl.train import checkpoint
+    from agent_rl.train.checkpoint import folder as checkpoint
     from agent_rl.train.rank import TrainerRank
     from agent_rl.train.settings import ModelSettings, OptimizerSettings
 
@@ -305,7 +305,7 @@ def said(trainer: Any) -> Tensor:
 
 def save(trainer: Any, folder: Path, rank: int, world_size: int, parallel: ParallelConfig) -> Any:
     """A whole checkpoint of all ranks, as the driver makes it; its manifest."""
-    from agent_rl.train import checkpoint
+    from agent_rl.train.checkpoint import folder as checkpoint
 
     if rank == 0:
         checkpoint.begin(folder)

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from layout_matrix import RUNS, TWO_RANKS
 
-from agent_rl.train import checkpoint
-from agent_rl.train.pieces import whole_part
+from agent_rl.train.checkpoint import folder as checkpoint
+from agent_rl.train.checkpoint.pieces import whole_part
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from agent_rl.config import RunConfig
 from agent_rl.errors import ConfigError
+from agent_rl.train.loss.objectives import kl_estimate, penalised_advantages
 from agent_rl.train.megatron.batch import PackedBatch, PackedRoutes
-from agent_rl.train.objectives import kl_estimate, penalised_advantages
 from agent_rl.train.ray_trainer import split_step
 from agent_rl.train.reports import RankReport
 from agent_rl.train.settings import OptimizerSettings, step_settings

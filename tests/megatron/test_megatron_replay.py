@@ -223,7 +223,7 @@ def test_multi_token_prediction_keeps_its_own_routes(build: Build) -> None:
 @pytest.mark.parametrize("noise", [1e-3, 1e-2, 5e-2])
 def test_replay_brings_a_perturbed_trainer_nearer_to_the_engine(build: Build, noise: float) -> None:
     """The experts that flip with a little noise on the weights are most of the mismatch; replay leaves the rest."""
-    from r3.report import k3_kl
+    from r3.mismatch.report import k3_kl
 
     model, batch = build(), PackedBatch.from_sequences(tiny.sequences(lengths=(200, 200, 200)))
     engine = model.forward_logprobs([batch], None, record=True)[0]

@@ -19,8 +19,8 @@ from agent_rl.errors import TrainerError
 from agent_rl.train.megatron.batch import PackedBatch, PackedRoutes
 from agent_rl.train.ray_trainer import split_step
 from agent_rl.train.reports import differing
+from agent_rl.train.route_shares import cut
 from agent_rl.train.settings import OptimizerSettings, step_settings
-from agent_rl.train.shards import cut
 from agent_rl.types import Sample
 from r3.routing import Routing
 from r3.shard import Packing, RouteShard, ShardSpec, cut_routes

@@ -48,7 +48,7 @@ def test_calls_are_written_as_the_parser_reads_them() -> None:
 @pytest.mark.bubblewrap
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 async def test_a_demonstration_is_encoded_as_an_episode_would_be(tmp_path: Path) -> None:
-    from sandbox.bubblewrap import BubblewrapBackend
+    from sandbox.bubblewrap.backend import BubblewrapBackend
 
     tasks = generate("train", 2, seed=0)
     backend = BubblewrapBackend(run_id="test-demos")

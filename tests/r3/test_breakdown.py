@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3.breakdown import Pair, mismatch_report
-from r3.report import mismatch_metrics
+from r3.mismatch.breakdown import Pair, mismatch_report
+from r3.mismatch.report import mismatch_metrics
 from r3.routing import Routing, RoutingError, Span, SpanKind
 
 EXPERTS = 6

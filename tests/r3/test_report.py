@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3.report import (
+from r3.mismatch.report import (
     TAUS,
     differing_experts,
     estimate_ratios,

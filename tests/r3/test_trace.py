@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from r3.trace import (
+from r3.trace.points import order_trace
+from r3.trace.records import (
     Action,
     Fetch,
     TraceWriter,
@@ -28,7 +29,6 @@ from r3.trace import (
     sha256,
     sorted_sha256,
 )
-from r3.trace_points import order_trace
 
 ROWS, LAYERS, TOP_K = 9, 3, 2
 

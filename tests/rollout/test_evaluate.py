@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from agent_rl.errors import UserError
-from agent_rl.evaluate import evaluate, table, wilson_interval
+from agent_rl.evaluation.report import evaluate, table, wilson_interval
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.rollout.records import write_trajectories
 from agent_rl.rollout.settings import RolloutSettings

@@ -23,7 +23,7 @@ from sandbox import (
     SandboxUnavailableError,
     open_backend,
 )
-from sandbox.dockerengine import connect
+from sandbox.docker.engine import connect
 
 WAIT_SECONDS = 20.0
 # Runs reach every backend through a pool. The one here is in front of the backend whose boxes cost least.

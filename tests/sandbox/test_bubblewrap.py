@@ -21,7 +21,7 @@ from sandbox import (
     SandboxSpec,
     SandboxStartError,
 )
-from sandbox.bubblewrap import BubblewrapBackend
+from sandbox.bubblewrap.backend import BubblewrapBackend
 
 pytestmark = [pytest.mark.bubblewrap, pytest.mark.timeout(120)]
 ROOT = Path(__file__).resolve().parent.parent.parent

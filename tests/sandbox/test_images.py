@@ -18,9 +18,9 @@ import containers
 import pytest
 
 from sandbox import ImageMissingError, ImagePolicy, ImagePullError, SandboxError, SandboxSpec
-from sandbox.docker import DockerBackend
-from sandbox.dockerengine import EngineClient, connect, converted
-from sandbox.images import ImageStore
+from sandbox.docker.backend import DockerBackend
+from sandbox.docker.engine import EngineClient, connect, converted
+from sandbox.docker.images import ImageStore
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(120)]
 _SIZE = 300_000

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from sandbox import SandboxSpec, dockerlease, lease
-from sandbox.bubblewrap import BubblewrapBackend, reap_folders
-from sandbox.bwrapfolder import RunFolder, folder_leases
-from sandbox.docker import DockerBackend, reap_containers
-from sandbox.dockerengine import EngineClient, connect
+from sandbox import SandboxSpec, lease
+from sandbox.bubblewrap.backend import BubblewrapBackend, reap_folders
+from sandbox.bubblewrap.folder import RunFolder, folder_leases
+from sandbox.docker import lease as dockerlease
+from sandbox.docker.backend import DockerBackend, reap_containers
+from sandbox.docker.engine import EngineClient, connect
 from sandbox.lease import EXPIRY_SECONDS
 from sandbox.owner import Owner
 

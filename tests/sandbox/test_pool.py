@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sandbox import Sandbox, SandboxPool, SandboxSpec, SandboxStartError
-from sandbox.bubblewrap import BubblewrapBackend
+from sandbox.bubblewrap.backend import BubblewrapBackend
 
 pytestmark = [pytest.mark.bubblewrap, pytest.mark.timeout(60)]
 SPEC = SandboxSpec(env={"A": "1", "B": "2"})

@@ -19,13 +19,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sandbox import SandboxFileError, SandboxLostError, SandboxSpec, SandboxUnavailableError, open_backend
-from sandbox.beneath import NeedsBox, read_beneath, write_beneath
-from sandbox.docker import check_limits
-from sandbox.dockerexec import END, Demux, Marked
+from sandbox.bubblewrap.beneath import NeedsBox, read_beneath, write_beneath
+from sandbox.bubblewrap.seccomp import box_filter
+from sandbox.docker.backend import check_limits
+from sandbox.docker.exec import END, Demux, Marked
 from sandbox.lease import EXPIRY_SECONDS, Heartbeat, Lease
 from sandbox.owner import Owner
 from sandbox.process import Capture
-from sandbox.seccomp import box_filter
 
 # Owners
 
@@ -127,7 +127,7 @@ async def test_output_that_the_engine_lost_is_not_taken_for_silence(monkeypatch:
     backend = open_backend("docker", run_id="lost")
     try:
         box = await backend.start(SandboxSpec())
-        monkeypatch.setattr("sandbox.dockerbox.WRAPPER", "echo half of it")  # and no mark
+        monkeypatch.setattr("sandbox.docker.box.WRAPPER", "echo half of it")  # and no mark
         with pytest.raises(SandboxLostError, match=r"lost a command's output.*half of it"):
             await box.exec("true", timeout=20)
         monkeypatch.undo()
@@ -230,7 +230,7 @@ def test_no_backend_is_one_line_that_says_what_to_install(monkeypatch: pytest.Mo
 
 
 def test_an_engine_that_hangs_is_told_within_seconds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("sandbox.dockerengine._PROBE_SECONDS", 0.2)
+    monkeypatch.setattr("sandbox.docker.engine._PROBE_SECONDS", 0.2)
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/hangs.sock")
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind(f"{tmp_path}/hangs.sock")
@@ -272,7 +272,6 @@ async def test_auto_takes_an_engine_that_answers() -> None:
 
 
 def test_importing_is_light() -> None:
-    code = (
-        "import sys, sandbox; print([m for m in ('docker', 'requests', 'torch', 'sandbox.docker') if m in sys.modules])"
-    )
+    heavy = ("docker", "requests", "torch", "sandbox.docker.backend")
+    code = f"import sys, sandbox; print([m for m in {heavy!r} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"

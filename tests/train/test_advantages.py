@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agent_rl.controller.advantages import group_advantages, samples_of
 from agent_rl.errors import TrainerError
-from agent_rl.train.advantages import group_advantages, samples_of
 from agent_rl.types import Group, StopReason, Trajectory
 from r3.routing import Routing, Span, SpanKind, append_span, validate
 

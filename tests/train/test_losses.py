@@ -8,8 +8,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs the trainer environment")
 
-from agent_rl.train.losses import Counts, policy_loss, weighted_cross_entropy  # noqa: E402
-from agent_rl.train.objectives import objective_terms  # noqa: E402
+from agent_rl.train.loss.objectives import objective_terms  # noqa: E402
+from agent_rl.train.loss.policy_loss import Counts, policy_loss, weighted_cross_entropy  # noqa: E402
 from agent_rl.train.settings import Bounds, Clip, LossSettings  # noqa: E402
 
 CLIP = Clip(0.2, 0.28)

@@ -9,8 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs the trainer environment")
 
-from agent_rl.train.corrections import correction_weights  # noqa: E402
-from agent_rl.train.objectives import aggregation_weights, kl_estimate, objective_terms  # noqa: E402
+from agent_rl.train.loss.corrections import correction_weights  # noqa: E402
+from agent_rl.train.loss.objectives import aggregation_weights, kl_estimate, objective_terms  # noqa: E402
 from agent_rl.train.settings import Aggregation, Bounds, Clip, Correction, Objective  # noqa: E402
 
 LENGTHS = (7, 1, 12, 5, 4)

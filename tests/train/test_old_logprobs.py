@@ -13,13 +13,13 @@ from trajectories import trajectory
 torch = pytest.importorskip("torch")
 
 from agent_rl.config import RunConfig  # noqa: E402
+from agent_rl.controller.advantages import samples_of  # noqa: E402
 from agent_rl.controller.preflight import check_lengths  # noqa: E402
 from agent_rl.engine.facts import read_facts  # noqa: E402
 from agent_rl.errors import TrainerError, UserError  # noqa: E402
 from agent_rl.model.shipped import install_model  # noqa: E402
-from agent_rl.train.advantages import samples_of  # noqa: E402
-from agent_rl.train.corrections import correction_weights  # noqa: E402
-from agent_rl.train.packing import MicroBatch, pack  # noqa: E402
+from agent_rl.train.batching.packing import MicroBatch, pack  # noqa: E402
+from agent_rl.train.loss.corrections import correction_weights  # noqa: E402
 from agent_rl.train.settings import Bounds, Correction, OldLogprobs, StepSettings, step_settings  # noqa: E402
 from agent_rl.train.step import _training_input  # noqa: E402
 from agent_rl.types import Group, Rescored, Sample, StopReason  # noqa: E402

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_rl.errors import TrainerError
-from agent_rl.train.packing import pack, pack_weighted, unpack
-from agent_rl.train.planning import plan
+from agent_rl.train.batching.dealing import plan
+from agent_rl.train.batching.packing import pack, pack_weighted, unpack
 from agent_rl.train.ray_trainer import split_step
 from agent_rl.types import Sample
 

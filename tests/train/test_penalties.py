@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="needs the trainer environment")
 
-from agent_rl.train.objectives import (  # noqa: E402
+from agent_rl.train.loss.objectives import (  # noqa: E402
     advantage_moments,
     kl_estimate,
     normalised_advantages,

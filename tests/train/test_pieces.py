@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from agent_rl.errors import TrainerError
-from agent_rl.train.pieces import Part, PieceReader, Stretch, whole_part, write_pieces
+from agent_rl.train.checkpoint.pieces import Part, PieceReader, Stretch, whole_part, write_pieces
 
 Floats = NDArray[np.float32]
 WHOLE = (12, 12)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from agent_rl.config import ParallelConfig
 from agent_rl.errors import TrainerError
-from agent_rl.train.cost import TOKENS, SequenceCost, expert_loads, sequence_cost
-from agent_rl.train.planning import Plan, differencing, lockstep_ranks, plan
+from agent_rl.train.batching.cost import TOKENS, SequenceCost, expert_loads, sequence_cost
+from agent_rl.train.batching.dealing import Plan, differencing, lockstep_ranks, plan
 from r3.routing import Routing
 
 BUDGET = 128

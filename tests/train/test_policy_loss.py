@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch", reason="needs the trainer environment")
 
 from agent_rl.config import RunConfig  # noqa: E402
-from agent_rl.train.losses import Counts, policy_loss  # noqa: E402
-from agent_rl.train.objectives import aggregation_weights  # noqa: E402
-from agent_rl.train.packing import MicroBatch, pack  # noqa: E402
+from agent_rl.train.batching.packing import MicroBatch, pack  # noqa: E402
+from agent_rl.train.loss.objectives import aggregation_weights  # noqa: E402
+from agent_rl.train.loss.policy_loss import Counts, policy_loss  # noqa: E402
 from agent_rl.train.ray_trainer import split_step  # noqa: E402
 from agent_rl.train.settings import (  # noqa: E402
     Aggregation,

@@ -17,7 +17,7 @@ from agent_rl.types import Sample
 
 torch = pytest.importorskip("torch", reason="needs the trainer environment")
 
-from agent_rl.train.publish import buckets  # noqa: E402
+from agent_rl.weight_sync.publisher import buckets  # noqa: E402
 
 Config = Callable[..., RunConfig]
 Make = Callable[..., Sample]

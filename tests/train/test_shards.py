@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_rl.errors import TrainerError
-from agent_rl.train.planning import plan
+from agent_rl.train.batching.dealing import plan
 from agent_rl.train.reports import Differing, RouteCounts, count_routes, differing
-from agent_rl.train.shards import (
+from agent_rl.train.route_shares import (
     RankInfo,
     by_sample,
     count_differing,
@@ -23,7 +23,7 @@ from agent_rl.train.shards import (
     without_routes,
 )
 from agent_rl.types import Sample
-from r3.report import differing_experts, route_mismatch
+from r3.mismatch.report import differing_experts, route_mismatch
 from r3.routing import Routing
 from r3.shard import ShardSpec
 

@@ -16,13 +16,13 @@ from agent_rl.config import ParallelConfig, R3Config, RunConfig, TraceConfig
 from agent_rl.errors import ConfigError, TrainerError
 from agent_rl.train import ray_trainer
 from agent_rl.train.ray_trainer import RayTrainer, split_step
+from agent_rl.train.route_shares import cut, without_routes
+from agent_rl.train.route_trace import begin_trace
 from agent_rl.train.settings import ModelSettings, OptimizerSettings, step_settings
-from agent_rl.train.shards import cut, without_routes
-from agent_rl.train.trace import begin_trace
 from agent_rl.types import Sample
-from r3.check import CheckReport, HandOver, check_folder
 from r3.shard import RouteShard, ShardSpec
-from r3.trace import STAGES
+from r3.trace.check import CheckReport, HandOver, check_folder
+from r3.trace.records import STAGES
 
 if TYPE_CHECKING:
     from agent_rl.train.rank import TrainerRank

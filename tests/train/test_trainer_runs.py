@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from agent_rl.config import GuardConfig, RunConfig
+from agent_rl.controller.advantages import group_advantages
 from agent_rl.errors import ConfigError, TrainerError
-from agent_rl.train.advantages import group_advantages
 from agent_rl.train.ray_trainer import RayTrainer
 from agent_rl.types import Sample
-from r3.report import differing_experts, route_mismatch
+from r3.mismatch.report import differing_experts, route_mismatch
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 

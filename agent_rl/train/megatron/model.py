@@ -18,11 +18,11 @@ from agent_rl.train.layouts import shares_optimizer
 from agent_rl.train.megatron import hf
 from agent_rl.train.megatron.batch import LossFn, PackedBatch, PassOutput, Routes
 from agent_rl.train.megatron.layers import block_spec
-from agent_rl.train.megatron.layout import shard_spec
+from agent_rl.train.megatron.local_tokens import shard_spec
 from agent_rl.train.megatron.parallel import Ranks, current_ranks
 from agent_rl.train.megatron.passes import Passes
 from agent_rl.train.megatron.shape import ModelShape
-from agent_rl.train.trace import PassTrace
+from agent_rl.train.route_trace import PassTrace
 from r3.megatron import RouterReplayer
 
 

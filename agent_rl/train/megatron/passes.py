@@ -23,11 +23,11 @@ from torch import Tensor
 from agent_rl.errors import TrainerError
 from agent_rl.train.megatron.attention import PackedAttention
 from agent_rl.train.megatron.batch import LossFn, PackedBatch, PackedRoutes, PassOutput, Routes
-from agent_rl.train.megatron.layout import Layout
+from agent_rl.train.megatron.local_tokens import Layout
 from agent_rl.train.megatron.logprobs import token_logprobs
 from agent_rl.train.megatron.parallel import Ranks
 from agent_rl.train.megatron.shape import ModelShape
-from agent_rl.train.trace import PassTrace
+from agent_rl.train.route_trace import PassTrace
 from r3.megatron import RouterReplayer, validate_routes
 from r3.shard import RouteShard, ShardSpec
 

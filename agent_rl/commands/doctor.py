@@ -1,0 +1,251 @@
+"""``agent-rl doctor``: can what a config names be trusted? The parts first, then every task.
+
+For each task the gold patch must be rewarded and doing nothing must not, several times over with the same outcome, and
+where the environment can audit itself (:class:`envs.Audited`) no leak and no hack may win. What fails is written to a
+quarantine file. A doctor that was stopped goes on where it was: each of its parts is resumable by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import cast
+
+from rich.table import Table
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
+
+from agent_rl.commands.health import Check, check_parts
+from agent_rl.config import RunConfig
+from agent_rl.controller.world import Workshop, open_workshop
+from agent_rl.errors import ConfigError
+from agent_rl.evaluation.folder import EvalFolder
+from agent_rl.evaluation.quarantine import write_quarantine
+from agent_rl.evaluation.report import EpisodeResult, evaluate
+from agent_rl.observe.display import Display
+from agent_rl.observe.files import write_json
+from agent_rl.rollout.group import RolloutEvent
+from agent_rl.rollout.limiter import Limiter
+from agent_rl.rollout.settings import RolloutSettings
+from agent_rl.rollout.solvers import solver_runner
+from agent_rl.types import Trajectory
+from envs import Audited, Finding, GradingError, Task
+from sandbox import SandboxError
+
+SHOWN = 20
+"""Sick tasks in the table; all of them are in doctor.json."""
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What was found of one task. ``reasons`` quarantine it; ``undecided`` says what the infrastructure kept from being
+    found out. ``gold`` and ``noop``: whether each run was resolved."""
+
+    task_id: str
+    gold: tuple[bool | None, ...]
+    noop: tuple[bool | None, ...]
+    findings: tuple[Finding, ...]
+    reasons: tuple[str, ...]
+    undecided: tuple[str, ...]
+
+
+async def run_doctor(
+    config: RunConfig, *, tasks: int | None, split: str, repeats: int, audit: bool, out: Path | None
+) -> bool:
+    """Examine ``config`` and print what was found; True if nothing is wrong."""
+    folder = out or config.run_dir / "doctor"
+    display = Display(f"doctor {config.name}")
+    with display:
+        async with open_workshop(config, display) as workshop:
+            checks = await check_parts(config, workshop.backend)
+            await workshop.env.prepare(split)
+            # All tasks, also those in quarantine: they may have recovered.
+            chosen = list(workshop.env.tasks(split))[:tasks]
+            if not chosen:
+                raise ConfigError(f"--split {split}: environment {workshop.env.name!r} has no tasks there")
+            runs = {
+                policy: await _repeat(config, workshop, policy, chosen, repeats, folder, display)
+                for policy in ("gold", "noop")
+            }
+            findings = await _audit_all(config, workshop, chosen, folder, display) if audit else {}
+    diagnoses = [diagnose(task.id, runs["gold"], runs["noop"], findings.get(task.id)) for task in chosen]
+    return _tell(display, folder, checks, diagnoses)
+
+
+async def _repeat(
+    config: RunConfig, workshop: Workshop, policy: str, tasks: Sequence[Task], repeats: int, folder: Path, out: Display
+) -> dict[str, list[EpisodeResult]]:
+    """``repeats`` runs of ``policy`` on every task that it can be run on, by task."""
+    settings = RolloutSettings.from_config(config).for_evaluation(greedy=False)
+    able = [_as_new(task) for task in tasks if policy != "gold" or workshop.env.gold(task)]
+    place = EvalFolder(folder / policy, {"policy": policy, "env": config.env.name, "options": _plain(config)})
+    known = {task.id for task in able}
+    results = [r for r in place.results() if r.task_id in known and r.sample < repeats]
+    graded = sum(result.resolved is not None for result in results)
+    out.stage(f"{policy}, {repeats} run(s) a task", total=len(able) * repeats - graded)
+    fresh: list[EpisodeResult] = []
+
+    def take(result: EpisodeResult, trajectory: Trajectory | None) -> None:
+        place.record(result, trajectory)
+        fresh.append(result)
+
+    await evaluate(
+        able,
+        solver_runner(workshop.env, policy, settings),
+        policy=policy,
+        limiter=Limiter(config.rollout.concurrency),
+        samples=repeats,
+        retries=config.rollout.sandbox_retries,
+        done=results,
+        on_result=take,
+        on_event=lambda event: _advance(out, event),
+    )
+    return _by_task([*results, *fresh])
+
+
+def _as_new(task: Task) -> Task:
+    """The task without the mark that it was verified before, which lets an empty patch go ungraded."""
+    return replace(task, record={**task.record, "verified": False}) if "verified" in task.record else task
+
+
+def _plain(config: RunConfig) -> object:
+    return config.env.model_dump(mode="json")["options"]
+
+
+def _advance(display: Display, event: RolloutEvent) -> None:
+    if event.group is not None or event.dropped is not None:
+        display.advance()
+
+
+def _by_task(results: Iterable[EpisodeResult]) -> dict[str, list[EpisodeResult]]:
+    """Each task's results, the last one of a sample that was run again."""
+    last = {(result.task_id, result.sample): result for result in results}
+    found: dict[str, list[EpisodeResult]] = defaultdict(list)
+    for key in sorted(last):
+        found[key[0]].append(last[key])
+    return found
+
+
+async def _audit_all(
+    config: RunConfig, workshop: Workshop, tasks: Sequence[Task], folder: Path, display: Display
+) -> dict[str, list[Finding] | str]:
+    """Every task's findings, or why there are none; those that ``audits.jsonl`` holds are not made again."""
+    if not hasattr(workshop.env, "audit"):
+        display.note(f"environment {workshop.env.name!r} has no audit: leaks and hacks were not looked for")
+        return {}
+    env, file = cast(Audited, workshop.env), folder / "audits.jsonl"
+    held = _read_audits(file)
+    found: dict[str, list[Finding] | str] = {task.id: held[task.id] for task in tasks if task.id in held}
+    display.stage("audit", total=len(tasks) - len(found))
+    limiter = Limiter(config.rollout.concurrency)
+    retrying = AsyncRetrying(
+        retry=retry_if_exception_type((SandboxError, GradingError)),
+        stop=stop_after_attempt(config.rollout.sandbox_retries + 1),
+        wait=wait_random_exponential(multiplier=0.2, max=5.0),
+        reraise=True,
+    )
+
+    async def one(task: Task) -> None:
+        async with limiter:
+            try:
+                findings: list[Finding] = list(await retrying(env.audit, task))
+            except (SandboxError, GradingError) as error:
+                found[task.id] = f"{type(error).__name__}: {error}"
+                return
+        found[task.id] = findings
+        row = {"task_id": task.id, "findings": [asdict(finding) for finding in findings]}
+        with file.open("ab") as lines:
+            lines.write(json.dumps(row).encode() + b"\n")
+        display.advance()
+
+    async with asyncio.TaskGroup() as group:
+        for task in tasks:
+            if task.id not in found:
+                group.create_task(one(task), name=f"audit-{task.id}")
+    return found
+
+
+def _read_audits(file: Path) -> dict[str, list[Finding]]:
+    """What an earlier start wrote; a line that a kill cut off is left out, and its audit made again."""
+    if not file.exists():
+        return {}
+    whole, _, torn = file.read_bytes().rpartition(b"\n")
+    if torn:
+        file.write_bytes(whole + b"\n" if whole else b"")
+    rows = map(json.loads, whole.splitlines())
+    return {row["task_id"]: [Finding(**finding) for finding in row["findings"]] for row in rows}
+
+
+def diagnose(
+    task_id: str,
+    gold: Mapping[str, Sequence[EpisodeResult]],
+    noop: Mapping[str, Sequence[EpisodeResult]],
+    findings: Sequence[Finding] | str | None,
+) -> Diagnosis:
+    """Put together what was found of a task."""
+    reasons: list[str] = []
+    undecided: list[str] = []
+    if task_id not in gold:
+        undecided.append("no gold patch to try")
+    for name, results, right in (("gold", gold.get(task_id, ()), True), ("no-op", noop.get(task_id, ()), False)):
+        outcomes = [result.resolved for result in results]
+        broken = next((result.error for result in results if result.resolved is None), None)
+        if broken is not None:
+            undecided.append(f"{name} could not be graded: {broken}")
+        if {True, False} <= set(outcomes):
+            reasons.append(f"flaky: {name} resolved in {outcomes.count(True)} of {len(outcomes)} runs")
+        elif (not right) in outcomes:
+            reasons.append("the gold patch does not resolve it" if right else "resolved by doing nothing")
+    if isinstance(findings, str):
+        undecided.append(f"audit: {findings}")
+    kept = () if findings is None or isinstance(findings, str) else tuple(findings)
+    reasons += [f"{finding.check}: {finding.detail}" for finding in kept if not finding.ok]
+    return Diagnosis(
+        task_id=task_id,
+        gold=tuple(result.resolved for result in gold.get(task_id, ())),
+        noop=tuple(result.resolved for result in noop.get(task_id, ())),
+        findings=kept,
+        reasons=tuple(reasons),
+        undecided=tuple(undecided),
+    )
+
+
+def _tell(display: Display, folder: Path, checks: Sequence[Check], diagnoses: Sequence[Diagnosis]) -> bool:
+    """Write doctor.json and the quarantine file, print both as tables; True if nothing is wrong."""
+    sick = {item.task_id: item.reasons for item in diagnoses if item.reasons}
+    undecided = [item for item in diagnoses if item.undecided and not item.reasons]
+    write_json(
+        folder / "doctor.json",
+        {"checks": [asdict(check) for check in checks], "tasks": [asdict(item) for item in diagnoses]},
+    )
+    write_quarantine(folder / "quarantine.json", sick)
+    display.table(_checks_table(checks))
+    healthy = len(diagnoses) - len(sick) - len(undecided)
+    display.note(f"{healthy} of {len(diagnoses)} tasks healthy, {len(sick)} sick, {len(undecided)} undecided")
+    if sick or undecided:
+        display.table(_tasks_table(sick, undecided))
+    display.note(f"report: {folder / 'doctor.json'}")
+    if sick:
+        display.note(f"leave the sick tasks out: env.quarantine={folder / 'quarantine.json'}")
+    return not sick and not undecided and all(check.ok for check in checks)
+
+
+def _checks_table(checks: Sequence[Check]) -> Table:
+    table = Table("part", "", "found")
+    for check in checks:
+        table.add_row(check.name, "ok" if check.ok else "WRONG", check.detail)
+    return table
+
+
+def _tasks_table(sick: Mapping[str, Sequence[str]], undecided: Sequence[Diagnosis]) -> Table:
+    table = Table("task", "what is wrong")
+    for task_id, reasons in list(sick.items())[:SHOWN]:
+        table.add_row(task_id, "; ".join(reasons))
+    for item in undecided[:SHOWN]:
+        table.add_row(item.task_id, "undecided: " + "; ".join(item.undecided))
+    if len(sick) > SHOWN or len(undecided) > SHOWN:
+        table.add_row("...", "the others are in doctor.json")
+    return table

@@ -1,0 +1,66 @@
+"""``agent-rl setup``: what a config needs and is not there yet. Each step is announced, or skipped with a word."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+from agent_rl.config import RunConfig
+from agent_rl.controller.preflight import check_room
+from agent_rl.controller.world import open_workshop
+from agent_rl.observe.display import Display
+from sandbox import open_backend
+from sandbox.base_image import build_image
+from sandbox.docker.backend import DEFAULT_IMAGE
+
+TINY_MODEL = "tiny-moe"
+
+
+async def prepare(config: RunConfig) -> None:
+    """Make the sandbox image, the starting model and the verified tasks."""
+    check_room(config.runs_dir)
+    display = Display("setup")
+    with display:
+        await asyncio.to_thread(_model, config, display)
+        await _image(config, display)
+        async with open_workshop(config, display) as workshop:
+            display.stage("tasks: making and verifying those that are not cached")
+            await workshop.env.prepare("train", config.eval.split)
+            counts = ", ".join(f"{len(workshop.env.tasks(split))} {split}" for split in ("train", config.eval.split))
+            display.fact("tasks", counts)
+
+
+async def warm_up(out: Path, seed: int) -> None:
+    """Make the starting model from scratch: demonstrations in real boxes, then supervised training."""
+    from agent_rl.model.warmup import WarmupSettings, make_model
+
+    display = Display("model init")
+    backend = open_backend("auto", run_id=f"warmup-{os.getpid()}")
+    try:
+        await make_model(out, WarmupSettings(seed=seed), backend, display.note)
+    finally:
+        await backend.close()
+
+
+def _model(config: RunConfig, display: Display) -> None:
+    """Only the shipped model can be made here; another one's absence is told before training, by the preflight."""
+    if (config.model / "config.json").is_file():
+        display.fact("model", f"{config.model} is there already")
+    elif config.model.name == TINY_MODEL:
+        from agent_rl.model.shipped import install_model
+
+        install_model(config.model)
+        display.fact("model", f"{config.model} unpacked")
+
+
+async def _image(config: RunConfig, display: Display) -> None:
+    """Where docker is the backend, its base image is built from Debian packages; bubblewrap needs none."""
+    backend = open_backend(config.sandbox.backend, run_id="setup")
+    await backend.close()
+    if backend.name != "docker":
+        display.fact("sandbox image", f"{backend.name} needs none")
+    elif config.sandbox.image is not None:
+        display.fact("sandbox image", f"{config.sandbox.image}, as configured")
+    else:
+        await asyncio.to_thread(build_image, DEFAULT_IMAGE)

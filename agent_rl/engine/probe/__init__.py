@@ -1,0 +1,1 @@
+"""Whether a running engine captures routes that can be replayed."""

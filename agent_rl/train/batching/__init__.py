@@ -1,0 +1,1 @@
+"""Which sequences share a micro-batch, which rank gets it, and what it costs."""

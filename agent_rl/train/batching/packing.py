@@ -1,0 +1,129 @@
+"""Samples to packed micro-batches: several sequences behind one another. numpy only.
+
+A worked example: samples of 3 and 2 tokens in one micro-batch (``T`` = 5)::
+
+    tokens_T    a b c | d e        cu_seqlens 0 3 5
+
+Axes: ``T`` packed tokens, ``n`` sequences. The log-prob of token i comes from the logits at position i - 1, so the
+first token of every sequence has none and is never trained on. Routes travel beside, already cut for each rank
+(:mod:`agent_rl.train.route_shares`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agent_rl.errors import TrainerError
+from agent_rl.types import Sample
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MicroBatch:
+    """Sequences packed for one forward pass.
+
+    ``sample_ids``: each sequence's index in the global batch.
+    ``tokens_T`` int64, ``cu_seqlens`` int32 ``[n + 1]``, ``mask_T`` bool (sampled, and not a sequence's first token),
+    ``logprobs_T`` float32 (the rollout's), ``advantages_T`` and ``weights_T`` float32. ``old_logprobs_T`` float32: the
+    samples' own ``old_logprobs``, None where they have none.
+    """
+
+    sample_ids: tuple[int, ...]
+    tokens_T: NDArray[np.int64]
+    cu_seqlens: NDArray[np.int32]
+    mask_T: NDArray[np.bool_]
+    logprobs_T: NDArray[np.float32]
+    advantages_T: NDArray[np.float32]
+    weights_T: NDArray[np.float32]
+    old_logprobs_T: NDArray[np.float32] | None = None
+
+    @property
+    def tokens(self) -> int:
+        return int(self.tokens_T.shape[0])
+
+    @property
+    def sampled_tokens(self) -> int:
+        return int(self.mask_T.sum())
+
+
+def pack(samples: Mapping[int, Sample] | Sequence[Sample], ids: Sequence[int]) -> MicroBatch:
+    """Pack ``samples[i] for i in ids``. Raises TrainerError where a sample's arrays don't line up."""
+    members = [samples[i] for i in ids]
+    for index, sample in zip(ids, members, strict=True):
+        _check_sample(index, sample)
+    lengths = [len(sample.tokens) for sample in members]
+    return MicroBatch(
+        sample_ids=tuple(ids),
+        tokens_T=np.concatenate([sample.tokens for sample in members]).astype(np.int64),
+        cu_seqlens=np.cumsum([0, *lengths]).astype(np.int32),
+        mask_T=np.concatenate([_trainable(sample) for sample in members]),
+        logprobs_T=np.concatenate([sample.logprobs for sample in members]).astype(np.float32),
+        advantages_T=np.repeat([sample.advantage for sample in members], lengths).astype(np.float32),
+        weights_T=np.repeat([sample.weight for sample in members], lengths).astype(np.float32),
+        old_logprobs_T=_old_logprobs(ids, members),
+    )
+
+
+def _old_logprobs(ids: Sequence[int], members: Sequence[Sample]) -> NDArray[np.float32] | None:
+    """All samples have some or none has: the ratio is taken against one source."""
+    own = [sample.old_logprobs for sample in members if sample.old_logprobs is not None]
+    if own and len(own) != len(members):
+        lacking = next(i for i, sample in zip(ids, members, strict=True) if sample.old_logprobs is None)
+        raise TrainerError(f"sample {lacking} has no old log-probs of its own, and others of its micro-batch have")
+    return np.concatenate(own).astype(np.float32) if own else None
+
+
+def pack_weighted(sequences: Sequence[tuple[NDArray[np.int32], NDArray[np.float32]]], ids: Sequence[int]) -> MicroBatch:
+    """Pack supervised sequences of ``(tokens, per-token loss weights)``; a sequence's first weight counts as 0."""
+    members = [sequences[i] for i in ids]
+    for index, (tokens, weights) in zip(ids, members, strict=True):
+        if len(tokens) != len(weights):
+            raise TrainerError(f"sequence {index} has {len(tokens)} tokens and {len(weights)} loss weights")
+    weights_T = np.concatenate([weights for _, weights in members]).astype(np.float32)
+    weights_T[np.cumsum([0, *(len(tokens) for tokens, _ in members[:-1])])] = 0.0
+    zeros_T = np.zeros(len(weights_T), np.float32)
+    return MicroBatch(
+        sample_ids=tuple(ids),
+        tokens_T=np.concatenate([tokens for tokens, _ in members]).astype(np.int64),
+        cu_seqlens=np.cumsum([0, *(len(tokens) for tokens, _ in members)]).astype(np.int32),
+        mask_T=weights_T != 0,
+        logprobs_T=zeros_T,
+        advantages_T=zeros_T,
+        weights_T=weights_T,
+    )
+
+
+def unpack(batches: Sequence[MicroBatch], packed: Sequence[NDArray], count: int) -> list[NDArray]:
+    """Cut per-token arrays ``[T, ...]`` back into one array a sample, in the samples' order.
+
+    Raises TrainerError unless every one of ``count`` samples is found exactly once.
+    """
+    found: dict[int, NDArray] = {}
+    for batch, values in zip(batches, packed, strict=True):
+        if len(values) != batch.tokens:
+            raise TrainerError(f"a micro-batch of {batch.tokens} tokens came back with {len(values)} rows")
+        for position, index in enumerate(batch.sample_ids):
+            if index in found:
+                raise TrainerError(f"sample {index} is in two micro-batches")
+            found[index] = values[batch.cu_seqlens[position] : batch.cu_seqlens[position + 1]]
+    if missing := sorted(set(range(count)) - found.keys()):
+        raise TrainerError(f"{len(missing)} of {count} samples are in no micro-batch, the first is {missing[0]}")
+    return [found[index] for index in range(count)]
+
+
+def _trainable(sample: Sample) -> NDArray[np.bool_]:
+    mask = np.array(sample.loss_mask, dtype=bool)
+    mask[0] = False
+    return mask
+
+
+def _check_sample(index: int, sample: Sample) -> None:
+    tokens = len(sample.tokens)
+    for name, array in (("loss_mask", sample.loss_mask), ("logprobs", sample.logprobs)):
+        if len(array) != tokens:
+            raise TrainerError(f"sample {index} has {tokens} tokens and {len(array)} entries of {name}")
+    if sample.old_logprobs is not None and len(sample.old_logprobs) != tokens:
+        raise TrainerError(f"sample {index} has {tokens} tokens and {len(sample.old_logprobs)} old log-probs")

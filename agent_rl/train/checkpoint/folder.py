@@ -1,0 +1,185 @@
+"""Checkpoints as folders: every rank's files and a manifest, written beside the target and renamed into place.
+
+::
+
+    step-000010/
+      manifest.json            format, counts, the layout that wrote, checksums, and what the run says of itself
+      rank-00000.safetensors   the pieces of the state that rank 0 keeps (agent_rl/train/checkpoint/pieces.py)
+      rank-00000.rng.pt        its random state
+      rank-00001...
+
+A folder that holds ``manifest.json`` is complete: the manifest is written last, when all files are synced, and the
+rename makes the whole folder appear at once. A killed save leaves only a ``.partial`` folder; :func:`tidy` removes it.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from agent_rl.config import ParallelConfig
+from agent_rl.errors import AgentRlError, ConfigError, TrainerError, UserError
+from agent_rl.train.checkpoint import pieces
+from agent_rl.train.checkpoint.pieces import PieceReader
+
+FORMAT = 2
+_STEP = re.compile(r"step-(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a checkpoint is of. ``counts`` are the optimizer's; ``parallel`` and ``dtype`` those of the trainer that
+    wrote; ``checksums`` its ranks' CRC-32s, in order; ``run`` is the controller's own, of plain values."""
+
+    format: int
+    updates: int
+    counts: Mapping[str, int]
+    parallel: Mapping[str, int | str | bool]
+    dtype: str
+    checksums: tuple[int, ...]
+    run: Mapping[str, int | str] = field(default_factory=dict)
+
+    def written_by(self, parallel: ParallelConfig) -> bool:
+        """Whether a trainer of the layout ``parallel`` wrote it."""
+        return ParallelConfig.model_validate(self.parallel) == parallel
+
+
+def partial_folder(folder: Path) -> Path:
+    """Where a checkpoint is written before it is renamed to ``folder``."""
+    return folder.with_name(f".{folder.name}.partial")
+
+
+def rank_file(folder: Path, rank: int) -> Path:
+    """The state of one rank in a checkpoint."""
+    return folder / f"rank-{rank:05d}.safetensors"
+
+
+def rng_file(folder: Path, rank: int) -> Path:
+    """The random state of one rank in a checkpoint."""
+    return folder / f"rank-{rank:05d}.rng.pt"
+
+
+def begin(folder: Path) -> Path:
+    """An empty partial folder for ``folder``; what an earlier killed save left there is removed."""
+    partial = partial_folder(folder)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    return partial
+
+
+def commit(folder: Path, manifest: Manifest) -> None:
+    """Make the partial folder of ``folder`` appear as ``folder``, replacing an older one of that name. Raises as
+    :func:`disk_error`, leaving no partial folder."""
+    partial = partial_folder(folder)
+    path = partial / "manifest.json"
+    try:
+        path.write_text(json.dumps(asdict(manifest), indent=1))
+        _sync(path)
+        _sync(partial)
+    except OSError as error:
+        abandon(folder)
+        raise disk_error(path, error) from error
+    old = _old_folder(folder)
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    partial.rename(folder)
+    _sync(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def abandon(folder: Path) -> None:
+    """Remove the partial folder of a save that failed."""
+    shutil.rmtree(partial_folder(folder), ignore_errors=True)
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint; killed on the way, it leaves only what :func:`tidy` removes."""
+    gone = partial_folder(folder)
+    shutil.rmtree(gone, ignore_errors=True)
+    folder.rename(gone)
+    shutil.rmtree(gone)
+
+
+def tidy(checkpoints: Path) -> None:
+    """Remove what killed saves left in the folder of all checkpoints; one that was being replaced is put back."""
+    for old in checkpoints.glob(".*.old"):
+        folder = old.with_name(old.name.removeprefix(".").removesuffix(".old"))
+        if not folder.exists():
+            old.rename(folder)
+    for rest in (*checkpoints.glob(".*.partial"), *checkpoints.glob(".*.old")):
+        shutil.rmtree(rest)
+
+
+def disk_error(path: Path, error: OSError) -> AgentRlError:
+    """Why ``path`` could not be written, in one line: a UserError where the disk is full, else a TrainerError."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return UserError(f"{path}: no room on the disk; make some, set runs_dir, or lower train.keep_checkpoints")
+    return TrainerError(f"{path}: could not be written: {error.strerror or error}")
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a complete checkpoint. Raises ConfigError where there is none, or of another format."""
+    path = folder / "manifest.json"
+    if not path.is_file():
+        raise ConfigError(f"{folder}: not a complete checkpoint (no manifest.json)")
+    try:
+        said = json.loads(path.read_text())
+        if said["format"] == FORMAT:
+            return Manifest(**{**said, "checksums": tuple(said["checksums"])})
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path}: not the manifest of a checkpoint: {error}") from error
+    raise ConfigError(
+        f"{folder}: checkpoint format {said['format']}, this version reads {FORMAT}: go on with the version that wrote "
+        "it, or start a new run from an exported model"
+    )
+
+
+def open_pieces(folder: Path, manifest: Manifest) -> PieceReader:
+    """The state in a checkpoint. Raises TrainerError where a file is missing or damaged."""
+    return PieceReader([rank_file(folder, rank) for rank in range(len(manifest.checksums))])
+
+
+def verify(folder: Path, manifest: Manifest, *, share: int = 0, shares: int = 1) -> None:
+    """Read every file (of ``shares``, those of ``share``) and compare checksums. Raises TrainerError naming one that
+    is missing or damaged."""
+    for rank in range(share, len(manifest.checksums), shares):
+        path = rank_file(folder, rank)
+        if pieces.checksum(path) != manifest.checksums[rank]:
+            raise TrainerError(f"{path}: damaged, its checksum is not the manifest's; remove {folder} to go on before")
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The complete ``step-N`` checkpoint with the highest N in ``folder``, or None."""
+    return max(complete_checkpoints(folder), key=checkpoint_step, default=None)
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """The complete ``step-N`` checkpoints in ``folder``, by N."""
+    named = [path for path in folder.glob("step-*") if _STEP.fullmatch(path.name)]
+    return sorted((path for path in named if (path / "manifest.json").is_file()), key=checkpoint_step)
+
+
+def checkpoint_step(folder: Path) -> int:
+    """N of a checkpoint folder named ``step-N``."""
+    if not (match := _STEP.fullmatch(folder.name)):
+        raise ConfigError(f"{folder}: a checkpoint folder is named step-NNNNNN")
+    return int(match[1])
+
+
+def _old_folder(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.old")
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

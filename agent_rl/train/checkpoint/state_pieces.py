@@ -1,0 +1,100 @@
+"""This rank's training state as pieces (:mod:`.pieces`): out of the optimizer, and back into it.
+
+The optimizer's float32 masters are the weights themselves in float32 training and determine them in bfloat16, so the
+three tensors a parameter that it keeps are all the state there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from agent_rl.train.checkpoint.pieces import Part, PieceReader, Stretch
+from agent_rl.train.checkpoint.saver import Snapshot
+from agent_rl.train.megatron import hf
+from agent_rl.train.megatron.hf import Cut, Slot
+from agent_rl.train.megatron.model import PolicyModel
+from agent_rl.train.megatron.parallel import Ranks
+from agent_rl.train.optimizer import SLOTS, PolicyOptimizer, StateShard
+
+
+class StatePieces:
+    """The state of one model and optimizer. Nothing here is collective but :meth:`load`."""
+
+    def __init__(self, model: PolicyModel, optimizer: PolicyOptimizer) -> None:
+        self._optimizer, self._ranks = optimizer, model.ranks
+        self._slots = _slots_by_name(model)
+        self._host: Tensor | None = None
+
+    def snapshot(self) -> Snapshot:
+        """Copy this rank's pieces to host memory, the same memory every time: write one before the next is taken."""
+        shards = [shard for shard in self._optimizer.shards() if self._writes(self._slots[shard.name])]
+        if self._host is None:
+            total = len(SLOTS) * sum(shard.stop - shard.start for shard in shards)
+            pinned = torch.cuda.is_available() and any(s.slots["master"].is_cuda for s in shards)
+            self._host = torch.empty(total, dtype=torch.float32, pin_memory=pinned)
+        pieces, offset = [], 0
+        for shard in shards:
+            for slot in SLOTS:
+                source = shard.slots[slot]
+                self._host[offset : offset + source.numel()].copy_(source)
+                offset += source.numel()
+                pieces.append((self._stretch(shard), slot))
+        return Snapshot(pieces, self._host[:offset].numpy(), self._optimizer.counts)
+
+    def load(self, reader: PieceReader, counts: Mapping[str, int]) -> None:
+        """Take this rank's state out of a checkpoint of any layout; the model's weights follow. Raises TrainerError
+        where it is of another model or damaged."""
+        shards = [(shard.name, shard.start, self._read(reader, shard)) for shard in self._optimizer.shards()]
+        self._optimizer.load_state_dict({"counts": dict(counts), "shards": shards})
+
+    def _read(self, reader: PieceReader, shard: StateShard) -> dict[str, Tensor]:
+        stretch = self._stretch(shard)
+        return {slot: torch.from_numpy(reader.read(stretch, slot)) for slot in SLOTS}
+
+    def _stretch(self, shard: StateShard) -> Stretch:
+        return Stretch(part_of(self._slots[shard.name], shard.shape, self._ranks), shard.start, shard.stop)
+
+    def _writes(self, slot: Slot) -> bool:
+        """Whether this rank is the first of those that keep the same stretch."""
+        if slot.cut is Cut.WHOLE and self._ranks.tensor_rank > 0:
+            return False
+        if slot.names == (hf.EMBEDDING,) and self._ranks.pipeline_rank > 0:  # a tied output's copy
+            return False
+        if self._optimizer.distributed:
+            return True
+        if slot.cut in (Cut.EXPERTS_GATE_UP, Cut.EXPERTS_DOWN):
+            return bool(parallel_state.get_expert_data_parallel_rank() == 0)
+        return bool(parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0)
+
+
+def part_of(slot: Slot, shape: Sequence[int], ranks: Ranks) -> Part:
+    """Which part of its parameter this rank's weight of ``shape`` is, viewed so that the cut is along one axis."""
+    name, sizes = slot.names[0], tuple(shape)
+    match slot.cut:
+        case Cut.WHOLE:
+            return Part(name, sizes)
+        case Cut.ROWS | Cut.QKV:
+            return Part(name, sizes, 0, ranks.tensor_rank, ranks.tensor_size)
+        case Cut.COLUMNS:
+            return Part(name, sizes, 1, ranks.tensor_rank, ranks.tensor_size)
+        case Cut.GATE_UP:
+            return Part(name, (2, sizes[0] // 2, *sizes[1:]), 1, ranks.tensor_rank, ranks.tensor_size)
+        case Cut.EXPERTS_GATE_UP | Cut.EXPERTS_DOWN:
+            return Part(name, sizes, 0, ranks.expert_rank, ranks.expert_size)
+
+
+def _slots_by_name(model: PolicyModel) -> dict[str, Slot]:
+    """The slots by the optimizer's names of their parameters."""
+    slots = {id(slot.parameter): slot for slot in hf.slots(model.modules, model.shape)}
+    return {name: slots[id(parameter)] for name, parameter in _named_parameters(model.modules)}
+
+
+def _named_parameters(modules: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    for index, module in enumerate(modules):
+        for name, parameter in module.named_parameters():
+            yield f"{index}.{name}", parameter

@@ -1,0 +1,1 @@
+"""The policy loss: objectives, corrections, penalties. Pure functions of torch tensors."""

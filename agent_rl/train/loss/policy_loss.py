@@ -1,0 +1,123 @@
+"""A micro-batch's share of the policy loss, and the numbers reported beside it. Pure functions of torch tensors.
+
+Axes: ``T`` the tokens of one packed micro-batch. A token that was not sampled has ``mask_T`` 0 and takes part in
+nothing. Sums are returned, never means: a global batch is spread over micro-batches and data-parallel ranks, so the
+division by its number of tokens or sequences happens once, with the global count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from agent_rl.train.loss.corrections import correction_weights
+from agent_rl.train.loss.objectives import aggregation_weights, kl_estimate, objective_terms
+from agent_rl.train.settings import LossSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What one optimizer update divides by, over *all* micro-batches and ranks: its sampled tokens, and the sequences
+    that have any."""
+
+    tokens: int
+    sequences: int
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyLoss:
+    """``loss``: this micro-batch's part of the global batch's loss (a scalar with a gradient).
+
+    The others are detached sums over the micro-batch's sampled tokens; divided by the global count they become
+    ``train/clip_fraction``, ``train/entropy``, ``train/approx_kl``, ``train/correction_weight``,
+    ``train/correction_dropped`` and ``train/kl_reference`` (0 without a reference).
+    """
+
+    loss: Tensor
+    clipped: Tensor
+    entropy: Tensor
+    approx_kl: Tensor
+    correction: Tensor
+    dropped: Tensor
+    kl_reference: Tensor
+
+
+def policy_loss(
+    logprobs_T: Tensor,
+    old_logprobs_T: Tensor,
+    log_ratio_T: Tensor,
+    advantages_T: Tensor,
+    mask_T: Tensor,
+    sequence_T: Tensor,
+    *,
+    entropy_T: Tensor,
+    weights_T: Tensor,
+    settings: LossSettings,
+    counts: Counts,
+    reference_T: Tensor | None = None,
+    log_weight_T: Tensor | None = None,
+) -> PolicyLoss:
+    """This micro-batch's share of the loss::
+
+        L = sum_t a_t w_t (c_t l_t + beta k_t - eta H_t)
+
+    ``l`` the objective's terms (:mod:`.objectives`) with ``rho_t = exp(logprob_t - old_logprob_t)``; ``a`` the
+    aggregation's weights, which divide by ``counts``; ``c`` the correction's (:mod:`.corrections`) from
+    ``log_ratio_T``, the trainer's log-probs before the update minus the rollout's, and ``log_weight_T``, the old ones
+    minus the rollout's (None: the old ones are the trainer's); ``w`` the samples' weights
+    ``weights_T``, 1 by default, which scale a token's term and not what is divided by; ``k`` the estimated KL to the
+    reference, whose log-probs are ``reference_T`` (GRPO, arXiv 2402.03300, eq. 3; only of place "loss"); ``H`` the
+    entropy ``entropy_T``, of which a gradient is wanted where ``settings.entropy``, eta, is not 0. A correction leaves
+    KL and entropy alone: they are about the policy, whoever sampled. ``mask_T`` bool, ``sequence_T`` int64: the
+    sequence of the micro-batch that a token is of.
+    """
+    terms = objective_terms(
+        settings.objective, logprobs_T, old_logprobs_T, advantages_T, mask_T, sequence_T, settings.clip
+    )
+    factors_T = correction_weights(
+        settings.correction, log_ratio_T, mask_T, sequence_T, settings.bounds, log_weight_T=log_weight_T
+    )
+    shares_T = aggregation_weights(
+        settings.aggregation,
+        mask_T,
+        sequence_T,
+        tokens=max(1, counts.tokens),
+        sequences=max(1, counts.sequences),
+        length=settings.length,
+        dtype=logprobs_T.dtype,
+    )
+    sampled_T = mask_T.to(logprobs_T.dtype)
+    # Where the mask is 0 the old log-prob means nothing, and its estimate may be infinite.
+    kl_T = torch.where(mask_T, kl_estimate("k3", old_logprobs_T, logprobs_T.detach()), torch.zeros_like(sampled_T))
+    penalty_T = _kl_to_reference(logprobs_T, reference_T, mask_T, settings)
+    terms_T = terms.loss_T * factors_T
+    if settings.kl is not None and settings.kl.place == "loss":
+        terms_T = terms_T + settings.kl.coefficient * penalty_T
+    if settings.entropy:
+        terms_T = terms_T - settings.entropy * entropy_T
+    return PolicyLoss(
+        loss=(terms_T * weights_T * shares_T).sum(),
+        clipped=(terms.clipped_T * sampled_T).sum(),
+        entropy=(entropy_T.detach() * sampled_T).sum(),
+        approx_kl=kl_T.sum(),
+        correction=(factors_T * sampled_T).sum(),
+        dropped=((factors_T == 0) * sampled_T).sum(),
+        kl_reference=penalty_T.detach().sum(),
+    )
+
+
+def _kl_to_reference(logprobs_T: Tensor, reference_T: Tensor | None, mask_T: Tensor, settings: LossSettings) -> Tensor:
+    """Each sampled token's estimate, ``[T]``; 0 elsewhere, and everywhere without a penalty."""
+    if settings.kl is None or reference_T is None:
+        return torch.zeros_like(logprobs_T)
+    # The first token of a sequence has no log-prob to compare: masked before, so that no gradient is 0 * inf.
+    own_T = torch.where(mask_T, logprobs_T, torch.zeros_like(logprobs_T))
+    theirs_T = torch.where(mask_T, reference_T, torch.zeros_like(logprobs_T))
+    return kl_estimate(settings.kl.estimator, own_T, theirs_T)
+
+
+def weighted_cross_entropy(logprobs_T: Tensor, weights_T: Tensor, *, batch_weight: float) -> Tensor:
+    """Supervised loss ``-1 / W * sum_t w_t * logprob_t``: W is the global batch's sum of weights. Scalar."""
+    return -(logprobs_T * weights_T.to(logprobs_T.dtype)).sum() / batch_weight

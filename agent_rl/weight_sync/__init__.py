@@ -1,0 +1,1 @@
+"""The trainer's weights into the engines: asking, sending, receiving, checking."""

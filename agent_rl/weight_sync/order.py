@@ -1,0 +1,39 @@
+"""What is asked of a weight update and what came of it. Imports no torch: the driver uses both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class PublishOrder:
+    """Send the weights to the engines at ``urls`` in ``dtype`` and call them ``version``.
+
+    ``pause_mode`` is SGLang's (see docs/weight-sync.md); ``timeout`` in seconds bounds each call, rendezvous and
+    broadcast.
+    """
+
+    urls: tuple[str, ...]
+    version: str
+    dtype: str
+    pause_mode: str = "retract"
+    timeout: float = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class PublishReport:
+    """``failures``: why, by URL, of the engines that may not hold the version; they are left paused, the others sample.
+
+    ``digests``: SGLang's checksum of every parameter as the engine should have it, from the bytes sent; empty where an
+    engine's cannot be foretold (:func:`.digests.foretold`). ``verified``: the share of engines compared
+    with them. ``stale_caches``: engines that kept prefixes of the old weights (only under ``in_place``). ``seconds``
+    and ``bytes`` of the update by stage.
+    """
+
+    failures: Mapping[str, str]
+    digests: Mapping[str, str] = field(default_factory=dict)
+    verified: float = 0.0
+    stale_caches: int = 0
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    bytes: int = 0

@@ -1,0 +1,336 @@
+"""Weights from the trainer's rank 0 into running engines, through a process group that spans both.
+
+::
+
+    join (once)    engines are told where to meet ── rank 0 meets them there
+    publish        pause ─ begin ─ [announce bucket ─ broadcast] ... ─ end ─ checksums ─ resume    every reply checked
+
+While the engines load a bucket, the next one is gathered; while it is broadcast, it is hashed.
+
+Neither side may be left waiting: an engine that refuses never joins the collective, so rank 0 looks at the replies
+while a rendezvous or a broadcast is under way, and everything is bounded by one time limit.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from torch import Tensor
+
+from agent_rl.errors import WeightSyncError
+from agent_rl.weight_sync.digests import Digests, difference, foretold, outvoted
+from agent_rl.weight_sync.order import PublishOrder, PublishReport
+from agent_rl.weight_sync.receivers import Pending, WeightReceivers
+
+BUCKET_BYTES = 64 << 20
+_POLL_SECONDS = 0.002
+_LEAVE_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bucket:
+    """Tensors of one dtype sent as one: ``data`` uint8 holds their bytes one after the other, as ``names`` go."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: str
+    data: Tensor
+    last: bool
+
+
+def buckets(
+    weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, *, limit: int = BUCKET_BYTES
+) -> Iterator[Bucket]:
+    """Gather ``weights`` into buckets of about ``limit`` bytes, converted to ``dtype``; the last one says so."""
+    held: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, tensor in weights:
+        converted = tensor.detach().to(dtype)
+        if held and size + converted.nbytes > limit:
+            yield _bucket(held, last=False)
+            held, size = [], 0
+        held.append((name, converted))
+        size += converted.nbytes
+    if not held:
+        raise WeightSyncError("the model has no weights to send")
+    yield _bucket(held, last=True)
+
+
+def _bucket(held: Sequence[tuple[str, Tensor]], *, last: bool) -> Bucket:
+    return Bucket(
+        names=tuple(name for name, _ in held),
+        shapes=tuple(tuple(tensor.shape) for _, tensor in held),
+        dtype=str(held[0][1].dtype).removeprefix("torch."),
+        data=torch.cat([tensor.contiguous().flatten().view(torch.uint8) for _, tensor in held]),
+        last=last,
+    )
+
+
+class Stages:
+    """Seconds by stage, summed."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+
+
+@dataclass
+class Sent:
+    """What went out in one update."""
+
+    bytes: int = 0
+    hashing: list[Future[None]] = field(default_factory=list)
+
+    def hashed(self) -> None:
+        """Wait until all of it is hashed."""
+        for part in self.hashing:
+            part.result()
+
+
+class WeightPublisher:
+    """Rank 0's link to a set of engines; the group is made once and used for every update.
+
+    ``pause_mode`` is SGLang's. ``timeout`` in seconds bounds each call, rendezvous and broadcast. After an update that
+    an engine did not take it must be closed.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        device: torch.device,
+        *,
+        pause_mode: str = "retract",
+        timeout: float = 120.0,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        self.urls = tuple(urls)
+        self._device, self._mode, self._timeout, self._bucket_bytes = device, pause_mode, timeout, bucket_bytes
+        self._name = f"agent-rl-{uuid.uuid4().hex[:8]}"  # an engine may still hold the group of a trainer that died
+        self._receivers = WeightReceivers(urls, timeout=timeout)
+        self._hashing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-digests")
+        self._foretold = False
+        self._group: Any = None
+
+    def serves(self, order: PublishOrder) -> bool:
+        """Whether this link is the one that ``order`` asks for."""
+        return (self.urls, self._mode, self._timeout) == (order.urls, order.pause_mode, order.timeout)
+
+    def publish(self, weights: Iterable[tuple[str, Tensor]], version: str, dtype: torch.dtype) -> PublishReport:
+        """Send all ``weights`` (Hugging Face names) as ``version`` and compare what the engines then hold.
+
+        What an engine does not take is told in the report; its reasons are one line each.
+        """
+        clock, digests, sent = Stages(), Digests(), Sent()
+        parts = self._counted(buckets(weights, dtype, limit=self._bucket_bytes), dtype.itemsize, digests, sent)
+        stale = 0
+        try:
+            stale = self._update(parts, version, dtype, clock)
+            with clock.stage("check"):
+                failures = self._check(version, sent, digests)
+                self._receivers.resume([url for url in self.urls if url not in failures])
+        except WeightSyncError as error:
+            failures = dict.fromkeys(self.urls, str(error))
+            for _ in parts:  # the checksums of what was not sent any more are wanted for a load from disk
+                pass
+            sent.hashed()
+        return PublishReport(
+            failures=failures,
+            digests=digests.found(),
+            verified=float(self._foretold),
+            stale_caches=stale,
+            seconds=clock.seconds,
+            bytes=sent.bytes,
+        )
+
+    def _update(self, parts: Iterator[Bucket], version: str, dtype: torch.dtype, clock: Stages) -> int:
+        """Pause, begin, every bucket, end. Returns how many engines kept old prefixes."""
+        if self._group is None:
+            with clock.stage("join"):
+                self._meet(dtype)
+        with clock.stage("pause"):
+            self._receivers.pause(self._mode)
+            self._receivers.begin()
+        loading: Pending | None = None
+        while bucket := self._next(parts, clock):
+            if loading is not None:
+                with clock.stage("load"):  # what is left of it: the next bucket was prepared meanwhile
+                    loading.wait()
+            with clock.stage("broadcast"):
+                loading = self._broadcast(bucket, version)
+        assert loading is not None, "buckets() gives at least one"
+        with clock.stage("load"):
+            loading.wait()
+            self._receivers.end()
+            return len(self._receivers.flush()) if self._mode == "in_place" else 0
+
+    @staticmethod
+    def _next(parts: Iterator[Bucket], clock: Stages) -> Bucket | None:
+        with clock.stage("prepare"):
+            return next(parts, None)
+
+    def _counted(self, parts: Iterator[Bucket], itemsize: int, digests: Digests, sent: Sent) -> Iterator[Bucket]:
+        """``parts`` as they are, counted and (where it is of use) hashed on a thread of their own."""
+        for bucket in parts:
+            sent.bytes += bucket.data.nbytes
+            if self._foretold:
+                hashing = self._hashing.submit(digests.add, bucket.names, bucket.shapes, itemsize, bucket.data)
+                sent.hashing.append(hashing)
+            yield bucket
+
+    def _check(self, version: str, sent: Sent, digests: Digests) -> dict[str, str]:
+        """Why, by URL, an engine does not hold what was sent."""
+        held = dict(zip(self.urls, self._receivers.checksums(), strict=True))
+        if self._foretold:
+            sent.hashed()
+            expected = digests.found()
+            wrong = {url: difference(expected, sums.ranks[0]) for url, sums in held.items()}
+        else:
+            odd = outvoted({url: sums.whole for url, sums in held.items()})
+            wrong = dict.fromkeys(odd, "does not hold the weights that the other engines hold")
+        return {url: f"{url}, updated to version {version}, {reason}" for url, reason in wrong.items() if reason}
+
+    def close(self) -> None:
+        """Drop the group and the connections. Idempotent."""
+        if self._group is not None:
+            self._receivers.leave(self._name, within=_LEAVE_SECONDS)
+            # A broadcast that an engine never joined keeps gloo's destructor waiting until it times out: the thread
+            # has the last reference, and is not waited for.
+            last, self._group = [self._group], None
+            destroying = threading.Thread(
+                target=lambda: torch.distributed.destroy_process_group(last.pop()), name="weight-group", daemon=True
+            )
+            destroying.start()
+            destroying.join(_LEAVE_SECONDS)
+        self._receivers.close()
+        self._hashing.shutdown(wait=False, cancel_futures=True)
+
+    def _meet(self, dtype: torch.dtype) -> None:
+        """Look at the engines and make the group with them."""
+        infos = self._receivers.server_infos()
+        wanted = str(dtype).removeprefix("torch.")
+        for url, info in zip(self.urls, infos, strict=True):
+            if info.get("dtype") not in (None, "auto", wanted):
+                raise WeightSyncError(f"{url} holds its weights in {info['dtype']}, not in {wanted}: set engine.dtype")
+        self._foretold = all(foretold(info) for info in infos)
+        self._join()
+
+    def _join(self) -> None:
+        host = _meeting_host(self.urls)
+        port = free_port()
+        backend = "nccl" if self._device.type == "cuda" else "gloo"
+        with self._receivers.joining(host, port, backend=backend, group=self._name) as joining:
+            join = _Threaded(
+                lambda: join_group(host, port, 0, self._receivers.world_size, self._name, backend, self._timeout)
+            )
+            self._wait(join.done, joining, "the rendezvous")
+            self._group = join.result()
+
+    def _broadcast(self, bucket: Bucket, version: str) -> Pending:
+        """Announce and send one bucket; the replies come when the engines have loaded it."""
+        data = bucket.data.to(self._device)
+        replies = self._receivers.receive(
+            bucket.names,
+            [bucket.dtype] * len(bucket.names),
+            bucket.shapes,
+            # An engine that has got only a part of the weights shall not claim to have the version.
+            weight_version=version if bucket.last else f"{version}-partial",
+            flush_cache=bucket.last and self._mode != "in_place",
+            group=self._name,
+        )
+        work = torch.distributed.broadcast(data, group=self._group, group_src=0, async_op=True)
+        self._wait(work.is_completed, replies, "the broadcast")
+        try:
+            work.wait()
+        except RuntimeError as error:  # an engine died with its end of the connection
+            reason = str(error).splitlines()[0]
+            raise WeightSyncError(f"the broadcast to {', '.join(self.urls)} broke off: {reason}") from error
+        return replies
+
+    def _wait(self, done: Callable[[], bool], replies: Pending, what: str) -> None:
+        deadline = time.monotonic() + self._timeout
+        while not done():
+            replies.check()
+            if time.monotonic() > deadline:
+                raise WeightSyncError(f"{what} with {', '.join(self.urls)} took more than {self._timeout:g} s")
+            time.sleep(_POLL_SECONDS)
+
+
+class _Threaded:
+    """A blocking call on a daemon thread, so that its caller can look elsewhere meanwhile and give it up."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._call = call
+        self._answer: Any = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="weight-rendezvous", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._answer = self._call()
+        except (RuntimeError, OSError, ValueError) as error:
+            self._error = error
+
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def result(self) -> Any:
+        if self._error is not None:
+            raise WeightSyncError(f"no process group with the engines: {self._error}") from self._error
+        return self._answer
+
+
+def free_port() -> int:
+    """A port that nothing listens on now."""
+    with closing(socket.socket()) as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def join_group(host: str, port: int, rank: int, world_size: int, name: str, backend: str, timeout: float) -> Any:
+    """A process group beside the default one, met at ``host:port``; made exactly as SGLang's other end makes it
+    (``sglang.srt.utils.init_custom_process_group``). Blocks until all ``world_size`` ranks are there."""
+    from torch.distributed import distributed_c10d as c10d
+
+    limit = timedelta(seconds=timeout)
+    store, rank, world_size = next(c10d.rendezvous(f"tcp://{host}:{port}", rank, world_size, timeout=limit))
+    store.set_timeout(limit)
+    group, _ = c10d._new_process_group_helper(
+        world_size,
+        rank,
+        [],
+        c10d.Backend(backend),
+        c10d.PrefixStore(name, store),
+        group_name=c10d.GroupName(name),
+        backend_options=None,
+        timeout=limit,
+    )
+    c10d._world.pg_group_ranks[group] = {index: index for index in range(world_size)}
+    return group
+
+
+def _meeting_host(urls: Sequence[str]) -> str:
+    """Where engines reach this process: the loopback if they are all here, else this node's address."""
+    if all(urlsplit(url).hostname in ("127.0.0.1", "localhost") for url in urls):
+        return "127.0.0.1"
+    import ray
+
+    return str(ray.util.get_node_ip_address())

@@ -1,0 +1,207 @@
+"""Brings every engine to the trainer's weights, and keeps one that cannot be brought there from being used.
+
+::
+
+    all together, by process group ──▶ one by one ──▶ from disk ──▶ its last good version, and out of use
+            │                              │              │
+            └──────────────────────────────┴──────────────┴──▶ checksums and log-probs agree ──▶ in use
+
+An arrow to the right is taken by the engines that failed; each way is tried once. Until an engine has been checked it
+stays paused (what only the log-probs can tell comes just after), so no token is sampled from weights that are part old
+and part new. What is loaded from disk is the trainer's own current weights, exported when an engine needs them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from agent_rl.config import RunConfig
+from agent_rl.engine.sglang import SGLangEngine
+from agent_rl.errors import EngineError, WeightSyncError
+from agent_rl.types import Sample
+from agent_rl.weight_sync.digests import difference
+from agent_rl.weight_sync.order import PublishReport
+from agent_rl.weight_sync.receivers import WeightReceivers
+
+# Engine and trainer differ by bf16 rounding, a mean of about 0.03 nats a token; weights that did not arrive, or arrived
+# under wrong names, differ by whole nats.
+SYNC_LIMIT = {"bfloat16": 0.3, "float32": 0.02}
+
+PROBE_TOKENS = 128
+
+
+class Publisher(Protocol):
+    """What of a trainer is needed here; :class:`agent_rl.train.types.Trainer` says what each does."""
+
+    async def logprobs(self, samples: Sequence[Sample], *, replay: bool) -> Sequence[Sequence[float]]: ...
+
+    async def publish(self, engine_urls: Sequence[str], weight_version: str) -> PublishReport: ...
+
+    async def export(self, folder: Path) -> None: ...
+
+
+@dataclass
+class Update:
+    """One version on its way: what the trainer's log-probs of the fixed sequence are, and what happened so far."""
+
+    step: int
+    logprobs: np.ndarray
+    digests: Mapping[str, str] = field(default_factory=dict)
+    worst: float = 0.0
+    retries: int = 0
+    disk_loads: int = 0
+    first: PublishReport | None = None
+
+    @property
+    def version(self) -> str:
+        return str(self.step)
+
+
+class WeightSync:
+    """Publishes the trainer's weights to the engines in use.
+
+    ``folder`` holds the exports that engines are given from disk (``step-NNNNNN``, the newest kept). ``note`` is told,
+    a line each, what an engine did not take and which are out of use.
+    """
+
+    def __init__(
+        self, config: RunConfig, engine: SGLangEngine, trainer: Publisher, folder: Path, note: Callable[[str], None]
+    ) -> None:
+        self._config, self._engine, self._trainer, self._folder, self._note = config, engine, trainer, folder, note
+        self._tokens = np.arange(min(PROBE_TOKENS, engine.facts.vocab_size), dtype=np.int32)
+        self._good = (config.model, "start")  # the newest version on disk that is known to be whole
+        shutil.rmtree(folder, ignore_errors=True)  # of an earlier start, which may have gone on beyond our checkpoint
+
+    async def publish(self, step: int) -> dict[str, float]:
+        """Bring every engine in use to the trainer's weights as version ``step``; metrics ``weight_sync/*``.
+
+        An engine that cannot be brought there is put out of use. Raises WeightSyncError where none is left.
+        """
+        probe = Sample(self._tokens, np.ones(len(self._tokens), bool), np.zeros(len(self._tokens), "f4"), 0.0, None)
+        (ours,) = await self._trainer.logprobs([probe], replay=False)
+        update = Update(step, np.asarray(ours))
+        failures = await self._by_group(update, self._engine.urls)
+        for way in (self._alone, self._from_disk):
+            for url, reason in tuple(failures.items()):
+                self._note(f"weights {update.version}: {reason}")
+                update.retries += 1
+                failures |= await way(update, url)
+                if failures[url] == "":
+                    del failures[url]
+        for url, reason in failures.items():
+            await self._retire(url, reason)
+        return self._metrics(update)
+
+    async def _by_group(self, update: Update, urls: Sequence[str]) -> dict[str, str]:
+        """Publish to ``urls`` together; the reason by URL where an engine failed."""
+        report = await self._trainer.publish(urls, update.version)
+        update.first = update.first or report
+        update.digests = report.digests or update.digests
+        failures = dict(report.failures)
+        for url in urls:
+            if url not in failures and (reason := await self._compare(update, url)):
+                failures[url] = reason
+        return failures
+
+    async def _alone(self, update: Update, url: str) -> dict[str, str]:
+        return {url: "", **await self._by_group(update, [url])}
+
+    async def _from_disk(self, update: Update, url: str) -> dict[str, str]:
+        try:
+            with self._receiver(url) as receiver:
+                await asyncio.to_thread(receiver.pause, self._config.engine.pause_mode)  # does it live?
+                folder = await self._exported(update.step)
+                await asyncio.to_thread(self._load, receiver, folder, update.version, update.digests)
+        except WeightSyncError as error:
+            return {url: str(error)}
+        update.disk_loads += 1
+        reason = await self._compare(update, url)
+        if not reason:
+            self._keep(folder, update.version)
+        return {url: reason}
+
+    async def _exported(self, step: int) -> Path:
+        folder = self._folder / f"step-{step:06d}"
+        if not folder.exists():
+            await self._trainer.export(folder)
+        return folder
+
+    def _load(self, receiver: WeightReceivers, folder: Path, version: str, digests: Mapping[str, str]) -> None:
+        """Give one paused engine the checkpoint in ``folder`` and let it go on. Raises WeightSyncError."""
+        receiver.abandon()
+        receiver.load_from_disk(folder, version, flush_cache=self._config.engine.pause_mode != "in_place")
+        if digests and (wrong := difference(digests, receiver.checksums()[0].ranks[0])):
+            raise WeightSyncError(f"{receiver.urls[0]}, given {folder}, {wrong}")
+        receiver.resume()
+
+    def _keep(self, folder: Path, version: str) -> None:
+        before, _ = self._good
+        self._good = (folder, version)
+        if before.parent == self._folder and before != folder:
+            shutil.rmtree(before)
+
+    async def _compare(self, update: Update, url: str) -> str:
+        """Why the engine at ``url`` does not compute what the trainer computes, or "". One that does not is paused."""
+        try:
+            version = (await self._engine.info(url)).weight_version
+            if version != update.version:
+                return f"{url} answers with weights {version!r}, not {update.version!r}"
+            theirs = await self._engine.score(self._tokens.tolist(), url=url)
+        except EngineError as error:
+            return str(error)
+        difference = float(np.abs(np.asarray(theirs)[1:] - update.logprobs[1:]).mean())
+        limit = SYNC_LIMIT[self._config.engine.dtype]
+        if difference < limit:
+            update.worst = max(update.worst, difference)
+            return ""
+        with self._receiver(url) as receiver:
+            await asyncio.to_thread(receiver.pause, self._config.engine.pause_mode)
+        return (
+            f"{url}, updated to version {update.version}, differs from the trainer by {difference:.3f} nats a token on "
+            f"a fixed sequence, more than {limit}"
+        )
+
+    async def _retire(self, url: str, reason: str) -> None:
+        """Take an engine out of use that could not be brought to the new weights, on its last good ones if it can."""
+        reason = self._engine.death() or reason
+        holds = await asyncio.to_thread(self._restore, url)
+        if len(self._engine.urls) == 1:
+            raise WeightSyncError(f"{reason}; {holds}, and there is no other engine")
+        self._engine.retire(url)
+        self._note(f"{url} is out of use, {holds}: {reason}")
+
+    def _restore(self, url: str) -> str:
+        """Give an engine its last good version; what it holds then, in words."""
+        folder, version = self._good
+        with self._receiver(url) as receiver:
+            try:
+                receiver.pause(self._config.engine.pause_mode)
+                receiver.stop_requests()
+                self._load(receiver, folder, version, {})
+            except WeightSyncError:
+                return "what it holds is unknown"
+        return f"it holds the last good version, {version!r}, again"
+
+    def _receiver(self, url: str) -> WeightReceivers:
+        return WeightReceivers([url], timeout=self._config.engine.weight_sync_timeout)
+
+    def _metrics(self, update: Update) -> dict[str, float]:
+        assert update.first is not None, "the first way is always tried"
+        values = {
+            "logprob_abs_diff": update.worst,
+            "retries": update.retries,
+            "disk_loads": update.disk_loads,
+            "engines": len(self._engine.urls),
+            "verified": update.first.verified,
+            "stale_caches": update.first.stale_caches,
+            "bytes": update.first.bytes,
+            **{f"{stage}_seconds": seconds for stage, seconds in update.first.seconds.items()},
+        }
+        return {f"weight_sync/{name}": float(value) for name, value in values.items()}

@@ -1,0 +1,1 @@
+"""How far trainer and engine are apart: figures, by what they are made of, and drawn."""

@@ -1,0 +1,242 @@
+"""A bubblewrap box: its commands, its files, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import TypeVar
+
+from sandbox.box import BaseBox
+from sandbox.bubblewrap.beneath import NeedsBox, read_beneath, write_beneath
+from sandbox.bubblewrap.folder import remove_tree
+from sandbox.bubblewrap.launch import Launcher
+from sandbox.bubblewrap.root import RootFs
+from sandbox.cgroup import Cgroup
+from sandbox.errors import (
+    SandboxDiskFullError,
+    SandboxError,
+    SandboxFileError,
+    SandboxLostError,
+    SandboxStartError,
+)
+from sandbox.files import read_through, write_through
+from sandbox.process import Finished
+from sandbox.types import ExecResult, SandboxSpec
+
+T = TypeVar("T")
+
+_LEAST_FREE = 16 << 20
+
+
+class BubblewrapBox(BaseBox):
+    """One box: a host folder and, while a command runs, a bwrap. Made by :class:`BubblewrapBackend`."""
+
+    def __init__(
+        self,
+        id: str,
+        spec: SandboxSpec,
+        root: RootFs,
+        folder: Path,
+        launcher: Launcher,
+        forget: Callable[[BubblewrapBox], None],
+    ) -> None:
+        super().__init__(id, spec)
+        self._root, self._folder = root, folder
+        self._launcher, self._forget = launcher, forget
+        self._areas = _areas(spec.workdir, root.home)
+        self._mounts = self._all_mounts()
+        self._running: set[asyncio.Task[tuple[Finished, bool]]] = set()
+        self.cgroup: Cgroup | None = None
+
+    async def exec(
+        self,
+        command: str | Sequence[str],
+        *,
+        timeout: float,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        stdin: bytes | None = None,
+    ) -> ExecResult:
+        """Run ``command``; see :class:`sandbox.types.Sandbox`. What it leaves running ends with it."""
+        argv, folder = self._invocation(command, cwd)
+        if (refused := self._unspeakable(*argv, folder, *(env or {}).values())) is not None:
+            return refused
+        kills_before = self.cgroup.oom_kills() if self.cgroup else 0
+        finished, started = await self._run(argv, timeout, folder, env or {}, stdin)
+        oom = self.cgroup is not None and self.cgroup.oom_kills() > kills_before
+        if finished.returncode != 0:
+            self._check_alive()
+        if not (started or finished.timed_out or oom):
+            return self._not_started(finished, folder)
+        return ExecResult(
+            exit_code=finished.returncode,
+            stdout=finished.stdout,
+            stderr=finished.stderr,
+            seconds=finished.seconds,
+            timed_out=finished.timed_out,
+            truncated=finished.truncated,
+            oom_killed=oom,
+        )
+
+    async def read_file(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
+        """The file's bytes. A path through a symbolic link is read from inside the box."""
+        self._check_alive()
+        self._check_path(path)
+        if place := self._on_host(path):
+            try:
+                return await _file_thread(partial(read_beneath, *place, max_bytes=max_bytes, path=path))
+            except NeedsBox:
+                pass
+        return await read_through(self, path, max_bytes)
+
+    async def write_files(self, files: Mapping[str, bytes]) -> None:
+        """Write ``files``. Paths through symbolic links are written from inside the box."""
+        self._check_alive()
+        for path in files:
+            self._check_path(path)
+        left = await _file_thread(partial(self._write_direct, dict(files)))
+        if left:
+            await write_through(self, left)
+
+    def make_folders(self) -> None:
+        """Make the host folders of the writable areas; the working folder starts as the image's, if it has one."""
+        self._folder.mkdir(parents=True)
+        for area in ("work", "home", "tmp"):
+            (self._folder / area).mkdir()
+        (self._folder / "tmp").chmod(0o1777)
+        work = self._host_path(self._spec.workdir)
+        work.mkdir(parents=True, exist_ok=True)
+        if self._root.seed is not None:
+            source = self._root.seed / self._spec.workdir.lstrip("/")
+            if source.is_dir():
+                shutil.copytree(source, work, symlinks=True, dirs_exist_ok=True)
+
+    def _all_mounts(self) -> list[str]:
+        # Where this process is the machine's root, so is the box's to the files of /proc: written to, those of
+        # /proc/sys would set the kernel's parameters, capabilities or not.
+        mounts = [*self._root.arguments, "--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev"]
+        for inside, folder in self._areas.items():
+            mounts += ["--bind", str(self._folder / folder), inside]
+        for source, target in self._spec.ro_binds.items():
+            if any(PurePosixPath(target).is_relative_to(inside) for inside in self._areas):
+                raise SandboxStartError(
+                    f"ro_binds: {target}: below a writable folder ({', '.join(self._areas)}), where a command could "
+                    f"put a link in its place; bind it elsewhere, /opt/{PurePosixPath(target).name} say"
+                )
+            mounts += ["--ro-bind", source, target]
+        return [*mounts, "--remount-ro", "/"]
+
+    async def _run(
+        self, argv: Sequence[str], timeout: float, cwd: str, env: Mapping[str, str], stdin: bytes | None
+    ) -> tuple[Finished, bool]:
+        """Run one bwrap, in a task of its own so that closing the box can end it."""
+        self._check_open()
+        whole = {"PATH": self._root.path, "HOME": self._root.home, "LANG": "C.UTF-8", **self._spec.env, **env}
+        task = asyncio.ensure_future(
+            self._launcher.run(
+                self._spec, self.cgroup, self._mounts, argv, cwd=cwd, env=whole, timeout=timeout, stdin=stdin
+            )
+        )
+        self._running.add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if self._closed and caller is not None and not caller.cancelling():
+                raise SandboxLostError(f"box {self._id} was closed under a command") from None
+            raise
+        except (OSError, TimeoutError) as error:
+            raise SandboxLostError(f"box {self._id}: bwrap could not be run: {error}") from None
+        finally:
+            self._running.discard(task)
+
+    def _not_started(self, finished: Finished, cwd: str) -> ExecResult:
+        """bwrap stopped before the command ran: a wrong folder is the command's failure, all else the box's."""
+        text = finished.stderr.decode(errors="replace").strip()
+        if not text.startswith("bwrap: Can't chdir to "):
+            raise SandboxLostError(f"box {self._id}: {text or f'bwrap exited with {finished.returncode}'}")
+        why = f"cd: {cwd}: no such folder\n"
+        return ExecResult(exit_code=126, stdout=b"", stderr=why.encode(), seconds=finished.seconds)
+
+    def _check_alive(self) -> None:
+        self._check_open()
+        if not self._folder.is_dir():
+            raise SandboxLostError(f"box {self._id}: its folder {self._folder} is gone")
+        check_room(self._folder)
+
+    def _on_host(self, path: str) -> tuple[Path, list[str]] | None:
+        """The writable area that ``path`` lies in and the steps from there; None where only the box can tell."""
+        whole = PurePosixPath(self._spec.workdir) / path
+        if ".." not in whole.parts:
+            for inside, folder in self._areas.items():
+                if whole.is_relative_to(inside) and whole != PurePosixPath(inside):
+                    return self._folder / folder, list(whole.relative_to(inside).parts)
+        return None
+
+    def _host_path(self, path: str) -> Path:
+        place = self._on_host(path)
+        return place[0].joinpath(*place[1]) if place else self._folder / self._areas[path]
+
+    def _write_direct(self, files: dict[str, bytes]) -> dict[str, bytes]:
+        """Write what can be written from the host; return the rest."""
+        left = {}
+        for path, data in files.items():
+            place = self._on_host(path)
+            try:
+                if place is None:
+                    raise NeedsBox(path)
+                write_beneath(*place, data, path=path)
+            except NeedsBox:
+                left[path] = data
+        return left
+
+    async def _end(self) -> None:
+        for task in self._running:
+            task.cancel()
+        if self._running:
+            await asyncio.wait(self._running)
+        await asyncio.to_thread(on_disk, self._remove, f"box {self._id}", SandboxLostError)
+        self._forget(self)
+
+    def _remove(self) -> None:
+        if self.cgroup is not None:
+            self.cgroup.remove()
+        remove_tree(self._folder)
+
+
+def _areas(workdir: str, home: str) -> dict[str, str]:
+    """Writable places in a box and the box's sub-folder behind each; a working folder inside another is part of it."""
+    work = PurePosixPath(workdir)
+    areas = {home: "home", "/tmp": "tmp"}
+    if not work.is_absolute() or ".." in work.parts or any(PurePosixPath(a).is_relative_to(work) for a in areas):
+        raise SandboxStartError(f"workdir {workdir!r}: must be an absolute folder that holds neither /tmp nor {home}")
+    if not any(work.is_relative_to(area) for area in areas):
+        areas[str(work)] = "work"
+    return areas
+
+
+async def _file_thread(work: Callable[[], T]) -> T:
+    return await asyncio.to_thread(on_disk, work, "the box", SandboxFileError)
+
+
+def on_disk(work: Callable[[], T], what: str, error: type[SandboxError]) -> T:
+    """Run ``work``; an operating system error becomes an ``error``, or ``SandboxDiskFullError``."""
+    try:
+        return work()
+    except OSError as problem:
+        if problem.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise SandboxDiskFullError(f"{what}: no room left on the host's disk ({problem.filename})") from None
+        raise error(f"{what}: {problem}") from None
+    except subprocess.SubprocessError as problem:
+        raise error(f"{what}: {problem}") from None
+
+
+def check_room(path: Path) -> None:
+    free = shutil.disk_usage(path).free
+    if free < _LEAST_FREE:
+        raise SandboxDiskFullError(f"{path}: {free >> 10} KiB free on its disk, boxes need {_LEAST_FREE >> 20} MiB")

@@ -1,0 +1,183 @@
+"""What a bubblewrap box sees as its root file system: read-only system folders, and nothing of the host's beside."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from sandbox.errors import ImageMissingError
+
+HOST_IMAGE = "host"
+HOST_HOME = "/home/agent"
+"""Home in a box of the host's system folders. Not /root, below which the running Python may live."""
+ROOTFS_HOME = "/root"
+_GENERATION = "1"  # of what _generated makes: to be changed with it
+_ASK_SECONDS = 30.0
+_SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin"
+_TOP_FOLDERS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
+_ETC_COPIES = ("alternatives", "ld.so.cache", "ld.so.conf", "localtime", "mime.types", "debian_version", "os-release")
+_ETC = {
+    "passwd": f"root:x:0:0:root:{HOST_HOME}:/bin/bash\nnobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n",
+    "group": "root:x:0:\nnogroup:x:65534:\n",
+    "hosts": "127.0.0.1 localhost\n::1 localhost\n",
+    "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
+}
+PYTHON_PACKAGES = ("pytest", "markupsafe", "pretend")
+"""What a box of the host's system folders can import beside the standard library, as far as it is installed here."""
+
+
+@dataclass(frozen=True, slots=True)
+class RootFs:
+    """bwrap arguments that build the read-only root, and the environment that goes with it."""
+
+    arguments: tuple[str, ...]
+    home: str
+    path: str
+    seed: Path | None = None
+    """Root file system whose copy of the working folder a box starts with."""
+
+
+def host_root(cache: Path) -> RootFs:
+    """The machine's own system folders and the running Python. What has to be generated is kept in ``cache``.
+
+    The Python's site-packages are hidden behind a folder that holds ``PYTHON_PACKAGES`` only, so that what else is
+    installed on the host is neither seen nor depended on.
+    """
+    prefix = Path(sys.base_prefix)
+    made = _generated(cache, prefix)
+    arguments = [*_bind("/usr", "/usr"), *_top_folders(Path("/")), *_bind(made / "etc", "/etc")]
+    if not prefix.is_relative_to("/usr"):
+        arguments += _bind(prefix, prefix)
+    arguments += [part for folder in _site_folders() for part in _bind(made / "site", folder)]
+    path = f"{prefix}/bin:{_SYSTEM_PATH}"
+    if not (prefix / "bin" / "python").exists():
+        arguments += _bind(made / "bin", "/opt/agent-rl/bin")
+        path = f"/opt/agent-rl/bin:{path}"
+    return RootFs(tuple(arguments), HOST_HOME, path)
+
+
+def _generated(cache: Path, prefix: Path) -> Path:
+    """The folder with etc/, site/ and bin/ of a box, made once for each set of what it is made from."""
+    distributions = _closure(PYTHON_PACKAGES)
+    key = [
+        _GENERATION,
+        str(prefix),
+        sys.version,
+        *sorted(f"{d.locate_file('')} {d.name} {d.version}" for d in distributions),
+    ]
+    key += [f"{name} {Path('/etc', name).stat().st_mtime_ns}" for name in _ETC_COPIES if Path("/etc", name).exists()]
+    folder = cache / f".host-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}"
+    if folder.is_dir():
+        return folder
+    # Made beside and renamed: another run may be at it too, and then either result will do.
+    scratch = Path(tempfile.mkdtemp(prefix=".making-", dir=cache))
+    try:
+        for name in ("etc", "site", "bin"):
+            (scratch / name).mkdir()
+        _fill_etc(scratch / "etc")
+        _copy_packages(distributions, scratch / "site")
+        (scratch / "bin" / "python").symlink_to(prefix / "bin" / "python3")
+        try:
+            scratch.rename(folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return folder
+
+
+def folder_root(image: str) -> RootFs:
+    """The root file system in the folder ``image``. Raises ``ImageMissingError``."""
+    root = Path(image)
+    if not (root / "usr").is_dir():
+        raise ImageMissingError(
+            f"image {image!r}: for bubblewrap an image is {HOST_IMAGE!r} or the folder of a root file system (one with "
+            f"usr/ in it); make one with: python -m sandbox.base_image --rootfs FOLDER"
+        )
+    arguments: list[str] = []
+    # Bound entry by entry onto a root of the box's own, where mount points can be made; the folder itself stays as is.
+    for entry in sorted(root.iterdir()):
+        if entry.name in ("proc", "dev", "sys", "tmp", "root", "run", *_TOP_FOLDERS) or not entry.is_dir():
+            continue
+        arguments += _bind(entry, f"/{entry.name}")
+    arguments += _top_folders(root)
+    return RootFs(tuple(arguments), ROOTFS_HOME, f"/usr/local/sbin:{_SYSTEM_PATH}:/usr/sbin:/sbin", seed=root)
+
+
+def _copy_packages(distributions: Iterable[metadata.Distribution], target: Path) -> None:
+    for distribution in distributions:
+        for file in distribution.files or ():
+            source = Path(str(distribution.locate_file(file)))
+            if file.parts[0] in ("..", "/") or not source.is_file():
+                continue
+            destination = target / Path(*file.parts)
+            destination.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, destination)
+
+
+def _closure(names: Iterable[str]) -> list[metadata.Distribution]:
+    """The installed distributions ``names`` and what they require; absent ones are left out."""
+    found: dict[str, metadata.Distribution] = {}
+    wanted = list(names)
+    while wanted:
+        name = wanted.pop()
+        if name in found:
+            continue
+        try:
+            found[name] = metadata.distribution(name)
+        except metadata.PackageNotFoundError:
+            continue
+        # Requirements with a marker are for other platforms, old Pythons or extras.
+        requirements = [r for r in found[name].requires or () if ";" not in r]
+        wanted += [_requirement_name(requirement) for requirement in requirements]
+    return list(found.values())
+
+
+def _requirement_name(requirement: str) -> str:
+    end = next((i for i, c in enumerate(requirement) if not (c.isalnum() or c in "-_.")), len(requirement))
+    return requirement[:end]
+
+
+def _fill_etc(etc: Path) -> None:
+    for name, text in _ETC.items():
+        (etc / name).write_text(text)
+    for name in _ETC_COPIES:
+        source = Path("/etc", name)
+        if source.is_dir():
+            shutil.copytree(source, etc / name, symlinks=True)
+        elif source.is_file():
+            shutil.copy2(source, etc / name)
+
+
+def _top_folders(root: Path) -> list[str]:
+    """/bin and its like: links into /usr on a merged system, folders of their own elsewhere."""
+    arguments: list[str] = []
+    for name in _TOP_FOLDERS:
+        path = root / name
+        if path.is_symlink():
+            arguments += ["--symlink", os.readlink(path), f"/{name}"]
+        elif path.is_dir():
+            arguments += _bind(path, f"/{name}")
+    return arguments
+
+
+def _site_folders() -> list[Path]:
+    """The folders from which the base Python imports third-party packages, as it says itself, as far as they exist."""
+    question = "import json, site; print(json.dumps(site.getsitepackages()))"
+    base = Path(sys.base_prefix, "bin", f"python{sys.version_info.major}.{sys.version_info.minor}")
+    answer = subprocess.run([base, "-I", "-c", question], capture_output=True, check=True, timeout=_ASK_SECONDS)
+    return [Path(folder) for folder in json.loads(answer.stdout) if os.path.isdir(folder)]
+
+
+def _bind(source: Path | str, target: Path | str) -> list[str]:
+    return ["--ro-bind", str(source), str(target)]

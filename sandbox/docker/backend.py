@@ -1,0 +1,213 @@
+"""The container backend: one container of a running engine for each box, over the ``docker`` package.
+
+A container's first processes belong to the user nobody; commands run as its root, without capabilities. So commands
+can be ended by a ``kill -9 -1`` inside the box that can't reach what keeps the box alive, and neither can they.
+Commands of one box run one after another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import docker.errors
+from docker.types import LogConfig, Ulimit
+
+from sandbox.docker.box import DockerBox
+from sandbox.docker.engine import THREADS, EngineClient, connect, converted
+from sandbox.docker.images import ImageStore, ledger_of
+from sandbox.docker.lease import OWNER_LABEL, RUN_LABEL, EngineLease, engine_leases, remove_lease
+from sandbox.errors import (
+    ImageMissingError,
+    SandboxDiskFullError,
+    SandboxError,
+    SandboxStartError,
+    SandboxUnavailableError,
+)
+from sandbox.lease import Heartbeat
+from sandbox.owner import Owner
+from sandbox.shield import shielded
+from sandbox.types import ImagePolicy, SandboxSpec
+
+T = TypeVar("T")
+
+DEFAULT_IMAGE = "agent-rl-base"
+"""What ``SandboxSpec.image == "host"`` means here: the image that ``python -m sandbox.base_image`` builds."""
+FILE_SIZE_LIMIT = 1 << 30
+"""Bytes one file written in a box may have; there is no quota on the whole box."""
+_KEEPER = "65534:65534"
+_OWN_PROCESSES = 12  # init, keeper, wrapper, head, timeout; and the threads that the engine's runtime enters with
+_LEAST_FREE = 16 << 20
+
+
+class DockerBackend:
+    """Boxes in a container engine. Raises ``SandboxUnavailableError`` where none answers, or none that holds limits."""
+
+    def __init__(self, *, run_id: str, images: ImagePolicy | None = None) -> None:
+        self._api = connect(self.name)
+        check_limits(self._api.about)
+        self._disk = Path(self._api.about["DockerRootDir"])
+        self._owner = Owner.current(run_id)
+        self._lease = EngineLease(self._api, self._owner)
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="docker")
+        self._policy = images or ImagePolicy()
+        self._images = ImageStore(self._api, self._policy, self.call, ledger_of(self._api.about))
+        self._boxes: dict[str, DockerBox] = {}
+        self._closed = False
+        self._heartbeat = Heartbeat(self._lease.renew)
+
+    @property
+    def name(self) -> str:
+        return "docker"
+
+    @property
+    def limits(self) -> str:
+        """What holds a box's limits."""
+        return "the container engine's control groups"
+
+    async def start(self, spec: SandboxSpec) -> DockerBox:
+        """Start a box. Raises ``ImageMissingError``, ``ImagePullError`` or ``SandboxStartError``."""
+        if self._closed:
+            raise SandboxStartError("the backend is closed")
+        try:
+            return await self._started(spec)
+        except ImageMissingError:
+            if not self._policy.pull or spec.image == "host":
+                raise
+            await self._images.fetch(spec.image)
+            return await self._started(spec)
+
+    async def reap(self) -> int:
+        """Remove the containers of dead runs, of this machine or another that shares the engine; return how many."""
+        return await self.call(partial(reap_containers, self._api, self.name), SandboxError)
+
+    async def close(self) -> None:
+        """Close every box."""
+        self._closed = True
+        await shielded(self._close())
+
+    async def call(self, work: Callable[[], T], error: type[SandboxError]) -> T:
+        """Run ``work`` in one of the backend's threads, the client's errors turned into this package's."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, converted, work, error)
+
+    def check_room(self) -> None:
+        """Raise ``SandboxDiskFullError`` if the engine's disk, where it is this machine's, is full."""
+        if self._disk.is_dir() and (free := shutil.disk_usage(self._disk).free) < _LEAST_FREE:
+            raise SandboxDiskFullError(
+                f"{self._disk}: {free >> 10} KiB free on the engine's disk, boxes need {_LEAST_FREE >> 20} MiB"
+            )
+
+    def forget(self, box: DockerBox) -> None:
+        self._boxes.pop(box.id, None)
+
+    async def _started(self, spec: SandboxSpec) -> DockerBox:
+        starting = asyncio.ensure_future(self.call(partial(self._start, spec), SandboxStartError))
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            # The engine goes on with what it was asked for, so wait for the container in order to remove it.
+            await shielded(self._discard(starting))
+            raise
+
+    async def _discard(self, starting: asyncio.Future[DockerBox]) -> None:
+        await asyncio.wait({starting})
+        if starting.exception() is None:
+            await starting.result().close()
+
+    async def _close(self) -> None:
+        await self._images.close()
+        async with asyncio.TaskGroup() as group:
+            for box in list(self._boxes.values()):
+                group.create_task(box.close())
+        await asyncio.to_thread(self._end_lease)
+        self._threads.shutdown(wait=False)
+        self._api.close()
+
+    def _start(self, spec: SandboxSpec) -> DockerBox:
+        self.check_room()
+        for source in spec.ro_binds:
+            if not Path(source).exists():
+                raise SandboxStartError(f"ro_binds: {source}: no such file or folder on the host")
+        image = DEFAULT_IMAGE if spec.image == "host" else spec.image
+        try:
+            container = self._api.create_container(
+                image,
+                ["sleep", "infinity"],
+                user=_KEEPER,
+                working_dir=spec.workdir,
+                hostname="box",
+                entrypoint=[],
+                # Not only a network mode of "none": docker 20.10 keeps accounts of that network, whose locks end in a
+                # deadlock of the whole engine when boxes start and go side by side.
+                network_disabled=True,
+                environment=dict(spec.env),
+                labels={**spec.labels, RUN_LABEL: self._owner.run_id, OWNER_LABEL: self._owner.to_json()},
+                host_config=self._host_config(spec),
+            )["Id"]
+        except docker.errors.ImageNotFound:
+            build = f"python -m sandbox.base_image --engine {self.name}"
+            get = build if image == DEFAULT_IMAGE else f"{self.name} pull {image}"
+            raise ImageMissingError(f"image {image!r} is not on this machine: get it with: {get}") from None
+        box = DockerBox(container, spec, self._api, self)
+        try:
+            self._prepare(container, spec)
+            self._api.start(container)
+        except BaseException:
+            box.remove()
+            raise
+        self._boxes[box.id] = box
+        if self._policy.pull:
+            self._images.used(image)
+        return box
+
+    def _prepare(self, container: str, spec: SandboxSpec) -> None:
+        """Put in place what the engine would not, before the container starts."""
+
+    def _ulimits(self) -> list[Ulimit]:
+        return [
+            Ulimit(name="core", soft=0, hard=0),
+            Ulimit(name="fsize", soft=FILE_SIZE_LIMIT, hard=FILE_SIZE_LIMIT),
+        ]
+
+    def _host_config(self, spec: SandboxSpec) -> Any:
+        return self._api.create_host_config(
+            network_mode="none",
+            mem_limit=spec.memory_mb << 20,
+            memswap_limit=spec.memory_mb << 20,
+            pids_limit=spec.pids + _OWN_PROCESSES,
+            nano_cpus=min(int(spec.cpus * 1e9), (os.cpu_count() or 1) * 10**9),
+            cap_drop=["ALL"],
+            security_opt=["no-new-privileges"],
+            init=True,
+            ulimits=self._ulimits(),
+            log_config=LogConfig(type=LogConfig.types.NONE),
+            binds=[f"{source}:{target}:ro" for source, target in spec.ro_binds.items()],
+        )
+
+    def _end_lease(self) -> None:
+        self._heartbeat.stop()
+        self._lease.end()
+
+
+def check_limits(about: Mapping[str, Any]) -> None:
+    """Raise ``SandboxUnavailableError`` where the engine, by what it says of itself, would only pretend to limit a box.
+
+    Without root it has control groups to itself only in version 2; with version 1 it takes a limit and forgets it.
+    """
+    rootless = about.get("Rootless") or "name=rootless" in (about.get("SecurityOptions") or ())
+    if (rootless and about.get("CgroupVersion") == "1") or not (about["MemoryLimit"] and about["PidsLimit"]):
+        raise SandboxUnavailableError(
+            "the container engine holds no box to its memory and processes: run its service as root, or on control "
+            "groups version 2 that are delegated to its user"
+        )
+
+
+def reap_containers(api: EngineClient, backend: str) -> int:
+    """Remove the containers whose lease is dead; return how many."""
+    return sum(remove_lease(api, lease) for lease in engine_leases(api, backend) if lease.dead)

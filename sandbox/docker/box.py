@@ -1,0 +1,171 @@
+"""A container box: its commands, its files, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import PurePosixPath
+from typing import Protocol, TypeVar
+
+from sandbox.box import BaseBox
+from sandbox.cgroup import folders_of, oom_kills
+from sandbox.docker.engine import EngineClient, remove_container
+from sandbox.docker.exec import KILL_ALL, WRAPPER, ExecLink, ExecOutcome, run_exec
+from sandbox.docker.files import read_archive
+from sandbox.errors import SandboxError, SandboxFileError, SandboxLostError
+from sandbox.files import archive
+from sandbox.shield import shielded
+from sandbox.types import ExecResult, SandboxSpec
+
+T = TypeVar("T")
+
+_GRACE = 20.0
+_WRAPPER_KILLED = 137
+
+
+class BoxOwner(Protocol):
+    """What a box needs of the backend that started it."""
+
+    async def call(self, work: Callable[[], T], error: type[SandboxError]) -> T: ...
+
+    def check_room(self) -> None: ...
+
+    def forget(self, box: DockerBox) -> None: ...
+
+
+class DockerBox(BaseBox):
+    """One container. Made by :class:`DockerBackend`."""
+
+    def __init__(self, container: str, spec: SandboxSpec, api: EngineClient, backend: BoxOwner) -> None:
+        super().__init__(container[:12], spec)
+        self._container, self._api, self._owner = container, api, backend
+        # A command's end ends all that runs in the box, so there is one at a time.
+        self._turn = asyncio.Lock()
+        self._oom_seen = 0
+        self._link: ExecLink | None = None
+
+    async def exec(
+        self,
+        command: str | Sequence[str],
+        *,
+        timeout: float,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        stdin: bytes | None = None,
+    ) -> ExecResult:
+        """Run ``command``; see :class:`sandbox.types.Sandbox`. What it leaves running ends with it."""
+        argv, folder = self._invocation(command, cwd)
+        if (refused := self._unspeakable(*argv, folder, *(env or {}).values())) is not None:
+            return refused
+        size = "-1" if stdin is None else str(len(stdin))
+        whole = ["/bin/sh", "-c", WRAPPER, "sh", f"{timeout:.3f}", folder, size, *argv]
+        async with self._turn:
+            started = time.perf_counter()
+            outcome = await self._run(whole, timeout + _GRACE, env or {}, stdin)
+            seconds = time.perf_counter() - started
+            if not outcome.complete and outcome.exit_code not in (None, _WRAPPER_KILLED):
+                self._tell_lost(outcome)
+            overdue = outcome.exit_code is None
+            if overdue:
+                # The wrapper itself was killed, or what it waits for can't be: end everything from outside.
+                await self._kill_all()
+            timed_out = overdue or (outcome.exit_code == 137 and seconds >= timeout)
+            oom = await self._oom_killed() if outcome.exit_code else False
+        return ExecResult(
+            exit_code=-9 if timed_out or outcome.exit_code is None else outcome.exit_code,
+            stdout=bytes(outcome.out.data),
+            stderr=bytes(outcome.err.data),
+            seconds=seconds,
+            timed_out=timed_out,
+            truncated=outcome.out.dropped + outcome.err.dropped > 0,
+            oom_killed=oom,
+        )
+
+    async def read_file(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
+        """The file's bytes. Links are resolved by the engine, inside the container."""
+        self._check_open()
+        self._check_path(path)
+        whole = str(PurePosixPath(self._spec.workdir) / path)
+        work = partial(read_archive, self._api, self._container, whole, max_bytes)
+        return await self._owner.call(work, SandboxFileError)
+
+    async def write_files(self, files: Mapping[str, bytes]) -> None:
+        """Write ``files``, unpacked by the engine inside the container."""
+        self._check_open()
+        for path in files:
+            self._check_path(path)
+        data = archive({str(PurePosixPath(self._spec.workdir) / path): data for path, data in files.items()})
+        await self._owner.call(partial(self._api.unpack, self._container, data), SandboxFileError)
+
+    def remove(self) -> None:
+        """Remove the container. Blocking."""
+        remove_container(self._api, self._container)
+
+    async def _run(
+        self, argv: Sequence[str], deadline: float, env: Mapping[str, str], stdin: bytes | None
+    ) -> ExecOutcome:
+        self._check_open()
+        link = self._link = ExecLink()
+        work = partial(
+            run_exec,
+            self._api,
+            self._container,
+            argv,
+            link,
+            env=env,
+            stdin=stdin,
+            limit=self._spec.output_limit_bytes,
+            deadline=deadline,
+        )
+        running = asyncio.ensure_future(self._owner.call(work, SandboxLostError))
+        try:
+            outcome = await asyncio.shield(running)
+        except asyncio.CancelledError:
+            link.cut()
+            await shielded(self._abandon(running))
+            raise
+        self._check_open()
+        return outcome
+
+    def _tell_lost(self, outcome: ExecOutcome) -> None:
+        text = (outcome.out.data + outcome.err.data)[-300:].decode(errors="replace").strip()
+        raise SandboxLostError(
+            f"box {self.id}: the engine lost a command's output, or could not run it; it gave {text!r}"
+        )
+
+    async def _abandon(self, running: asyncio.Future[ExecOutcome]) -> None:
+        """End a command that nobody waits for any more."""
+        await asyncio.wait({running})
+        if not self._closed:
+            await self._kill_all()
+
+    async def _kill_all(self) -> None:
+        work = partial(
+            run_exec, self._api, self._container, KILL_ALL, ExecLink(), env={}, stdin=None, limit=0, deadline=_GRACE
+        )
+        outcome = await self._owner.call(work, SandboxLostError)
+        if outcome.exit_code is None:
+            raise SandboxLostError(f"box {self.id}: its processes could not be killed within {_GRACE:.0f} s")
+
+    async def _oom_killed(self) -> bool:
+        count = await self._owner.call(self._count_oom_kills, SandboxLostError)
+        killed, self._oom_seen = count > self._oom_seen, count
+        return killed
+
+    def _count_oom_kills(self) -> int:
+        """Read from the container's control group where the engine is this machine's, else what the engine knows."""
+        self._owner.check_room()
+        state = self._api.inspect_container(self._container)["State"]
+        folders = folders_of(state["Pid"])
+        folder = folders.get("memory", folders.get(""))
+        if folder is not None and self._container in str(folder) and folder.is_dir():
+            return oom_kills(folder)
+        return int(state["OOMKilled"])
+
+    async def _end(self) -> None:
+        if self._link is not None:
+            self._link.cut()
+        await self._owner.call(self.remove, SandboxLostError)
+        self._owner.forget(self)

@@ -1,0 +1,34 @@
+"""Podman beside docker, through the socket on which it speaks docker's language, and where the two differ.
+
+Checked with podman 4.3.1 and runc. Its service must be running (``podman system service``, ``.ci/start-podman``).
+"""
+
+from __future__ import annotations
+
+from docker.types import Ulimit
+
+from sandbox.docker.backend import DockerBackend
+from sandbox.files import archive
+from sandbox.types import SandboxSpec
+
+_AMPLE = 16384
+
+
+class PodmanBackend(DockerBackend):
+    """Boxes in podman. Raises ``SandboxUnavailableError`` where its service does not answer."""
+
+    @property
+    def name(self) -> str:
+        return "podman"
+
+    def _prepare(self, container: str, spec: SandboxSpec) -> None:
+        # Podman makes the container's top folder read-only (mode 555, and a box's root has no capability to write there
+        # all the same), and gives a working folder that the image lacks to the container's user, who is not root.
+        lacks = [] if self._api.has_path(container, spec.workdir) else [spec.workdir]
+        self._api.unpack(container, archive({}, folders=[".", *lacks]))
+
+    def _ulimits(self) -> list[Ulimit]:
+        # Unless told, podman as root asks for more of these two than a machine without CAP_SYS_RESOURCE gives. A box's
+        # processes are bounded by its control group; this is one limit for the keepers of all boxes together.
+        more = (Ulimit(name=name, soft=_AMPLE, hard=_AMPLE) for name in ("nofile", "nproc"))
+        return [*super()._ulimits(), *more]
