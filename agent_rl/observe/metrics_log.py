@@ -8,6 +8,7 @@ from pathlib import Path
 import orjson
 
 from agent_rl.observe.files import write_atomic
+from agent_rl.observe.metrics import check_registered
 
 
 class MetricsLog:
@@ -32,6 +33,8 @@ class MetricsLog:
         self._flush()
 
     def append(self, step: int, values: Mapping[str, float]) -> None:
+        """Write the row of ``step``. Raises AgentRlError for a metric that is not registered."""
+        check_registered(values)
         self._rows.append({"step": step, **{name: float(value) for name, value in values.items()}})
         self._flush()
         from tensorboardX import SummaryWriter  # imports protobuf: not needed by a reader

@@ -1,4 +1,4 @@
-"""Metrics of one rollout. The names are listed in docs/rollout.md."""
+"""Metrics of one rollout: ``reward/*`` and ``rollout/*``, registered in agent_rl/observe/metrics.py."""
 
 from __future__ import annotations
 

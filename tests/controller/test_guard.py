@@ -182,7 +182,8 @@ def test_the_spike_limit_survives_a_resume(tmp_path: Path) -> None:
     rows = healthy(20)
     log = MetricsLog(tmp_path)
     for row in rows:
-        log.append(int(row["step"]), row | ({"train/grad_norm": math.nan} if row["step"] == 5 else {}))
+        values = {name: value for name, value in row.items() if name != "step"}
+        log.append(int(row["step"]), values | ({"train/grad_norm": math.nan} if row["step"] == 5 else {}))
     config = GuardConfig(window=20, spike_factor=10.0)
     limit = spike_norm(log.rows, config)
     assert limit == pytest.approx(2.0, rel=0.2)

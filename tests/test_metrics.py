@@ -1,0 +1,124 @@
+"""Metrics: what is written is registered, what is registered is made, and the page says so."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from trajectories import trajectory
+
+from agent_rl.config import GuardConfig
+from agent_rl.controller.advantages import samples_of
+from agent_rl.controller.guard import Guard
+from agent_rl.errors import AgentRlError
+from agent_rl.observe.metrics import METRICS, NAMES, with_tables
+from agent_rl.observe.metrics_log import MetricsLog, read_metrics
+from agent_rl.rollout.filters import filter_metrics
+from agent_rl.rollout.group import Rollout
+from agent_rl.rollout.rescore import rescore_metrics
+from agent_rl.rollout.stats import rollout_metrics
+from agent_rl.train.reports import RankReport, ReferenceReport, RouteCounts, Update, UpdateSums
+from agent_rl.train.step_metrics import step_metrics
+from agent_rl.types import Group, Rescored
+from r3.routing import Routing
+
+ROOT = Path(__file__).resolve().parent.parent
+NEED_A_RUN = (
+    "agent_rl/controller/batch.py",
+    "agent_rl/controller/train.py",
+    "agent_rl/weight_sync/publisher.py",
+    "agent_rl/weight_sync/sync.py",
+)
+"""Files whose metrics only engines or a whole run give."""
+GROUPS = {metric.group for metric in METRICS}
+
+
+def made_by_calling() -> Mapping[str, set[str]]:
+    """File -> the metrics that its functions give for a step in which everything there is to measure happened."""
+    routing = Routing(np.zeros((5, 1, 1), np.uint8), np.ones(5, np.bool_), (), 4)
+    won = replace(trajectory(1.0), routing=routing, rescored=Rescored(np.zeros((2, 2), np.float32), 1.0))
+    group = Group("t", (won, trajectory(0.0)))
+    return {
+        "agent_rl/rollout/stats.py": set(rollout_metrics(Rollout((group,), (), seconds=1.0))),
+        "agent_rl/rollout/filters.py": set(filter_metrics([group], [Group("u", (won, won))])),
+        "agent_rl/rollout/rescore.py": set(rescore_metrics([won])),
+        "agent_rl/controller/advantages.py": set(samples_of([group]).metrics),
+        "agent_rl/controller/guard.py": set(Guard(GuardConfig(), Path("none"), print).judge(1, {}, [])),
+        "agent_rl/train/step_metrics.py": set(step_metrics([report()], routes(), routes())),
+    }
+
+
+def report() -> RankReport:
+    logprobs, update = np.zeros(3, np.float32), Update(grad_norm=1.0, lr=1e-3)
+    sums = UpdateSums(3, loss=0.0, clipped=0, entropy=0, kl=0, correction=0, dropped=0, kl_reference=0, update=update)
+    return RankReport(logprobs, logprobs, logprobs, (sums,), 1.0, 1.0, 1.0, ReferenceReport(taken=0.0, seconds=1.0))
+
+
+def routes() -> RouteCounts:
+    return replace(RouteCounts.none(2), needed=3, present=3, routers=6, tokens=3, sequences=1)
+
+
+def literals(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def registered_by_source() -> Mapping[str, set[str]]:
+    sources = {metric.source for metric in METRICS}
+    return {
+        source: {name for metric in METRICS if metric.source == source for name in metric.names} for source in sources
+    }
+
+
+def test_a_metric_that_is_not_registered_is_refused(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path)
+    with pytest.raises(AgentRlError, match=r"^metric 'x/y' is not registered: add it to agent_rl/observe/metrics.py$"):
+        log.append(1, {"reward/mean": 0.5, "x/y": 1.0})
+    log.close()
+    assert read_metrics(tmp_path) == []
+
+
+def test_what_functions_give_is_what_is_registered_of_their_files() -> None:
+    made, registered = made_by_calling(), registered_by_source()
+    assert made == {source: names for source, names in registered.items() if source not in NEED_A_RUN}
+
+
+@pytest.mark.parametrize("source", NEED_A_RUN)
+def test_what_is_registered_of_other_files_stands_in_them(source: str) -> None:
+    """These files name a metric, or a stage whose seconds it is."""
+    texts = set(literals(ROOT / source))
+    stale = [
+        name
+        for name in registered_by_source()[source]
+        if not texts & {name, part := name.partition("/")[2], part.removesuffix("_seconds")}
+    ]
+    assert not stale, f"{source} makes no {', '.join(stale)}"
+
+
+def test_every_metric_that_the_code_names_is_registered() -> None:
+    named = {
+        (text, str(path.relative_to(ROOT)))
+        for path in sorted((ROOT / "agent_rl").rglob("*.py"))
+        for text in literals(path)
+        if text.partition("/")[0] in GROUPS and text.partition("/")[2].isidentifier()
+    }
+    beginnings = {metric.name.partition("_<")[0] for metric in METRICS}
+    unknown = [f"{path} names {text}" for text, path in named if text not in NAMES | beginnings]
+    assert named
+    assert not unknown, "\n".join(unknown)
+
+
+def test_a_name_is_registered_once() -> None:
+    assert len(NAMES) == sum(len(metric.names) for metric in METRICS)
+
+
+def test_the_page_is_made_from_the_registry() -> None:
+    page = (ROOT / "docs/metrics.md").read_text()
+    assert page == with_tables(page), "run: python -m agent_rl.observe.metrics docs/metrics.md"
+    for metric in METRICS:
+        assert f"| `{metric.name}` | {metric.unit} |" in page
