@@ -12,6 +12,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from agent_rl.errors import ConfigError
 
+RouteSource = Literal["sampled", "latest"]
+FilterKind = Literal["none", "overlong", "compact"]
+
 _OFF = BeforeValidator(lambda value: "off" if value is False else value)
 """YAML reads a bare ``off`` as false."""
 
@@ -74,8 +77,17 @@ class EnvConfig(Section):
     tool_style: Literal["full", "concise"] = Field(
         "full", description="concise shortens prompts and tool answers for models with a short context."
     )
+    start_timeout: float = Field(
+        600.0, gt=0, description="Seconds a task may take to start, beside waits for its turn and for image pulls."
+    )
     grade_timeout: float = Field(300.0, gt=0, description="Seconds one run of the hidden tests may take.")
     quarantine: Path | None = Field(None, description="File of tasks to leave out, as `agent-rl doctor` writes it.")
+
+    @property
+    def grading_limit(self) -> float:
+        """Seconds a whole grading may take: the hidden tests run twice at most (with the agent's patch, and with the
+        true fix to compare with), each time in a box that is started for it."""
+        return 2 * (self.start_timeout + self.grade_timeout)
 
 
 class DynamicSamplingConfig(Section):
@@ -209,7 +221,7 @@ class TrainConfig(Section):
         "group", description="Whose standard deviation advantages are divided by."
     )
     old_logprob: OldLogprobConfig = OldLogprobConfig()
-    filter: Literal["none", "overlong", "compact"] = Field(
+    filter: FilterKind = Field(
         "none",
         description="Trajectories left out of the loss by how they ended: overlong those cut at the context's end, "
         "compact also those out of turns or time. Their rewards still count for their groups' advantages.",
@@ -273,7 +285,7 @@ class TraceConfig(Section):
 class R3Config(Section):
     """Rollout routing replay: which routes are kept, and what is done where some are missing."""
 
-    source: Literal["sampled", "latest"] = Field(
+    source: RouteSource = Field(
         "sampled", description="A token's routes: those it was sampled with, or the newest prefill's."
     )
     missing: Literal["native", "drop_sample", "error"] = Field(
@@ -284,6 +296,11 @@ class R3Config(Section):
     )
     probe: bool = Field(True, description="Probe the engine's route capture before training starts.")
     trace: TraceConfig = TraceConfig()
+
+    @property
+    def allows_missing(self) -> bool:
+        """Whether a rollout goes on where an answer has no routes."""
+        return self.missing != "error"
 
 
 class LimitConfig(Section):

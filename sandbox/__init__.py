@@ -1,5 +1,6 @@
 """Where commands run: isolated boxes with limits, behind one protocol."""
 
+from sandbox.bounds import bounded
 from sandbox.errors import (
     ImageMissingError,
     ImagePullError,
@@ -40,6 +41,7 @@ __all__ = [
     "SandboxUnavailableError",
     "SessionResult",
     "ShellSession",
+    "bounded",
     "open_backend",
     "open_session",
 ]

@@ -13,8 +13,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine, Mapping, Sequence
+from contextvars import Context
 from dataclasses import fields
 
+from sandbox.bounds import turn
 from sandbox.errors import SandboxError, SandboxStartError
 from sandbox.shield import shielded
 from sandbox.types import ExecResult, Sandbox, SandboxBackend, SandboxSpec
@@ -52,7 +54,7 @@ class SandboxPool:
         box = self._take(_kind(spec))
         self._order(spec)
         if box is None:
-            async with self._starts:
+            async with turn(self._starts):
                 box = await self._backend.start(spec)
         return PooledBox(box, self._execs)
 
@@ -110,7 +112,7 @@ class SandboxPool:
             _log.warning("an idle box could not be closed: %s", error)
 
     def _own(self, work: Coroutine[object, object, None]) -> None:
-        task = asyncio.create_task(work)
+        task = asyncio.create_task(work, context=Context())  # not on the clock of whoever asked for a box
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -139,17 +141,17 @@ class PooledBox:
         stdin: bytes | None = None,
     ) -> ExecResult:
         """Run ``command``; see :class:`sandbox.types.Sandbox`."""
-        async with self._execs:
+        async with turn(self._execs):
             return await self._box.exec(command, timeout=timeout, cwd=cwd, env=env, stdin=stdin)
 
     async def read_file(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
         """The file's bytes."""
-        async with self._execs:
+        async with turn(self._execs):
             return await self._box.read_file(path, max_bytes=max_bytes)
 
     async def write_files(self, files: Mapping[str, bytes]) -> None:
         """Write ``files``."""
-        async with self._execs:
+        async with turn(self._execs):
             await self._box.write_files(files)
 
     async def close(self) -> None:

@@ -27,9 +27,9 @@ from agent_rl.evaluation.quarantine import write_quarantine
 from agent_rl.evaluation.report import EpisodeResult, evaluate
 from agent_rl.observe.display import Display
 from agent_rl.observe.files import write_json
+from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.group import RolloutEvent
 from agent_rl.rollout.limiter import Limiter
-from agent_rl.rollout.settings import RolloutSettings
 from agent_rl.rollout.solvers import solver_runner
 from agent_rl.types import Trajectory
 from envs import Audited, Finding, GradingError, Task
@@ -79,7 +79,6 @@ async def _repeat(
     config: RunConfig, workshop: Workshop, policy: str, tasks: Sequence[Task], repeats: int, folder: Path, out: Display
 ) -> dict[str, list[EpisodeResult]]:
     """``repeats`` runs of ``policy`` on every task that it can be run on, by task."""
-    settings = RolloutSettings.from_config(config).for_evaluation(greedy=False)
     able = [_as_new(task) for task in tasks if policy != "gold" or workshop.env.gold(task)]
     place = EvalFolder(folder / policy, {"policy": policy, "env": config.env.name, "options": _plain(config)})
     known = {task.id for task in able}
@@ -94,7 +93,7 @@ async def _repeat(
 
     await evaluate(
         able,
-        solver_runner(workshop.env, policy, settings),
+        solver_runner(workshop.env, policy, EpisodeRules.of(config)),
         policy=policy,
         limiter=Limiter(config.rollout.concurrency),
         samples=repeats,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
@@ -17,11 +17,10 @@ from agent_rl.evaluation.folder import EvalFolder
 from agent_rl.evaluation.report import EpisodeResult, breakdown, evaluate, table
 from agent_rl.observe.display import Display
 from agent_rl.rollout.chat_policy import BYTES_A_TOKEN, ChatEngine, ChatTextRenderer
-from agent_rl.rollout.episode import run_episode
+from agent_rl.rollout.episode import EpisodeRules, run_episode
 from agent_rl.rollout.group import EpisodeRunner, GroupSettings, Rollout, RolloutEvent, collect_groups
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.rollout.records import write_trajectories
-from agent_rl.rollout.settings import RolloutSettings
 from agent_rl.rollout.solvers import recorded, solver_runner
 from agent_rl.rollout.stats import rollout_metrics
 from agent_rl.types import Trajectory
@@ -29,6 +28,7 @@ from envs import Environment, Task
 from tools.formats import tool_format
 
 SOLVERS = ("gold", "noop")
+_BOUNDS = {"start_timeout", "grade_timeout"}
 POLICIES = "engine, gold, noop, replay:TRAJECTORIES.jsonl or an OpenAI-compatible endpoint http(s)://HOST/v1"
 
 
@@ -54,21 +54,21 @@ async def run_evaluation(
 ) -> None:
     """Evaluate ``policy`` and print Pass@1 with its interval; what was there of an earlier start in ``out`` is kept."""
     _check_policy(policy, model)
-    settings = RolloutSettings.from_config(config).for_evaluation(greedy=greedy)
+    rules = EpisodeRules.of(config).for_evaluation(greedy=greedy)
     split = split or config.eval.split
     folder = EvalFolder(
         out or config.run_dir / "eval" / _folder_name(policy, split, greedy),
         {
             **{"policy": policy, "model": model or _model_mark(config, policy), "split": split, "env": config.env.name},
             **{"env_options": config.env.model_dump(mode="json")["options"], "tool_format": config.rollout.tool_format},
-            **asdict(settings),
+            **_settings(rules),
         },
-        defaults=asdict(RolloutSettings()),
+        defaults=_settings(EpisodeRules()),
     )
     done = folder.results()
     display = Display(f"eval {config.name}")
     with display:
-        async with _policy(config, policy, model, settings, display) as chosen:
+        async with _policy(config, policy, model, rules, display) as chosen:
             picked = await _tasks(chosen, split, tasks or config.eval.tasks)
             known = {task.id for task in picked}
             done = [result for result in done if result.task_id in known and result.sample < samples]
@@ -93,6 +93,14 @@ async def run_evaluation(
     display.note(f"report: {folder.path / 'report.json'}")
 
 
+def _settings(rules: EpisodeRules) -> dict[str, object]:
+    """What of the rules an evaluation's figures depend on."""
+    limits = {"max_turns", "max_tokens", "max_new_tokens", "temperature", "top_p", "time_limit"}
+    rollout = rules.rollout.model_dump(include=limits | {"max_parse_failures", "describe_tools"})
+    bounds = {f"env.{key}": value for key, value in rules.env.model_dump(include=_BOUNDS).items()}
+    return rollout | bounds
+
+
 def _graded(results: Sequence[EpisodeResult]) -> int:
     return len({(result.task_id, result.sample) for result in results if result.resolved is not None})
 
@@ -111,25 +119,25 @@ def _model_mark(config: RunConfig, policy: str) -> str:
 
 @asynccontextmanager
 async def _policy(
-    config: RunConfig, policy: str, model: str | None, settings: RolloutSettings, display: Display
+    config: RunConfig, policy: str, model: str | None, rules: EpisodeRules, display: Display
 ) -> AsyncIterator[Policy]:
     """Open what ``policy`` needs."""
     if policy == "engine":
         preflight.check(config)
         async with open_world(config, config.run_dir / "logs", display) as world:
-            yield Policy(world.workshop, world.runner(settings))
+            yield Policy(world.workshop, world.runner(rules))
         return
     async with open_workshop(config, display) as workshop:
         env, fmt = workshop.env, config.rollout.tool_format
         if model is not None:
             engine = ChatEngine(policy, model, timeout=config.engine.request_timeout, retries=config.engine.retries)
             async with engine:
-                yield Policy(workshop, _chat_runner(env, engine, settings, fmt))
+                yield Policy(workshop, _chat_runner(env, engine, rules, fmt))
         elif policy in SOLVERS:
-            yield Policy(workshop, solver_runner(env, policy, settings))
+            yield Policy(workshop, solver_runner(env, policy, rules))
         else:
             solver, only = recorded(Path(policy.removeprefix("replay:")))
-            yield Policy(workshop, solver_runner(env, solver, settings, tool_format_name=fmt), only)
+            yield Policy(workshop, solver_runner(env, solver, rules, tool_format_name=fmt), only)
 
 
 def _check_policy(policy: str, model: str | None) -> None:
@@ -140,12 +148,11 @@ def _check_policy(policy: str, model: str | None) -> None:
         raise UserError("--model names the model at an endpoint: give it with --policy http(s)://..., and only there")
 
 
-def _chat_runner(env: Environment, engine: ChatEngine, settings: RolloutSettings, fmt: str) -> EpisodeRunner:
+def _chat_runner(env: Environment, engine: ChatEngine, rules: EpisodeRules, fmt: str) -> EpisodeRunner:
     """Episodes over a chat endpoint; limits in tokens become limits in bytes."""
-    scaled = replace(
-        settings,
-        max_tokens=settings.max_tokens * BYTES_A_TOKEN,
-        max_new_tokens=settings.max_new_tokens * BYTES_A_TOKEN,
+    limits = rules.rollout
+    scaled = rules.limited(
+        max_tokens=limits.max_tokens * BYTES_A_TOKEN, max_new_tokens=limits.max_new_tokens * BYTES_A_TOKEN
     )
 
     async def run(task: Task) -> Trajectory:
@@ -181,7 +188,7 @@ async def roll_out(config: RunConfig, folder: Path, display: Display, *, tasks: 
     """Collect groups of ``tasks`` tasks with the config's model; write their trajectories as step 0 of ``folder``."""
     preflight.check(config)
     async with open_world(config, folder / "logs", display) as world:
-        policy = Policy(world.workshop, world.runner(RolloutSettings.from_config(config)))
+        policy = Policy(world.workshop, world.runner(EpisodeRules.of(config)))
         chosen = await _tasks(policy, split, tasks)
         display.stage("rollout", total=len(chosen))
         rollout = await collect_groups(

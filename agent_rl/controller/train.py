@@ -35,10 +35,10 @@ from agent_rl.controller.world import World, open_world
 from agent_rl.evaluation.report import EvalReport, evaluate
 from agent_rl.observe.display import Display
 from agent_rl.observe.metrics_log import MetricsLog
+from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.filters import length_report, masked_stops
 from agent_rl.rollout.group import RolloutEvent
 from agent_rl.rollout.records import write_trajectories
-from agent_rl.rollout.settings import RolloutSettings
 from agent_rl.train.ray_trainer import RayTrainer
 from agent_rl.train.settings import advantage_scale
 from agent_rl.weight_sync.sync import WeightSync
@@ -97,7 +97,7 @@ class TrainingRun:
     def __init__(self, config: RunConfig, state: RunState, display: Display, world: World, trainer: RayTrainer) -> None:
         self.config, self.state, self.display = config, state, display
         self.world, self.trainer = world, trainer
-        self.settings = RolloutSettings.from_config(config)
+        self.rules = EpisodeRules.of(config)
         self.metrics = MetricsLog(state.dir)
         self.sync = WeightSync(config, world.engine, trainer, state.dir / "weights", display.note)
         self.guard = Guard(config.guard, state.dir, display.note)
@@ -182,7 +182,7 @@ class TrainingRun:
         with closing(await asyncio.to_thread(self.journal.open, step, self.progress.weights)) as journal:
             if journal.found:
                 self.display.note(f"step {step}: {journal.found} finished trajectories are in the journal")
-            run = journal.runner(self.world.runner(self.settings))
+            run = journal.runner(self.world.runner(self.rules))
             return await collector.collect(self.progress.position, run, self._on_event)
 
     def _report_filters(self, step: int) -> None:
@@ -230,7 +230,7 @@ class TrainingRun:
         self.display.stage(what, total=len(tasks))
         report = await evaluate(
             tasks,
-            self.world.runner(self.settings.for_evaluation(greedy=greedy)),
+            self.world.runner(self.rules.for_evaluation(greedy=greedy)),
             policy="engine",
             limiter=self.world.limiter,
             on_event=self._on_event,

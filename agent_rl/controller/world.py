@@ -14,10 +14,9 @@ from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.evaluation.quarantine import read_quarantine
 from agent_rl.observe.display import Display
 from agent_rl.render import ChatRenderer
-from agent_rl.rollout.episode import run_episode
+from agent_rl.rollout.episode import EpisodeRules, run_episode
 from agent_rl.rollout.group import EpisodeRunner
 from agent_rl.rollout.limiter import Limiter
-from agent_rl.rollout.settings import RolloutSettings
 from agent_rl.types import Trajectory
 from envs import Environment, Task
 from envs.context import EnvContext
@@ -49,11 +48,11 @@ class World:
     format: ToolCallFormat
     limiter: Limiter
 
-    def runner(self, settings: RolloutSettings) -> EpisodeRunner:
-        """Runs one episode of a task with the engine's policy under ``settings``."""
+    def runner(self, rules: EpisodeRules) -> EpisodeRunner:
+        """Runs one episode of a task with the engine's policy under ``rules``."""
 
         async def run(task: Task) -> Trajectory:
-            return await run_episode(self.workshop.env, task, self.engine, self.renderer, self.format, settings)
+            return await run_episode(self.workshop.env, task, self.engine, self.renderer, self.format, rules)
 
         return run
 

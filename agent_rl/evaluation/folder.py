@@ -34,6 +34,7 @@ class EvalFolder:
     holds an evaluation of other settings.
 
     ``defaults`` are the settings that a release may add: one that an older folder says nothing of had this value.
+    A setting that only the folder has is of another release, and is not compared.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_same(path: Path, held: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
-    for key in sorted({*held, *asked}):
+    for key in sorted(asked):
         if held.get(key) != asked.get(key):
             raise ConfigError(
                 f"{path}: holds an evaluation with {key} {_short(held.get(key))}, this one has "

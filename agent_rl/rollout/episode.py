@@ -12,20 +12,56 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from agent_rl.config import EnvConfig, R3Config, RolloutConfig, RunConfig
 from agent_rl.engine.types import Engine
 from agent_rl.errors import EngineAborted, EngineError, RoutesMissingError
 from agent_rl.rollout.opening import Renderer, open_conversation
-from agent_rl.rollout.settings import RolloutSettings
 from agent_rl.rollout.transcript import Transcript
-from agent_rl.types import FinishReason, StopReason, Trajectory, Turn
+from agent_rl.types import FinishReason, SamplingParams, StopReason, Trajectory, Turn
 from envs import Environment, Episode, Grade, GradingError, Task
-from sandbox import ImageMissingError, SandboxError, SandboxUnavailableError
+from sandbox import ImageMissingError, SandboxError, SandboxUnavailableError, bounded
 from tools import ParseFailure, ToolCall, ToolCallFormat, ToolSet
 
 _MAX_ABORTS = 3
 """How often a turn is asked on after the engine aborted it."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeRules:
+    """What an episode is held to: the config's sections. ``routes`` None asks the engine for none.
+
+    ``env`` bounds what ``rollout.time_limit`` does not cover, since starting and grading are the infrastructure's work:
+    passing its bounds is an infrastructure failure, not an ending of the policy's.
+    """
+
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    env: EnvConfig = field(default_factory=EnvConfig)
+    routes: R3Config | None = field(default_factory=R3Config)
+
+    @classmethod
+    def of(cls, config: RunConfig) -> EpisodeRules:
+        """The rules of a training rollout under ``config``."""
+        return cls(config.rollout, config.env, config.r3)
+
+    def for_evaluation(self, *, greedy: bool) -> EpisodeRules:
+        """The same without routes; ``greedy`` also sets the temperature to 0."""
+        return replace(self.limited(temperature=0.0) if greedy else self, routes=None)
+
+    def limited(self, **rollout: float | bool) -> EpisodeRules:
+        """The same with other values of keys of ``rollout``."""
+        return replace(self, rollout=self.rollout.model_copy(update=rollout))
+
+    def sampling(self, room: int, stop_token_ids: tuple[int, ...]) -> SamplingParams:
+        """How the next turn is sampled where ``room`` tokens are left to it."""
+        return SamplingParams(
+            temperature=self.rollout.temperature,
+            top_p=self.rollout.top_p,
+            max_new_tokens=min(self.rollout.max_new_tokens, room),
+            stop_token_ids=stop_token_ids,
+        )
 
 
 async def run_episode(
@@ -34,7 +70,7 @@ async def run_episode(
     engine: Engine,
     renderer: Renderer,
     fmt: ToolCallFormat,
-    settings: RolloutSettings,
+    rules: EpisodeRules,
 ) -> Trajectory:
     """Drive ``task`` to an ending and grade it.
 
@@ -42,7 +78,7 @@ async def run_episode(
     reward is None. Raises RoutesMissingError, ImageMissingError, SandboxUnavailableError and TaskRecordError; being
     cancelled closes the sandbox first.
     """
-    return await _Run(env, task, engine, renderer, fmt, settings).run()
+    return await _Run(env, task, engine, renderer, fmt, rules).run()
 
 
 class _Run:
@@ -55,13 +91,13 @@ class _Run:
         engine: Engine,
         renderer: Renderer,
         fmt: ToolCallFormat,
-        settings: RolloutSettings,
+        rules: EpisodeRules,
     ) -> None:
         self.env, self.task, self.engine = env, task, engine
-        self.renderer, self.fmt, self.settings = renderer, fmt, settings
+        self.renderer, self.fmt, self.rules, self.limits = renderer, fmt, rules, rules.rollout
         self.session = f"{task.id}-{uuid.uuid4().hex[:12]}"
         self.started = time.perf_counter()
-        self.transcript = Transcript((), max_tokens=settings.max_tokens, routes=False)
+        self.transcript = Transcript((), max_tokens=self.limits.max_tokens, routes=None)
         self.messages: list[Mapping[str, str]] = []
         self.turns: list[dict[str, Any]] = []  # the fields of Turn: frozen at the end, since a turn may be cut short
         self.parse_failures_in_a_row = 0
@@ -84,7 +120,7 @@ class _Run:
     @asynccontextmanager
     async def _started_episode(self) -> AsyncIterator[Episode]:
         async with AsyncExitStack() as stack:
-            async with _bounded(self.settings.start_timeout, "starting the task"):
+            async with bounded(self.rules.env.start_timeout, "starting the task"):
                 episode = await stack.enter_async_context(self.env.start(self.task))
             yield episode
 
@@ -94,21 +130,15 @@ class _Run:
             self.fmt,
             episode.messages,
             tools.schemas(),
-            describe_tools=self.settings.describe_tools,
+            describe_tools=self.limits.describe_tools,
         )
-        self.transcript = Transcript(
-            opening,
-            max_tokens=self.settings.max_tokens,
-            routes=self.settings.routes,
-            source=self.settings.source,
-            allow_missing=self.settings.allow_missing,
-        )
+        self.transcript = Transcript(opening, max_tokens=self.limits.max_tokens, routes=self.rules.routes)
 
     async def _act(self, tools: ToolSet) -> StopReason:
-        limit = asyncio.timeout(self.settings.time_limit)
+        limit = asyncio.timeout(self.limits.time_limit)
         try:
             async with limit:
-                for _ in range(self.settings.max_turns):
+                for _ in range(self.limits.max_turns):
                     if stop := await self._turn(tools):
                         return stop
         except TimeoutError:
@@ -129,11 +159,11 @@ class _Run:
     async def _sample(self) -> Sequence[int]:
         """The turn's tokens. Where the engine aborts the request, the turn goes on from what came, a few times over."""
         started, prompt_tokens = time.perf_counter(), len(self.transcript.tokens)
-        left, sampled = min(self.settings.max_new_tokens, self.transcript.room), list[int]()
+        left, sampled = min(self.limits.max_new_tokens, self.transcript.room), list[int]()
         for _ in range(1 + _MAX_ABORTS):
             completion = await self.engine.generate(
                 self.transcript.tokens,
-                self.settings.sampling(left, self.renderer.stop_token_ids),
+                self.rules.sampling(left, self.renderer.stop_token_ids),
                 routes_from=self.transcript.routes_from,
                 session=self.session,
             )
@@ -178,7 +208,7 @@ class _Run:
         if isinstance(parsed, ParseFailure):
             self.parse_failures_in_a_row += 1
             self._note(parse_failure=parsed.reason, observation=parsed.reason)
-            ended = self.parse_failures_in_a_row >= self.settings.max_parse_failures
+            ended = self.parse_failures_in_a_row >= self.limits.max_parse_failures
             return parsed.reason, StopReason.PARSE_FAILURES if ended else None
         self.parse_failures_in_a_row = 0
         self._note(tool=parsed.name, arguments=dict(parsed.arguments))
@@ -206,7 +236,7 @@ class _Run:
 
     async def _grade(self, episode: Episode) -> Grade:
         started = time.perf_counter()
-        async with _bounded(self.settings.grade_timeout, "grading"):
+        async with bounded(self.rules.env.grading_limit, "grading"):
             grade = await episode.grade()
         self.grade_seconds = time.perf_counter() - started
         return grade
@@ -234,16 +264,3 @@ class _Run:
             tests=grade.tests if grade else {},
             test_log=grade.log if grade else "",
         )
-
-
-@asynccontextmanager
-async def _bounded(seconds: float, what: str) -> AsyncIterator[None]:
-    """Turn passing ``seconds`` into a SandboxError."""
-    limit = asyncio.timeout(seconds)
-    try:
-        async with limit:
-            yield
-    except TimeoutError as error:
-        if not limit.expired():
-            raise
-        raise SandboxError(f"{what} took longer than {seconds:g} s") from error

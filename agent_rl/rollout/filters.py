@@ -16,13 +16,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
-from typing import Literal
 
 import numpy as np
 
+from agent_rl.config import FilterKind
 from agent_rl.types import Group, StopReason, Trajectory
-
-FilterKind = Literal["none", "overlong", "compact"]
 
 _MASKED: Mapping[FilterKind, frozenset[StopReason]] = {
     "none": frozenset(),

@@ -18,9 +18,8 @@ from typing import Any
 
 from agent_rl.engine.scripted import ScriptedEngine
 from agent_rl.errors import UserError
-from agent_rl.rollout.episode import run_episode
+from agent_rl.rollout.episode import EpisodeRules, run_episode
 from agent_rl.rollout.group import EpisodeRunner
-from agent_rl.rollout.settings import RolloutSettings
 from agent_rl.types import TokenIds, Trajectory
 from envs import Environment, Solvable, Task
 from tools import ToolCall
@@ -77,24 +76,25 @@ def recorded(path: Path) -> tuple[Solver, frozenset[str]]:
 
 
 def solver_runner(
-    env: Environment, solver: str | Solver, settings: RolloutSettings, *, tool_format_name: str = "hermes"
+    env: Environment, solver: str | Solver, rules: EpisodeRules, *, tool_format_name: str = "hermes"
 ) -> EpisodeRunner:
     """Runs one episode of a task with ``solver``, "gold", "noop" or one of your own.
 
-    Of ``settings`` the times hold; a solver has no context to fill and as many turns as it has calls, which are written
+    Of ``rules`` the times hold; a solver has no context to fill and as many turns as it has calls, which are written
     in the tool format ``tool_format_name``. Raises UserError for an unknown name.
     """
     if isinstance(solver, str) and solver not in SOLVERS:
         raise UserError(f"solver {solver!r}: there are {', '.join(SOLVERS)}")
     solve = SOLVERS[solver] if isinstance(solver, str) else solver
     renderer, fmt = ByteRenderer(), tool_format(tool_format_name)
-    limits = replace(settings, max_tokens=1 << 30, max_new_tokens=1 << 20, describe_tools=False, routes=False)
+    limits = rules.limited(max_tokens=1 << 30, max_new_tokens=1 << 20, describe_tools=False)
+    limits = replace(limits, routes=None)
 
     async def run(task: Task) -> Trajectory:
         calls = solve(env, task)
         turns = [renderer.encode(call if isinstance(call, str) else fmt.render(call)) for call in calls]
         engine = ScriptedEngine(lambda session, turn, tokens: turns[turn])
-        return await run_episode(env, task, engine, renderer, fmt, replace(limits, max_turns=len(turns)))
+        return await run_episode(env, task, engine, renderer, fmt, limits.limited(max_turns=len(turns)))
 
     return run
 

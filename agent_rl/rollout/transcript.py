@@ -22,11 +22,12 @@ Some turns differ:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from agent_rl.config import R3Config
 from agent_rl.errors import RoutesMissingError
 from agent_rl.types import Completion, FinishReason
 from r3.routing import Routing, RoutingError, SpanKind
@@ -34,17 +35,12 @@ from r3.stitch import RouteStitcher
 
 
 class Transcript:
-    """Grows by :meth:`sampled` and :meth:`observed`; the list behind :attr:`tokens` is extended, never copied."""
+    """Grows by :meth:`sampled` and :meth:`observed`; the list behind :attr:`tokens` is extended, never copied.
 
-    def __init__(
-        self,
-        opening: Sequence[int],
-        *,
-        max_tokens: int,
-        routes: bool,
-        source: Literal["sampled", "latest"] = "sampled",
-        allow_missing: bool = False,
-    ) -> None:
+    ``routes`` says which routes are kept and whether they may be missing; None keeps none.
+    """
+
+    def __init__(self, opening: Sequence[int], *, max_tokens: int, routes: R3Config | None) -> None:
         self._tokens = list(opening)
         self._kept = len(self._tokens)
         self._shown = 0
@@ -52,8 +48,6 @@ class Transcript:
         self._sampled: list[tuple[int, tuple[float, ...]]] = []
         self._versions: dict[str, None] = {}
         self._routes = routes
-        self._source = source
-        self._allow_missing = allow_missing
         self._stitcher: RouteStitcher | None = None
         self._missing: list[dict[str, Any]] = []  # until the first routes tell their shape
 
@@ -71,9 +65,9 @@ class Transcript:
     def routes_from(self) -> int | None:
         """The first row of routes to ask for, or None where no routes are kept: all from row 0 on where the source is
         ``latest``, else those not yet held."""
-        if not self._routes:
+        if self._routes is None:
             return None
-        if self._source == "latest":
+        if self._routes.source == "latest":
             return 0
         if self._stitcher:
             return self._stitcher.next_row
@@ -97,8 +91,8 @@ class Transcript:
             )
         if completion.finish is FinishReason.ABORT and not completion.tokens:
             return  # aborted before it sampled: whatever it computed will be asked for again
-        if self._routes:
-            self._stitch(completion)
+        if self._routes is not None:
+            self._stitch(completion, self._routes)
         self._shown = len(self._tokens) + len(completion.tokens)
         if completion.tokens:
             self._sampled.append((len(self._tokens), completion.logprobs))
@@ -106,7 +100,7 @@ class Transcript:
             self._kept = len(self._tokens)
             self._versions |= dict.fromkeys(_sampled_by(completion))
 
-    def _stitch(self, completion: Completion) -> None:
+    def _stitch(self, completion: Completion, policy: R3Config) -> None:
         delta, start = completion.routing, self.routes_from
         turn: dict[str, Any] = {
             "sequence": len(self._tokens) + len(completion.tokens),
@@ -115,7 +109,7 @@ class Transcript:
         try:
             if delta is not None:
                 self._stitcher_of(delta).append(delta, start=start, **turn)
-            elif self._allow_missing:
+            elif policy.allows_missing:
                 self._miss(turn | {"version": completion.weight_version, "engine": completion.engine})
             else:
                 number = self._stitcher.turns if self._stitcher else 0
@@ -156,13 +150,7 @@ class Transcript:
         row that differs on, and the prompt's last row anyway, which is what the branch's first token is sampled with.
         Only what is sampled in the branch itself is trained with it: what it shares is trained where it was sampled.
         """
-        branch = Transcript(
-            tokens,
-            max_tokens=self._max_tokens,
-            routes=self._routes,
-            source=self._source,
-            allow_missing=self._allow_missing,
-        )
+        branch = Transcript(tokens, max_tokens=self._max_tokens, routes=self._routes)
         if self._stitcher and tokens:
             rows = min(_common_prefix(self._tokens, tokens), self._stitcher.next_row, len(tokens) - 1)
             branch._stitcher = self._stitcher.fork(rows)

@@ -25,6 +25,7 @@ from typing import Any
 import docker.errors
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
+from sandbox.bounds import uncharged
 from sandbox.docker.engine import EngineClient
 from sandbox.errors import ImageMissingError, ImagePullError, SandboxDiskFullError, SandboxError, SandboxLostError
 from sandbox.types import ImagePolicy
@@ -59,12 +60,16 @@ class ImageStore:
     async def fetch(self, image: str) -> None:
         """Pull ``image``; once, however many wait for it, and to its end, should they all go away.
 
+        Waiting for it is uncharged. It has bounds of its own: the policy's attempts, each of which fails once the
+        engine has been silent for two minutes.
+
         Raises ``ImageMissingError`` where no registry has it for us, ``ImagePullError`` after the last attempt.
         """
         if image not in self._pulling:
             task = self._pulling[image] = asyncio.create_task(self._fetch(image))
             task.add_done_callback(lambda _: self._pulling.pop(image))
-        await asyncio.shield(self._pulling[image])
+        with uncharged():
+            await asyncio.shield(self._pulling[image])
 
     def used(self, image: str) -> None:
         """Note that a box was started from ``image``. Blocking."""

@@ -16,8 +16,8 @@ import time
 import uuid
 
 from agent_rl.evaluation.report import evaluate
+from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.limiter import Limiter
-from agent_rl.rollout.settings import RolloutSettings
 from agent_rl.rollout.solvers import solver_runner
 from envs import EnvContext
 from envs.mini import MiniEnvironment
@@ -53,7 +53,7 @@ async def costs(context: EnvContext, environment: MiniEnvironment) -> None:
 async def throughput(environment: MiniEnvironment) -> None:
     """Print how many episodes the gold solver finishes in a minute."""
     tasks = environment.tasks("heldout")
-    run = solver_runner(environment, "gold", RolloutSettings())
+    run = solver_runner(environment, "gold", EpisodeRules())
     report = await evaluate(tasks, run, policy="gold", limiter=Limiter(AT_ONCE))
     rate = report.graded / report.seconds * 60
     print(

@@ -27,11 +27,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from agent_rl.config import RolloutConfig
 from agent_rl.engine.scripted import ScriptedEngine
-from agent_rl.rollout.episode import run_episode
+from agent_rl.rollout.episode import EpisodeRules, run_episode
 from agent_rl.rollout.group import GroupSettings, collect_groups
 from agent_rl.rollout.limiter import Limiter
-from agent_rl.rollout.settings import RolloutSettings
 from agent_rl.rollout.solvers import ByteRenderer
 from agent_rl.types import Trajectory
 from envs import Grade, Task
@@ -87,10 +87,10 @@ def runner(turns: int, answer_seconds: float, tool_seconds: float) -> Any:
     renderer, fmt, env = ByteRenderer(), tool_format("xml"), SlowEnvironment(tool_seconds)
     said = renderer.encode(fmt.render(ToolCall("execute_bash", {"cmd": "python -m pytest -x tests"})))
     engine = ScriptedEngine(lambda session, turn, tokens: said, layout=LAYOUT, latency=answer_seconds)
-    settings = RolloutSettings(max_turns=turns, max_tokens=1 << 30, describe_tools=False)
+    rules = EpisodeRules(RolloutConfig(max_turns=turns, max_tokens=1 << 30, describe_tools=False))
 
     async def run(task: Task) -> Trajectory:
-        return await run_episode(env, task, engine, renderer, fmt, settings)
+        return await run_episode(env, task, engine, renderer, fmt, rules)
 
     return run
 

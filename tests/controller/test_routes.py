@@ -17,7 +17,7 @@ from agent_rl.engine.probe.checks import Check, Verdict
 from agent_rl.engine.probe.run import ProbeReport
 from agent_rl.errors import RoutesMissingError
 from agent_rl.observe.display import Display
-from agent_rl.rollout.settings import RolloutSettings
+from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.types import Group, StopReason, Trajectory
 from r3.routing import Routing
 
@@ -54,8 +54,10 @@ def test_a_step_that_lost_all_its_groups_lacks_nothing() -> None:
     [("error", "sampled", False), ("native", "latest", True), ("drop_sample", "sampled", True)],
 )
 def test_the_policy_reaches_the_episodes(missing: str, source: str, allowed: bool) -> None:
-    settings = RolloutSettings.from_config(config(missing=missing, source=source))
-    assert (settings.allow_missing, settings.source, settings.routes) == (allowed, source, True)
+    rules = EpisodeRules.of(config(missing=missing, source=source))
+    assert rules.routes is not None
+    assert (rules.routes.allows_missing, rules.routes.source) == (allowed, source)
+    assert rules.for_evaluation(greedy=False).routes is None
 
 
 SOUND = ("routes captured", Verdict.OK), ("key in every answer", Verdict.OK), ("start honoured", Verdict.OK)

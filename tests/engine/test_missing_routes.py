@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 from engine_proxy import Fault, Rows, StripsEvery, proxy
 
-from agent_rl.config import EngineConfig, RunConfig
+from agent_rl.config import EngineConfig, R3Config
 from agent_rl.controller.advantages import samples_of
 from agent_rl.controller.routes import check_budget
 from agent_rl.engine.facts import read_facts
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import RoutesMissingError
-from agent_rl.rollout.settings import RolloutSettings
 from agent_rl.rollout.stats import missing_token_fraction
 from agent_rl.rollout.transcript import Transcript
 from agent_rl.types import Group, SamplingParams, StopReason, Trajectory
@@ -52,15 +51,8 @@ async def client_of(model: Path, engine_config: EngineConfig) -> AsyncIterator[A
 
 async def converse(engine: SGLangEngine, reward: float, seed: int, **r3: Any) -> Trajectory:
     """An episode's tokens as the loop collects them, under a config's policy."""
-    settings = RolloutSettings.from_config(RunConfig(name="x", model=Path("m"), r3=r3))
     rng = np.random.default_rng(seed)
-    transcript = Transcript(
-        rng.integers(2, 250, OPENING).tolist(),
-        max_tokens=1000,
-        routes=True,
-        source=settings.source,
-        allow_missing=settings.allow_missing,
-    )
+    transcript = Transcript(rng.integers(2, 250, OPENING).tolist(), max_tokens=1000, routes=R3Config(**r3))
     for turn in range(TURNS):
         sampling = SamplingParams(max_new_tokens=SAMPLED)
         session, start = f"{seed}", transcript.routes_from
@@ -108,7 +100,7 @@ async def test_native_leaves_holes_that_are_counted(server: str, client_of: Any)
     assert len(samples_of(group).samples) == 2
     policy = {"missing": "native", "missing_budget": 0.1}
     with pytest.raises(RoutesMissingError, match=r"step 1: 16.18% of its tokens lack routes, r3.missing_budget=0.1"):
-        check_budget(1, group, RunConfig(name="x", model=Path("m"), r3=policy).r3)
+        check_budget(1, group, R3Config(**policy))
 
 
 async def test_drop_sample_leaves_out_whole_trajectories(server: str, client_of: Any) -> None:

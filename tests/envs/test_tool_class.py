@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from typer.testing import CliRunner
 
 from agent_rl.cli import app
-from agent_rl.rollout.settings import RolloutSettings
+from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.solvers import solver_runner
 from envs import EnvContext, Grade, Task, load_environment
 from envs.conformance import check_environment
@@ -40,7 +40,7 @@ async def test_the_worked_examples_conform_and_can_be_solved(context: EnvContext
     env = load_environment(name, context, {"count": 8})
     assert [finding for finding in await check_environment(env) if not finding.ok] == []
     for policy, reward in (("gold", 1.0), ("noop", 0.1)):
-        run = solver_runner(env, policy, RolloutSettings())
+        run = solver_runner(env, policy, EpisodeRules())
         assert [(await run(task)).reward for task in env.tasks("heldout")] == [reward] * 8
 
 

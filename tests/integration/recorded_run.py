@@ -32,9 +32,9 @@ from agent_rl.controller.state import RunState
 from agent_rl.controller.train import TrainingRun
 from agent_rl.engine.facts import read_facts
 from agent_rl.observe.display import Display
+from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.group import EpisodeRunner
 from agent_rl.rollout.limiter import Limiter
-from agent_rl.rollout.settings import RolloutSettings
 from agent_rl.train.ray_trainer import RayTrainer
 from agent_rl.types import StopReason, Trajectory, Turn
 from envs import Task
@@ -93,7 +93,7 @@ class RecordedWorld:
         env = SimpleNamespace(prepare=_nothing)
         self.workshop = SimpleNamespace(env=env, tasks=lambda split: self.tasks, backend=SimpleNamespace(name="none"))
 
-    def runner(self, settings: RolloutSettings) -> EpisodeRunner:
+    def runner(self, rules: EpisodeRules) -> EpisodeRunner:
         """Gives the recordings that the newest journal does not hold yet."""
         (*_, journal) = sorted((self.config.run_dir / "journal").glob("step-*"))
         held = {trajectory.tokens.tobytes() for trajectory in read_journal(journal)}

@@ -15,14 +15,13 @@ from local_server import serving
 
 from agent_rl.errors import EngineRejected, EngineUnreachable
 from agent_rl.rollout.chat_policy import ChatEngine, ChatTextRenderer, read_messages
-from agent_rl.rollout.episode import run_episode
-from agent_rl.rollout.settings import RolloutSettings
+from agent_rl.rollout.episode import EpisodeRules, run_episode
 from agent_rl.types import FinishReason, SamplingParams, StopReason
 from tools import ToolCall
 from tools.formats import tool_format
 
 Answer = Callable[[dict[str, Any]], tuple[int, Any]]
-PLAIN = RolloutSettings(routes=False)
+PLAIN = EpisodeRules(routes=None)
 
 
 @asynccontextmanager

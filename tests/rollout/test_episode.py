@@ -12,20 +12,25 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loop_clock import LoopClock
 
+from agent_rl.config import EnvConfig, R3Config, RolloutConfig
 from agent_rl.errors import EngineUnreachable, RoutesMissingError
-from agent_rl.rollout.episode import run_episode
-from agent_rl.rollout.settings import RolloutSettings
+from agent_rl.rollout.episode import EpisodeRules, run_episode
 from agent_rl.rollout.solvers import ByteRenderer
 from agent_rl.types import Completion, FinishReason, StopReason, Trajectory
 from envs import GradingError, Task, TaskRecordError
 from sandbox import ImageMissingError, SandboxLostError
 from tools.formats import tool_format
 
+ROUTES = R3Config()
 
-async def drive(env: Any, task: Task, engine: Any, **limits: Any) -> Trajectory:
-    chosen = RolloutSettings(describe_tools=False, **limits)
-    return await run_episode(env, task, engine, ByteRenderer(), tool_format("hermes"), chosen)
+
+async def drive(
+    env: Any, task: Task, engine: Any, bounds: EnvConfig | None = None, routes: R3Config | None = ROUTES, **limits: Any
+) -> Trajectory:
+    rules = EpisodeRules(RolloutConfig(describe_tools=False, **limits), bounds or EnvConfig(), routes)
+    return await run_episode(env, task, engine, ByteRenderer(), tool_format("hermes"), rules)
 
 
 def check_aligned(trajectory: Trajectory, row_of: Any) -> None:
@@ -93,7 +98,7 @@ async def test_a_turn_costs_its_own_tokens_only(env: Any, task: Task, kit: Simpl
             self.prompt = tokens
             return await super().generate(tokens, *args, **options)
 
-    limits = RolloutSettings(describe_tools=False, max_turns=50)
+    limits = EpisodeRules(RolloutConfig(describe_tools=False, max_turns=50))
     trajectory = await run_episode(env, task, SameList([kit.FIX]), Counting(), tool_format("hermes"), limits)
     assert len(trajectory.turns) == 50
     assert sum(handled) == sum(turn.completion_tokens + turn.observation_tokens for turn in trajectory.turns)
@@ -108,7 +113,7 @@ async def test_every_row_of_routes_is_asked_for_once(env: Any, task: Task, kit: 
 
 async def test_without_routes_none_are_asked_for(env: Any, task: Task, kit: SimpleNamespace) -> None:
     engine = kit.ToldEngine([kit.SUBMIT])
-    trajectory = await drive(env, task, engine, routes=False)
+    trajectory = await drive(env, task, engine, routes=None)
     assert (engine.routes_from, trajectory.routing) == ([None], None)
 
 
@@ -327,10 +332,27 @@ async def test_infrastructure_that_hangs_is_a_failure_with_a_reason(
         await asyncio.Event().wait()
 
     env = kit.MemoryEnvironment(**{hung: hang})
-    trajectory = await drive(env, task, kit.ToldEngine([kit.SUBMIT]), start_timeout=0.05, grade_timeout=0.05)
+    trajectory = await drive(env, task, kit.ToldEngine([kit.SUBMIT]), EnvConfig(start_timeout=0.05, grade_timeout=0.05))
     assert trajectory.stop is StopReason.SANDBOX_FAILURE
-    assert "took longer than 0.05 s" in trajectory.error
+    assert f"took longer than {0.05 if hung == 'on_start' else 0.2} s" in trajectory.error
     assert env.open == 0
+
+
+@pytest.mark.parametrize(("seconds", "ends_as"), [(1200, StopReason.SUBMITTED), (4801, StopReason.SANDBOX_FAILURE)])
+async def test_grade_timeout_bounds_a_run_of_the_tests_and_nothing_cuts_it(
+    task: Task, kit: SimpleNamespace, seconds: float, ends_as: StopReason
+) -> None:
+    """A grading may run the tests twice, each time in a box that may take ``start_timeout`` to start."""
+    clock = LoopClock()
+
+    async def tests_run() -> None:
+        await clock.put_forward(seconds)
+
+    env = kit.MemoryEnvironment(on_grade=tests_run)
+    bounds = EnvConfig(grade_timeout=1800, start_timeout=600)
+    trajectory = await drive(env, task, kit.ToldEngine([kit.FIX, kit.SUBMIT]), bounds)
+    assert trajectory.stop is ends_as, trajectory.error
+    assert trajectory.resolved == (ends_as is StopReason.SUBMITTED)
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from agent_rl.config import RolloutConfig
 from agent_rl.errors import UserError
 from agent_rl.evaluation.report import evaluate, table, wilson_interval
+from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.rollout.records import write_trajectories
-from agent_rl.rollout.settings import RolloutSettings
 from agent_rl.rollout.solvers import noop, recorded, solver_runner
 from agent_rl.types import Group, Trajectory
 from envs import Task
@@ -59,12 +60,12 @@ async def test_pass_at_1_counts_tasks_and_keeps_failures_apart(kit: SimpleNamesp
     broken = 0
     env = kit.MemoryEnvironment()
     tasks = env.tasks("heldout")
-    healthy = solver_runner(env, solver({"heldout-0", "heldout-1", "heldout-2"}), RolloutSettings())
+    healthy = solver_runner(env, solver({"heldout-0", "heldout-1", "heldout-2"}), EpisodeRules())
 
     async def lose() -> None:
         raise SandboxLostError("gone")
 
-    lost = solver_runner(kit.MemoryEnvironment(on_start=lose), solver(set()), RolloutSettings())
+    lost = solver_runner(kit.MemoryEnvironment(on_start=lose), solver(set()), EpisodeRules())
 
     async def run(task: Task) -> Trajectory:
         nonlocal broken
@@ -89,7 +90,7 @@ async def test_pass_at_1_counts_tasks_and_keeps_failures_apart(kit: SimpleNamesp
 
 async def test_several_samples_are_averaged_within_a_task(kit: SimpleNamespace) -> None:
     env, count = kit.MemoryEnvironment(), 0
-    right, wrong = (solver_runner(env, solver(fixes), RolloutSettings()) for fixes in ({"heldout-0"}, set()))
+    right, wrong = (solver_runner(env, solver(fixes), EpisodeRules()) for fixes in ({"heldout-0"}, set()))
 
     async def run(task: Task) -> Trajectory:
         nonlocal count
@@ -107,7 +108,7 @@ async def test_nothing_graded_is_no_number(kit: SimpleNamespace, tmp_path: Path)
 
     env = kit.MemoryEnvironment(on_start=lose)
     report = await evaluate(
-        env.tasks("heldout"), solver_runner(env, "noop", RolloutSettings()), policy="noop", limiter=Limiter(8)
+        env.tasks("heldout"), solver_runner(env, "noop", EpisodeRules()), policy="noop", limiter=Limiter(8)
     )
     assert math.isnan(report.pass_at_1)
     assert (report.graded, report.ungraded, report.interval) == (0, 8, (0.0, 1.0))
@@ -117,7 +118,7 @@ async def test_nothing_graded_is_no_number(kit: SimpleNamespace, tmp_path: Path)
 
 async def test_a_solver_goes_through_the_tools(kit: SimpleNamespace) -> None:
     env = kit.MemoryEnvironment()
-    trajectory = await solver_runner(env, solver({"train-0"}), RolloutSettings(max_turns=1, max_tokens=5))(
+    trajectory = await solver_runner(env, solver({"train-0"}), EpisodeRules(RolloutConfig(max_turns=1, max_tokens=5)))(
         env.tasks("train")[0]
     )
     assert [turn.tool for turn in trajectory.turns] == ["echo", "submit"]
@@ -127,11 +128,11 @@ async def test_a_solver_goes_through_the_tools(kit: SimpleNamespace) -> None:
 async def test_a_recorded_run_is_said_again_and_graded_anew(kit: SimpleNamespace, tmp_path: Path) -> None:
     env = kit.MemoryEnvironment()
     first, second, _ = env.tasks("heldout")[:3]
-    run = solver_runner(env, solver({"heldout-0"}), RolloutSettings())
+    run = solver_runner(env, solver({"heldout-0"}), EpisodeRules())
     path = write_trajectories(tmp_path, 1, [Group(task.id, (await run(task),)) for task in (first, second)])
     replay, only = recorded(path)
     assert only == {first.id, second.id}
-    again = [await solver_runner(env, replay, RolloutSettings())(task) for task in (first, second)]
+    again = [await solver_runner(env, replay, EpisodeRules())(task) for task in (first, second)]
     assert [trajectory.resolved for trajectory in again] == [True, False]
     assert [turn.tool for turn in again[0].turns] == ["echo", "submit"]
     for text in ("{}\n", "nonsense"):
@@ -144,13 +145,13 @@ async def test_a_recorded_run_is_said_again_and_graded_anew(kit: SimpleNamespace
 
 def test_wrong_solvers_are_told() -> None:
     with pytest.raises(UserError, match="gold, noop"):
-        solver_runner(None, "glod", RolloutSettings())  # type: ignore[arg-type]
+        solver_runner(None, "glod", EpisodeRules())  # type: ignore[arg-type]
 
 
 async def test_a_task_without_gold_is_told(kit: SimpleNamespace) -> None:
     env = kit.MemoryEnvironment()
     with pytest.raises(UserError, match="no gold patch"):
-        await solver_runner(env, "gold", RolloutSettings())(env.tasks("train")[0])
+        await solver_runner(env, "gold", EpisodeRules())(env.tasks("train")[0])
     assert len(noop(env, env.tasks("train")[0])) == 1
 
 
@@ -162,7 +163,7 @@ async def test_cancelled_evaluation_leaves_nothing_open(kit: SimpleNamespace) ->
         await asyncio.Event().wait()
 
     env = kit.MemoryEnvironment(on_call=stall)
-    run = solver_runner(env, solver(set()), RolloutSettings())
+    run = solver_runner(env, solver(set()), EpisodeRules())
     running = asyncio.create_task(evaluate(env.tasks("heldout"), run, policy="x", limiter=Limiter(4)))
     await reached.wait()
     running.cancel()

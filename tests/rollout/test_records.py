@@ -11,11 +11,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from agent_rl.errors import AgentRlError
-from agent_rl.rollout.episode import run_episode
+from agent_rl.rollout.episode import EpisodeRules, run_episode
 from agent_rl.rollout.group import GroupSettings, collect_groups
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.rollout.records import read_rows, read_trajectories, steps_on_disk, write_trajectories
-from agent_rl.rollout.settings import RolloutSettings
 from agent_rl.rollout.solvers import ByteRenderer
 from agent_rl.types import Group, StopReason, Trajectory
 from envs import Task
@@ -28,7 +27,7 @@ async def groups(env: Any, kit: SimpleNamespace) -> tuple[Group, ...]:
 
     async def run(task: Task) -> Trajectory:
         engine = kit.ToldEngine([kit.call("echo", text=task.id), kit.FIX, kit.SUBMIT], versions=["1", "1", "2"])
-        return await run_episode(env, task, engine, ByteRenderer(), tool_format("hermes"), RolloutSettings())
+        return await run_episode(env, task, engine, ByteRenderer(), tool_format("hermes"), EpisodeRules())
 
     rollout = await collect_groups(env.tasks("train")[:3], run, GroupSettings(size=2), limiter=Limiter(4))
     return rollout.groups

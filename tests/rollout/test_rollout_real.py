@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from agent_rl.evaluation.report import evaluate
+from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.group import GroupSettings, collect_groups
 from agent_rl.rollout.limiter import Limiter
-from agent_rl.rollout.settings import RolloutSettings
 from agent_rl.rollout.solvers import PATCH_CHUNK, gold, solver_runner
 from agent_rl.types import StopReason
 from envs import EnvContext, Task
@@ -48,7 +48,7 @@ async def test_gold_resolves_every_task_and_noop_none(
 ) -> None:
     env = mini(backend, task_cache)
     await env.prepare("heldout")
-    run = solver_runner(env, policy, RolloutSettings())
+    run = solver_runner(env, policy, EpisodeRules())
     report = await evaluate(env.tasks("heldout"), run, policy=policy, limiter=Limiter(2))
     assert (report.pass_at_1, report.graded, report.infrastructure_failures) == (rate, 4, 0)
     assert report.turns_mean == turns
@@ -73,7 +73,7 @@ async def test_a_patch_of_many_chunks_arrives_whole(backend: SandboxBackend, tas
         def start(self, task: Task) -> Any:
             return env.start(task)
 
-    trajectory = await solver_runner(Bigger(), "gold", RolloutSettings())(env.tasks("heldout")[0])  # type: ignore[arg-type]
+    trajectory = await solver_runner(Bigger(), "gold", EpisodeRules())(env.tasks("heldout")[0])  # type: ignore[arg-type]
     assert len(trajectory.turns) > 3
     assert trajectory.resolved
     assert lines in trajectory.patch
@@ -118,7 +118,7 @@ async def test_a_lost_box_is_run_again_and_never_a_reward_of_zero(
     endings: list[StopReason] = []
     rollout = await collect_groups(
         env.tasks("heldout")[:1],
-        solver_runner(env, "gold", RolloutSettings()),
+        solver_runner(env, "gold", EpisodeRules()),
         GroupSettings(size=3, retries=1),
         limiter=Limiter(1),
         on_event=lambda event: endings.append(event.trajectory.stop) if event.trajectory else None,
@@ -160,7 +160,7 @@ async def test_stopping_a_run_ends_its_commands_and_leaves_no_box(backend: Sandb
     watched = WatchedBackend(backend, lose=0)
     env = mini(watched, task_cache)
     call = ToolCall("execute_bash", {"cmd": watched.marker})
-    run = solver_runner(env, lambda env, task: [call], RolloutSettings())
+    run = solver_runner(env, lambda env, task: [call], EpisodeRules())
     running = asyncio.create_task(
         collect_groups(env.tasks("heldout"), run, GroupSettings(size=1, min_size=1), limiter=Limiter(4))
     )

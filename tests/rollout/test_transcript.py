@@ -5,13 +5,14 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agent_rl.config import R3Config, RouteSource
 from agent_rl.errors import RoutesMissingError
 from agent_rl.rollout.transcript import Transcript
 from agent_rl.types import Completion, FinishReason
@@ -55,10 +56,10 @@ def completion(
 class Conversation:
     """A transcript, and tokens that never repeat, so that it can be told where each one was sampled."""
 
-    def __init__(self, source: Literal["sampled", "latest"] = "sampled", **options: Any) -> None:
+    def __init__(self, source: RouteSource = "sampled", missing: Literal["native", "error"] = "error") -> None:
         self.next_token = 0
         self.sampled: list[int] = []
-        self.transcript = Transcript(self.fresh(3), max_tokens=1000, routes=True, source=source, **options)
+        self.transcript = Transcript(self.fresh(3), max_tokens=1000, routes=R3Config(source=source, missing=missing))
 
     def fresh(self, count: int) -> list[int]:
         self.next_token += count
@@ -202,7 +203,7 @@ def test_log_probs_that_do_not_line_up_are_refused() -> None:
 def test_turns_whose_routes_never_came_are_absent_and_nothing_else(
     held: list[bool], source: Literal["sampled", "latest"]
 ) -> None:
-    talk, turns = Conversation(source, allow_missing=True), list[tuple[int, int, bool]]()
+    talk, turns = Conversation(source, missing="native"), list[tuple[int, int, bool]]()
     for routes in held:
         before = 0 if not turns else turns[-1][1]
         talk.turn(3, observed=2, routes=routes)

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import containers
 import pytest
+from loop_clock import LoopClock
 
-from sandbox import ImageMissingError, ImagePolicy, ImagePullError, SandboxError, SandboxSpec
+from sandbox import ImageMissingError, ImagePolicy, ImagePullError, SandboxError, SandboxPool, SandboxSpec, bounded
 from sandbox.docker.backend import DockerBackend
 from sandbox.docker.engine import EngineClient, connect, converted
 from sandbox.docker.images import ImageStore
@@ -226,3 +227,20 @@ async def test_a_box_brings_its_image(
     await backend.close()
     (ledger,) = Path(tmp_path, "agent-rl").glob("images-*.json")  # noqa: ASYNC240
     assert image in ledger.read_text()
+
+
+async def test_a_pull_takes_nothing_of_a_start(door: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    pool, clock = SandboxPool(DockerBackend(run_id="slow-pull", images=ImagePolicy(pull=True))), LoopClock()
+    door.open.clear()
+
+    async def start() -> None:
+        async with bounded(600, "starting the task"):
+            await pool.start(SandboxSpec(image=f"{door.address}/two:1"))
+
+    starting = asyncio.create_task(start())
+    await asyncio.to_thread(wait_until, lambda: door.waiting > 0)
+    await clock.put_forward(5000)
+    door.open.set()
+    await starting
+    await pool.close()

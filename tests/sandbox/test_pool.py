@@ -8,8 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from loop_clock import LoopClock
 
-from sandbox import Sandbox, SandboxPool, SandboxSpec, SandboxStartError
+from sandbox import Sandbox, SandboxError, SandboxPool, SandboxSpec, SandboxStartError, bounded
 from sandbox.bubblewrap.backend import BubblewrapBackend
 
 pytestmark = [pytest.mark.bubblewrap, pytest.mark.timeout(60)]
@@ -85,6 +86,26 @@ async def test_starts_are_bounded(gate: Gate) -> None:
     assert gate.boxes == 0
     with pytest.raises(SandboxStartError, match="closed"):
         await pool.start(SPEC)
+
+
+async def test_waiting_for_its_turn_takes_nothing_of_a_start(
+    gate: Gate,
+) -> None:
+    pool, clock = SandboxPool(gate, max_starts=1, warm=1), LoopClock()
+    gate.open.clear()
+
+    async def start() -> Sandbox:
+        async with bounded(600, "starting"):
+            return await pool.start(SPEC)
+
+    starts = [asyncio.create_task(start()) for _ in range(2)]
+    await until(lambda: gate.waiting == 1)
+    await clock.put_forward(601)
+    (late,) = await asyncio.gather(*starts[:1], return_exceptions=True)
+    assert isinstance(late, SandboxError)
+    gate.open.set()
+    assert (await starts[1]).spec == SPEC
+    await pool.close()
 
 
 async def test_commands_are_bounded_and_waiting_is_not_their_time(gate: Gate) -> None:

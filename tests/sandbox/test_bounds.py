@@ -1,0 +1,85 @@
+"""Bounds on infrastructure: what counts, what does not, and that they hold after a wait as before it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from loop_clock import LoopClock
+
+from sandbox import SandboxError
+from sandbox.bounds import bounded, turn, uncharged
+
+
+async def test_what_takes_longer_is_told() -> None:
+    with pytest.raises(SandboxError, match="starting took longer than 600 s"):
+        async with bounded(600, "starting"):
+            await LoopClock().put_forward(601)
+
+
+async def test_a_wait_does_not_count_and_what_follows_does() -> None:
+    clock, reached = LoopClock(), list[str]()
+
+    async def start() -> None:
+        async with bounded(600, "starting"):
+            await clock.put_forward(400)
+            with uncharged():
+                await clock.put_forward(5000)
+            await clock.put_forward(150)
+            reached.append("550 s")
+            await clock.put_forward(100)
+            reached.append("650 s")
+
+    with pytest.raises(SandboxError, match="starting took longer"):
+        await start()
+    assert reached == ["550 s"]
+
+
+async def test_the_clock_stands_while_any_of_several_tasks_waits() -> None:
+    clock, first, second = LoopClock(), asyncio.Event(), asyncio.Event()
+
+    async def wait(event: asyncio.Event) -> None:
+        with uncharged():
+            await event.wait()
+
+    async with bounded(600, "starting"), asyncio.TaskGroup() as group:
+        group.create_task(wait(first))
+        group.create_task(wait(second))
+        await asyncio.sleep(0)
+        await clock.put_forward(1000)
+        first.set()
+        await clock.put_forward(1000)
+        second.set()
+
+
+async def test_without_a_bound_nothing_is_charged_or_stopped() -> None:
+    clock = LoopClock()
+    async with bounded(600, "starting"):
+        pass
+    with uncharged():
+        await clock.put_forward(5000)
+
+
+async def test_cancelling_a_wait_gives_the_slot_to_the_next() -> None:
+    slots, held = asyncio.Semaphore(1), asyncio.Event()
+
+    async def hold() -> None:
+        async with bounded(600, "starting"), turn(slots):
+            held.set()
+            await asyncio.Event().wait()
+
+    first, second = asyncio.create_task(hold()), asyncio.create_task(hold())
+    await held.wait()
+    held.clear()
+    first.cancel()
+    await held.wait()
+    second.cancel()
+    ended = await asyncio.gather(first, second, return_exceptions=True)
+    assert all(isinstance(error, asyncio.CancelledError) for error in ended)
+    assert not slots.locked()
+
+
+async def test_a_timeout_of_the_caller_is_not_the_bound() -> None:
+    with pytest.raises(TimeoutError):
+        async with bounded(600, "starting"):
+            raise TimeoutError
