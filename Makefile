@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup prepare image real-tasks quickstart test check bench
+.PHONY: help setup prepare image real-tasks quickstart test check docs bench
 
 help: ## Show this help
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -32,6 +32,11 @@ check: ## Lint, check types and the import direction
 	@$(VENV)/ruff format --check .
 	@$(VENV)/mypy
 	@$(VENV)/python -m pytest -q tests/test_architecture.py
+
+docs: ## Build the documentation into site/; a dead link or anchor fails
+	@$(PYTHON) agent_rl/bootstrap.py docs
+	@.venv-docs/bin/sphinx-build --fail-on-warning --keep-going --fresh-env --quiet docs site
+	@echo "==> docs: open site/index.html"
 
 bench: setup ## Run the benchmarks and print their ratios
 	@for bench in tests/bench/bench_*.py; do echo "== $$bench"; $(VENV)/python $$bench || exit 1; done

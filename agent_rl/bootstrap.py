@@ -1,4 +1,4 @@
-"""Makes the two virtual environments and sees to a sandbox. Standard library only: it runs before any install.
+"""Makes the virtual environments and sees to a sandbox. Standard library only: it runs before any install.
 
 ``python3 agent_rl/bootstrap.py trainer engine sandbox`` announces each step, shows pip's progress, and skips with a
 word what is already done. A step is done when its stamp holds the hash of what it would install.
@@ -18,6 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TRAINER = ROOT / ".venv"
 ENGINE = ROOT / ".venv-engine"
+DOCS = ROOT / ".venv-docs"
 ENGINE_REQUIREMENTS = ROOT / "agent_rl" / "engine" / "requirements.txt"
 ENGINE_NODEPS = ROOT / "agent_rl" / "engine" / "requirements-nodeps.txt"
 TORCH = "torch==2.13.0"
@@ -73,6 +74,14 @@ def build_engine() -> None:
     run(pip, "install", "--quiet", "--progress-bar=on", "--requirement", ENGINE_REQUIREMENTS)
 
 
+def build_docs() -> None:
+    """The site generator alone: the documentation needs nothing of the project installed."""
+    import tomllib  # not at the top: an interpreter older than 3.11 is to reach main(), which says what is needed
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    run(make_venv(DOCS), "install", "--quiet", "--progress-bar=on", *project["optional-dependencies"]["docs"])
+
+
 def docker_answers() -> bool:
     """Whether a container engine answers within five seconds."""
     if not shutil.which("docker"):
@@ -106,6 +115,7 @@ def main(steps: Sequence[str]) -> int:
     actions = {
         "trainer": lambda: once(TRAINER, [ROOT / "pyproject.toml"], build_trainer, "trainer environment"),
         "engine": lambda: once(ENGINE, [ENGINE_REQUIREMENTS, ENGINE_NODEPS], build_engine, "engine environment"),
+        "docs": lambda: once(DOCS, [ROOT / "pyproject.toml"], build_docs, "documentation environment"),
         "sandbox": ensure_sandbox,
     }
     try:
