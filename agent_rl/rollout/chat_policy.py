@@ -72,7 +72,7 @@ class ChatEngine:
 
     The key is read from the environment variable ``OPENAI_API_KEY`` where it is set. No answer, 5xx, 429 and 503 are
     tried again ``retries`` times with growing pauses. Where the endpoint's context has no room for all that may be
-    said, it is asked again for what there is room for; where it has none, the turn ends without text, cut short.
+    answered, it is asked again for what there is room for; where it has none, the turn ends without text, cut short.
     """
 
     def __init__(self, url: str, model: str, *, timeout: float, retries: int, backoff: float = 0.5) -> None:
@@ -106,10 +106,10 @@ class ChatEngine:
             "max_tokens": max(1, sampling.max_new_tokens // BYTES_A_TOKEN),
         }
         text, finished = await self._ask(body)
-        said = (*_encode(text), _STOP) if finished else _encode(text)
+        answer = (*_encode(text), _STOP) if finished else _encode(text)
         return Completion(
-            tokens=tuple(said),
-            logprobs=(0.0,) * len(said),
+            tokens=tuple(answer),
+            logprobs=(0.0,) * len(answer),
             finish=FinishReason.STOP if finished else FinishReason.LENGTH,
             weight_version=self._model,
             engine=self._url,
