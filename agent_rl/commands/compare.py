@@ -139,7 +139,7 @@ async def _passes(
         found: list[tuple[NDArray[np.float32], NDArray[np.unsignedinteger]]] = []
         for chunk in chunks([len(sample.tokens) for sample in samples], budget):
             # A greedy rollout's log-probs are the raw ones, so 0 counts as 1.
-            found += await trainer.routes(samples[chunk], replay=replay, temperature=config.rollout.temperature or 1.0)
+            found += await trainer.routes(samples[chunk], replay=replay, temperature=config.rollout.logprob_temperature)
             display.advance(chunk.stop - chunk.start)
         return TrainerPass(
             [logprobs for logprobs, _ in found],

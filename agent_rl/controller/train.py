@@ -40,7 +40,6 @@ from agent_rl.rollout.filters import length_report, masked_stops
 from agent_rl.rollout.group import RolloutEvent
 from agent_rl.rollout.records import write_trajectories
 from agent_rl.train.ray_trainer import RayTrainer
-from agent_rl.train.settings import advantage_scale
 from agent_rl.weight_sync.sync import WeightSync
 
 FILTER_REPORT_STEPS = 10
@@ -155,7 +154,7 @@ class TrainingRun:
             prepared = samples_of(
                 batch.groups,
                 baseline=self.config.train.baseline,
-                scale=advantage_scale(self.config.train),
+                scale=self.config.train.advantage_scale,
                 drop_missing=self.config.r3.missing == "drop_sample",
                 masked=masked_stops(self.config.train.filter),
             )
