@@ -165,10 +165,10 @@ def config_show(config: ConfigPath, overrides: Overrides = None) -> None:
 @envs_app.command("list")
 def envs_list() -> None:
     """List the environments that a config can name."""
-    from envs.registry import list_environments
+    from envs import ENVIRONMENTS
 
-    for name, summary in list_environments().items():
-        typer.echo(f"{name:<12} {summary}")
+    for name, target in ENVIRONMENTS.targets().items():
+        typer.echo(f"{name:<12} {target}")
 
 
 @envs_app.command("new")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from agent_rl.errors import ConfigError
 
@@ -29,6 +29,17 @@ OnSpike = Literal["skip", "clip", "allow"]
 
 _OFF = BeforeValidator(lambda value: "off" if value is False else value)
 """YAML reads a bare ``off`` as false."""
+
+
+def _tool_format(name: str) -> str:
+    """``name``, if it is a tool-call format."""
+    from tools import ToolFormatError, tool_format
+
+    try:
+        tool_format(name)
+    except ToolFormatError as error:
+        raise ValueError(f"rollout.tool_format: {error}") from None
+    return name
 
 
 class Section(BaseModel):
@@ -124,7 +135,9 @@ class RolloutConfig(Section):
     max_new_tokens: int = Field(4096, gt=0, description="Tokens one turn may sample.")
     temperature: float = Field(1.0, ge=0, description="Sampling temperature.")
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; below 1 the log-probs are not renormalised.")
-    tool_format: Literal["hermes", "xml"] = Field("hermes", description="Text format of tool calls.")
+    tool_format: Annotated[str, AfterValidator(_tool_format)] = Field(
+        "hermes", description="Text format of tool calls: hermes, xml, or one of your own (docs/tools.md)."
+    )
     describe_tools: bool = Field(
         True, description="Tell the agent its tools in the opening prompt; off for a model trained on these very tools."
     )
