@@ -302,7 +302,7 @@ def _run_async(work: object) -> object:
     import asyncio
     from collections.abc import Coroutine
 
-    from agent_rl.controller.stop import cancel_on_sigterm
+    from agent_rl.aio import cancel_on_sigterm
 
     assert isinstance(work, Coroutine)
 

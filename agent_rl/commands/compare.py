@@ -22,10 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.table import Table
 
+from agent_rl.aio import cancel_on_sigterm
 from agent_rl.commands.eval import roll_out
 from agent_rl.config import RunConfig, load_config
 from agent_rl.controller.preflight import check_lengths, check_model
-from agent_rl.controller.stop import cancel_on_sigterm
 from agent_rl.errors import ConfigError
 from agent_rl.observe.display import Display
 from agent_rl.observe.files import write_atomic, write_json
