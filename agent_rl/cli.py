@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -25,6 +26,13 @@ ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML confi
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[section.key=value]...", help="Overrides of the config.")
 ]
+
+
+class ToolCalls(StrEnum):
+    """How a chat endpoint's model calls tools."""
+
+    TEXT = "text"
+    NATIVE = "native"
 
 
 @app.callback()
@@ -58,22 +66,33 @@ def evaluate(
     model: Annotated[str | None, typer.Option(help="The model's name at an endpoint.")] = None,
     tasks: Annotated[int | None, typer.Option(help="Tasks to evaluate; the config's number by default.")] = None,
     samples: Annotated[int, typer.Option(min=1, help="Episodes a task; more than one gives Pass@k.")] = 1,
-    split: Annotated[str | None, typer.Option(help="Split to evaluate on; the config's by default.")] = None,
+    split: Annotated[
+        str | None, typer.Option(help="Split to evaluate on; the config's by default, train of a recording.")
+    ] = None,
     greedy: Annotated[bool, typer.Option("--greedy", help="Greedy decoding instead of sampling.")] = False,
     out: Annotated[
         Path | None, typer.Option(help="Folder of the evaluation; by default in the run's own. Resumed if begun.")
     ] = None,
+    tool_calls: Annotated[
+        ToolCalls, typer.Option(help="At an endpoint: calls as text in its messages, or its own tools and tool_calls.")
+    ] = ToolCalls.TEXT,
+    request: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="At an endpoint: a field of every request; null leaves it out."),
+    ] = None,
 ) -> None:
-    """Evaluate Pass@1 on a split of the config's environment; one that was killed goes on where it stopped."""
-    from agent_rl.commands.eval import run_evaluation
+    """Evaluate Pass@1 on a split of the config's environment; one that was killed goes on where it stopped.
+
+    Exit code 1: nothing could be graded; the last line says why.
+    """
+    from agent_rl.commands.eval import EvalOptions, request_fields, run_evaluation
     from agent_rl.config import load_config
 
-    loaded = load_config(config, overrides or ())
-    _run_async(
-        run_evaluation(
-            loaded, policy=policy, model=model, tasks=tasks, samples=samples, split=split, greedy=greedy, out=out
-        )
-    )
+    fields, native = request_fields(request or ()), tool_calls is ToolCalls.NATIVE
+    options = EvalOptions(policy, model, tasks, samples, split, greedy, out, native, fields)
+    if (failure := _run_async(run_evaluation(load_config(config, overrides or ()), options))) is not None:
+        print(f"error: {failure}", file=sys.stderr)
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -109,7 +128,7 @@ def rollout(
     split: Annotated[str, typer.Option(help="Split to take them from.")] = "train",
 ) -> None:
     """Roll out some tasks with the config's model and write their trajectories, without training."""
-    from agent_rl.commands.eval import run_rollout
+    from agent_rl.commands.rollout import run_rollout
     from agent_rl.config import load_config
 
     _run_async(run_rollout(load_config(config, overrides or ()), tasks=tasks, split=split))
@@ -165,10 +184,10 @@ def config_show(config: ConfigPath, overrides: Overrides = None) -> None:
 @envs_app.command("list")
 def envs_list() -> None:
     """List the environments that a config can name."""
-    from envs import ENVIRONMENTS
+    from envs.registry import list_environments
 
-    for name, target in ENVIRONMENTS.targets().items():
-        typer.echo(f"{name:<12} {target}")
+    for name, summary in list_environments().items():
+        typer.echo(f"{name:<12} {summary}")
 
 
 @envs_app.command("new")
@@ -302,7 +321,7 @@ def _run_async(work: object) -> object:
     import asyncio
     from collections.abc import Coroutine
 
-    from agent_rl.aio import cancel_on_sigterm
+    from agent_rl.controller.stop import cancel_on_sigterm
 
     assert isinstance(work, Coroutine)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from agent_rl import cli
+from agent_rl.observe.folder_lock import hold_folder
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
@@ -125,6 +126,47 @@ def test_broken_task_record(
     )  # fmt: skip
     assert "rows.jsonl" in told
     assert "row 1" in told
+
+
+@pytest.mark.parametrize(
+    ("command", "folder"),
+    [
+        (("train",), "quickstart"),
+        (("eval", "--policy", "noop"), "quickstart/eval/noop-heldout"),
+        (("doctor",), "quickstart/doctor"),
+        (("rollout",), "quickstart-rollout"),
+    ],
+)
+def test_a_folder_that_another_process_writes_to(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    tiny: Path,
+    command: tuple[str, ...],
+    folder: str,
+) -> None:
+    with hold_folder(tmp_path / folder):
+        told = complaint(
+            monkeypatch, capsys, *command, QUICKSTART, f"model={tiny}", f"runs_dir={tmp_path}",
+            f"engine.python={sys.executable}",
+        )  # fmt: skip
+    assert f"{tmp_path}/{folder}: in use by process {os.getpid()} on " in told
+
+
+@pytest.mark.parametrize("command", [("train",), ("eval", "--policy", "noop"), ("doctor",), ("rollout",)])
+def test_runs_dir_is_a_file(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    tiny: Path,
+    command: tuple[str, ...],
+) -> None:
+    (tmp_path / "runs").write_text("no folder")
+    told = complaint(
+        monkeypatch, capsys, *command, QUICKSTART, f"model={tiny}", f"runs_dir={tmp_path}/runs",
+        f"engine.python={sys.executable}",
+    )  # fmt: skip
+    assert f"runs_dir: {tmp_path}/runs is a file" in told
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")

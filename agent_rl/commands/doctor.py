@@ -20,6 +20,7 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt,
 
 from agent_rl.commands.health import Check, check_parts
 from agent_rl.config import RunConfig
+from agent_rl.controller.preflight import check_room
 from agent_rl.controller.world import Workshop, open_workshop
 from agent_rl.errors import ConfigError
 from agent_rl.evaluation.folder import EvalFolder
@@ -27,6 +28,7 @@ from agent_rl.evaluation.quarantine import write_quarantine
 from agent_rl.evaluation.report import EpisodeResult, evaluate
 from agent_rl.observe.display import Display
 from agent_rl.observe.files import write_json
+from agent_rl.observe.folder_lock import hold_folder
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.group import RolloutEvent
 from agent_rl.rollout.limiter import Limiter
@@ -56,9 +58,10 @@ async def run_doctor(
     config: RunConfig, *, tasks: int | None, split: str, repeats: int, audit: bool, out: Path | None
 ) -> bool:
     """Examine ``config`` and print what was found; True if nothing is wrong."""
+    check_room(config.runs_dir)
     folder = out or config.run_dir / "doctor"
     display = Display(f"doctor {config.name}")
-    with display:
+    with hold_folder(folder), display:
         async with open_workshop(config, display) as workshop:
             checks = await check_parts(config, workshop.backend)
             await workshop.env.prepare(split)

@@ -1,35 +1,90 @@
-"""``agent-rl eval`` and ``agent-rl rollout``: a policy on some tasks."""
+"""``agent-rl eval``: Pass@1 of a policy on some tasks."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
-from agent_rl.config import RunConfig
+import yaml
+
+from agent_rl.config import RolloutConfig, RunConfig
 from agent_rl.controller import preflight
 from agent_rl.controller.world import Workshop, open_workshop, open_world
 from agent_rl.errors import ConfigError, UserError
 from agent_rl.evaluation.folder import EvalFolder
-from agent_rl.evaluation.report import EpisodeResult, breakdown, evaluate, table
+from agent_rl.evaluation.report import EpisodeResult, EvalReport, breakdown, evaluate, table
 from agent_rl.observe.display import Display
-from agent_rl.rollout.chat_policy import BYTES_A_TOKEN, ChatEngine, ChatTextRenderer
+from agent_rl.observe.folder_lock import hold_folder
+from agent_rl.rollout.chat_policy import BYTES_A_TOKEN, ChatEngine, Endpoint
+from agent_rl.rollout.chat_tokens import ChatTextRenderer, NativeToolCalls
 from agent_rl.rollout.episode import EpisodeRules, run_episode
-from agent_rl.rollout.group import EpisodeRunner, GroupSettings, Rollout, RolloutEvent, collect_groups
+from agent_rl.rollout.group import EpisodeRunner, RolloutEvent
 from agent_rl.rollout.limiter import Limiter
-from agent_rl.rollout.records import write_trajectories
 from agent_rl.rollout.solvers import recorded, solver_runner
-from agent_rl.rollout.stats import rollout_metrics
 from agent_rl.types import Trajectory
 from envs import Environment, Task
 from tools.formats import tool_format
 
 SOLVERS = ("gold", "noop")
+REPLAY = "replay:"
 _BOUNDS = {"start_timeout", "grade_timeout"}
 POLICIES = "engine, gold, noop, replay:TRAJECTORIES.jsonl or an OpenAI-compatible endpoint http(s)://HOST/v1"
+
+
+@dataclass(frozen=True, slots=True)
+class EvalOptions:
+    """What to evaluate. ``tasks`` and ``split`` are the config's where None; of a recording, ``split`` is train.
+
+    ``native_tools`` and ``request`` are an endpoint's (:class:`agent_rl.rollout.chat_policy.Endpoint`).
+    """
+
+    policy: str = "engine"
+    model: str | None = None
+    tasks: int | None = None
+    samples: int = 1
+    split: str | None = None
+    greedy: bool = False
+    out: Path | None = None
+    native_tools: bool = False
+    request: Mapping[str, Any] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Raises UserError for options that don't go together."""
+        is_url = self.policy.startswith(("http://", "https://"))
+        if not is_url and self.policy not in ("engine", *SOLVERS) and not self.policy.startswith(REPLAY):
+            raise UserError(f"--policy {self.policy}: not one of {POLICIES}")
+        if is_url != (self.model is not None):
+            raise UserError(
+                "--model names the model at an endpoint: give it with --policy http(s)://..., and only there"
+            )
+        if not is_url and (self.native_tools or self.request):
+            raise UserError("--tool-calls and --request are an endpoint's: give them with --policy http(s)://...")
+
+    @property
+    def endpoint(self) -> Endpoint | None:
+        """The endpoint that is evaluated, if one is."""
+        return None if self.model is None else Endpoint(self.policy, self.model, self.native_tools, self.request)
+
+    def split_of(self, config: RunConfig) -> str:
+        return self.split or ("train" if self.policy.startswith(REPLAY) else config.eval.split)
+
+    def folder(self, config: RunConfig) -> Path:
+        model = "" if self.model is None else f"-{quote(self.model, safe='')}"
+        name = f"{quote(self.policy, safe='')}{model}-{self.split_of(config)}{'-greedy' if self.greedy else ''}"
+        return self.out or config.run_dir / "eval" / name
+
+    def rules(self, config: RunConfig) -> EpisodeRules:
+        """How the episodes are driven. A chat model is always told its tools; where the config's own model is not, the
+        config's ``max_tokens`` leaves no room for that, and the default of the key holds."""
+        rules = EpisodeRules.of(config).for_evaluation(greedy=self.greedy)
+        if self.model is None or config.rollout.describe_tools:
+            return rules
+        return rules.limited(describe_tools=True, max_tokens=RolloutConfig().max_tokens)
 
 
 @dataclass(frozen=True)
@@ -41,56 +96,71 @@ class Policy:
     only: frozenset[str] | None = None
 
 
-async def run_evaluation(
-    config: RunConfig,
-    *,
-    policy: str,
-    model: str | None,
-    tasks: int | None,
-    samples: int,
-    split: str | None,
-    greedy: bool,
-    out: Path | None,
-) -> None:
-    """Evaluate ``policy`` and print Pass@1 with its interval; what was there of an earlier start in ``out`` is kept."""
-    _check_policy(policy, model)
-    rules = EpisodeRules.of(config).for_evaluation(greedy=greedy)
-    split = split or config.eval.split
-    folder = EvalFolder(
-        out or config.run_dir / "eval" / _folder_name(policy, split, greedy),
-        {
-            **{"policy": policy, "model": model or _model_mark(config, policy), "split": split, "env": config.env.name},
-            **{"env_options": config.env.model_dump(mode="json")["options"], "tool_format": config.rollout.tool_format},
-            **_settings(rules),
-        },
-        defaults=_settings(EpisodeRules()),
+def request_fields(given: Iterable[str]) -> dict[str, Any]:
+    """The fields of ``--request key=value``, whose values are YAML. Raises UserError for one that is not so written."""
+    fields: dict[str, Any] = {}
+    for option in given:
+        key, separator, value = option.partition("=")
+        try:
+            fields[key] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            separator = ""
+        if not key or not separator:
+            raise UserError(f"--request {option}: write it as key=value, max_tokens=null or seed=1, say")
+    return fields
+
+
+async def run_evaluation(config: RunConfig, options: EvalOptions) -> str | None:
+    """Evaluate and print Pass@1 with its interval; what was there of an earlier start in the folder is kept.
+
+    Returns why nothing could be graded, or None where something was.
+    """
+    options.check()
+    preflight.check_room(config.runs_dir)
+    path, display = options.folder(config), Display(f"eval {config.name}")
+    with hold_folder(path):
+        folder = EvalFolder(path, _facts(config, options), defaults=_settings(EpisodeRules()))
+        with display:
+            async with _policy(config, options, path, display) as policy:
+                picked = await pick_tasks(policy, options.split_of(config), options.tasks or config.eval.tasks)
+                report = await _evaluate(config, options, policy, picked, folder, display)
+        folder.finish(report, picked, options.model or options.policy)
+    return _tell(display, report, path)
+
+
+async def _evaluate(
+    config: RunConfig, options: EvalOptions, policy: Policy, tasks: Sequence[Task], folder: EvalFolder, display: Display
+) -> EvalReport:
+    """Run the samples of ``tasks`` that ``folder`` does not hold yet."""
+    known = {task.id for task in tasks}
+    done = [result for result in folder.results() if result.task_id in known and result.sample < options.samples]
+    if done:
+        display.note(f"{folder.path}: {len(done)} of {len(tasks) * options.samples} episodes are there already")
+    display.stage(f"Pass@1 of {options.policy}", total=len(tasks) * options.samples - _graded(done))
+    return await evaluate(
+        tasks,
+        policy.run,
+        policy=options.policy,
+        limiter=Limiter(config.rollout.concurrency),
+        samples=options.samples,
+        retries=config.rollout.sandbox_retries,
+        done=done,
+        on_result=folder.record,
+        on_event=lambda event: advance(display, event),
     )
-    done = folder.results()
-    display = Display(f"eval {config.name}")
-    with display:
-        async with _policy(config, policy, model, rules, display) as chosen:
-            picked = await _tasks(chosen, split, tasks or config.eval.tasks)
-            known = {task.id for task in picked}
-            done = [result for result in done if result.task_id in known and result.sample < samples]
-            if done:
-                display.note(f"{folder.path}: {len(done)} of {len(picked) * samples} episodes are there already")
-            display.stage(f"Pass@1 of {policy}", total=len(picked) * samples - _graded(done))
-            report = await evaluate(
-                picked,
-                chosen.run,
-                policy=policy,
-                limiter=Limiter(config.rollout.concurrency),
-                samples=samples,
-                retries=config.rollout.sandbox_retries,
-                done=done,
-                on_result=folder.record,
-                on_event=lambda event: _advance(display, event),
-            )
-    folder.finish(report, picked, model or policy)
+
+
+def _tell(display: Display, report: EvalReport, path: Path) -> str | None:
+    """Print the report. Where nothing was graded there is none to print: why not is returned."""
+    if not report.graded:
+        reasons = Counter(outcome.error for outcome in report.outcomes)
+        (reason, count), *_ = reasons.most_common(1)
+        return f"none of {report.tasks} tasks could be graded; {count} of them: {reason}"
     display.table(table([report]))
     if report.by_repo:
         display.table(breakdown(report.by_repo))
-    display.note(f"report: {folder.path / 'report.json'}")
+    display.note(f"report: {path / 'report.json'}")
+    return None
 
 
 def _settings(rules: EpisodeRules) -> dict[str, object]:
@@ -105,8 +175,19 @@ def _graded(results: Sequence[EpisodeResult]) -> int:
     return len({(result.task_id, result.sample) for result in results if result.resolved is not None})
 
 
-def _folder_name(policy: str, split: str, greedy: bool) -> str:
-    return f"{quote(policy, safe='')}-{split}{'-greedy' if greedy else ''}"
+def _facts(config: RunConfig, options: EvalOptions) -> dict[str, Any]:
+    """What the figures depend on; an evaluation that differs in any of it gets a folder of its own."""
+    endpoint = {"native_tools": options.native_tools, "request": dict(options.request)} if options.model else {}
+    return {
+        "policy": options.policy,
+        "model": options.model or _model_mark(config, options.policy),
+        "split": options.split_of(config),
+        "env": config.env.name,
+        "env_options": config.env.model_dump(mode="json")["options"],
+        "tool_format": config.rollout.tool_format,
+        **endpoint,
+        **_settings(options.rules(config)),
+    }
 
 
 def _model_mark(config: RunConfig, policy: str) -> str:
@@ -118,86 +199,64 @@ def _model_mark(config: RunConfig, policy: str) -> str:
 
 
 @asynccontextmanager
-async def _policy(
-    config: RunConfig, policy: str, model: str | None, rules: EpisodeRules, display: Display
-) -> AsyncIterator[Policy]:
-    """Open what ``policy`` needs."""
-    if policy == "engine":
+async def _policy(config: RunConfig, options: EvalOptions, folder: Path, display: Display) -> AsyncIterator[Policy]:
+    """Open what the policy needs."""
+    rules = options.rules(config)
+    if options.policy == "engine":
         preflight.check(config)
-        async with open_world(config, config.run_dir / "logs", display) as world:
+        async with open_world(config, folder, display) as world:
             yield Policy(world.workshop, world.runner(rules))
-        return
-    async with open_workshop(config, display) as workshop:
-        env, fmt = workshop.env, config.rollout.tool_format
-        if model is not None:
-            engine = ChatEngine(policy, model, timeout=config.engine.request_timeout, retries=config.engine.retries)
-            async with engine:
-                yield Policy(workshop, _chat_runner(env, engine, rules, fmt))
-        elif policy in SOLVERS:
-            yield Policy(workshop, solver_runner(env, policy, rules))
-        else:
-            solver, only = recorded(Path(policy.removeprefix("replay:")))
-            yield Policy(workshop, solver_runner(env, solver, rules, tool_format_name=fmt), only)
+    elif (endpoint := options.endpoint) is not None:
+        engine = ChatEngine(endpoint, timeout=config.engine.request_timeout, retries=config.engine.retries)
+        async with engine:
+            await engine.check_ready()
+            async with open_workshop(config, display) as workshop:
+                yield Policy(workshop, _chat_runner(workshop.env, engine, endpoint, config, rules))
+    else:
+        async with open_workshop(config, display) as workshop:
+            yield _solver(config, options, workshop, rules)
 
 
-def _check_policy(policy: str, model: str | None) -> None:
-    is_url = policy.startswith(("http://", "https://"))
-    if not is_url and policy not in ("engine", *SOLVERS) and not policy.startswith("replay:"):
-        raise UserError(f"--policy {policy}: not one of {POLICIES}")
-    if is_url != (model is not None):
-        raise UserError("--model names the model at an endpoint: give it with --policy http(s)://..., and only there")
+def _solver(config: RunConfig, options: EvalOptions, workshop: Workshop, rules: EpisodeRules) -> Policy:
+    """A policy without a model: a recording, gold or no-op."""
+    if not options.policy.startswith(REPLAY):
+        return Policy(workshop, solver_runner(workshop.env, options.policy, rules))
+    solver, only = recorded(Path(options.policy.removeprefix(REPLAY)))
+    run = solver_runner(workshop.env, solver, rules, tool_format_name=config.rollout.tool_format)
+    return Policy(workshop, run, only)
 
 
-def _chat_runner(env: Environment, engine: ChatEngine, rules: EpisodeRules, fmt: str) -> EpisodeRunner:
+def _chat_runner(
+    env: Environment, engine: ChatEngine, endpoint: Endpoint, config: RunConfig, rules: EpisodeRules
+) -> EpisodeRunner:
     """Episodes over a chat endpoint; limits in tokens become limits in bytes."""
-    limits = rules.rollout
     scaled = rules.limited(
-        max_tokens=limits.max_tokens * BYTES_A_TOKEN, max_new_tokens=limits.max_new_tokens * BYTES_A_TOKEN
+        max_tokens=rules.rollout.max_tokens * BYTES_A_TOKEN,
+        max_new_tokens=rules.rollout.max_new_tokens * BYTES_A_TOKEN,
     )
+    fmt = NativeToolCalls() if endpoint.native_tools else tool_format(config.rollout.tool_format)
+    renderer = ChatTextRenderer(native_tools=endpoint.native_tools)
 
     async def run(task: Task) -> Trajectory:
-        return await run_episode(env, task, engine, ChatTextRenderer(), tool_format(fmt), scaled)
+        return await run_episode(env, task, engine, renderer, fmt, scaled)
 
     return run
 
 
-async def _tasks(policy: Policy, split: str, count: int) -> Sequence[Task]:
+async def pick_tasks(policy: Policy, split: str, count: int) -> Sequence[Task]:
+    """The first ``count`` tasks of ``split`` that the policy can run. Raises ConfigError where there are none."""
     env = policy.workshop.env
     await env.prepare(split)
-    found = [task for task in policy.workshop.tasks(split) if policy.only is None or task.id in policy.only]
+    held = policy.workshop.tasks(split)
+    found = [task for task in held if policy.only is None or task.id in policy.only]
+    if not held:
+        raise ConfigError(f"--split {split}: environment {env.name!r} has no tasks of that split")
     if not found:
-        raise ConfigError(f"eval.split: environment {env.name!r} has no such tasks in split {split!r}")
+        raise ConfigError(f"--split {split}: none of the recording's tasks is of it: give the split it was made on")
     return found[:count]
 
 
-def _advance(display: Display, event: RolloutEvent) -> None:
+def advance(display: Display, event: RolloutEvent) -> None:
+    """Move the progress bar on where a group has ended."""
     if event.group is not None or event.dropped is not None:
         display.advance()
-
-
-async def run_rollout(config: RunConfig, *, tasks: int, split: str) -> None:
-    """Collect groups of ``tasks`` tasks and write their trajectories as step 0 of ``runs/<name>-rollout``."""
-    display = Display(f"rollout {config.name}")
-    with display:
-        rollout = await roll_out(config, config.runs_dir / f"{config.name}-rollout", display, tasks=tasks, split=split)
-    for name, value in rollout_metrics(rollout).items():
-        display.note(f"{name:<36} {value:.4g}")
-
-
-async def roll_out(config: RunConfig, folder: Path, display: Display, *, tasks: int, split: str) -> Rollout:
-    """Collect groups of ``tasks`` tasks with the config's model; write their trajectories as step 0 of ``folder``."""
-    preflight.check(config)
-    async with open_world(config, folder / "logs", display) as world:
-        policy = Policy(world.workshop, world.runner(EpisodeRules.of(config)))
-        chosen = await _tasks(policy, split, tasks)
-        display.stage("rollout", total=len(chosen))
-        rollout = await collect_groups(
-            chosen,
-            policy.run,
-            GroupSettings(config.rollout.group_size, retries=config.rollout.sandbox_retries, min_size=1),
-            limiter=world.limiter,
-            on_event=lambda event: _advance(display, event),
-        )
-        path = await asyncio.to_thread(write_trajectories, folder, 0, rollout.groups)
-    display.note(f"trajectories: {path}")
-    return rollout

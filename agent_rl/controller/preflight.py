@@ -53,10 +53,12 @@ def check_model(folder: Path, key: str = "model") -> None:
 
 
 def check_room(folder: Path) -> None:
-    """A run needs room for checkpoints and trajectories."""
+    """A run needs a folder, and room in it for checkpoints and trajectories."""
     existing = folder.absolute()
     while not existing.exists():
         existing = existing.parent
+    if not existing.is_dir():
+        raise UserError(f"runs_dir: {existing} is a file: name a folder, or one that is to be made")
     free = shutil.disk_usage(existing).free
     if free < FREE_BYTES_WANTED:
         raise UserError(

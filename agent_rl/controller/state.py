@@ -34,6 +34,7 @@ MAY_CHANGE = (
     {"runs_dir"},
     {"guard"},
     {"hardware"},
+    {"r3", "trace"},
     {"train", "steps"},
     {"train", "checkpoint_every"},
     {"train", "keep_checkpoints"},

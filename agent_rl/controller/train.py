@@ -19,7 +19,6 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import asdict, dataclass, field
 
-from agent_rl.aio import cancel_on_sigterm
 from agent_rl.config import RunConfig
 from agent_rl.controller import preflight
 from agent_rl.controller.advantages import samples_of
@@ -30,16 +29,19 @@ from agent_rl.controller.journal import Journal
 from agent_rl.controller.routes import check_budget, probe_engines
 from agent_rl.controller.schedule import check_enough
 from agent_rl.controller.state import RunState
+from agent_rl.controller.stop import cancel_on_sigterm
 from agent_rl.controller.summary import summarize, summary_table
 from agent_rl.controller.world import World, open_world
 from agent_rl.evaluation.report import EvalReport, evaluate
 from agent_rl.observe.display import Display
+from agent_rl.observe.folder_lock import hold_folder
 from agent_rl.observe.metrics_log import MetricsLog
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.filters import length_report, masked_stops
 from agent_rl.rollout.group import RolloutEvent
 from agent_rl.rollout.records import write_trajectories
 from agent_rl.train.ray_trainer import RayTrainer
+from agent_rl.train.settings import advantage_scale
 from agent_rl.weight_sync.sync import WeightSync
 
 FILTER_REPORT_STEPS = 10
@@ -62,9 +64,9 @@ async def train(config: RunConfig) -> None:
     """Run ``config`` to its last step, from its last checkpoint if it has one; write and show the summary."""
     preflight.check(config)
     preflight.check_lengths(config)
-    state = RunState(config)
     display = Display(config.name)
-    with display:
+    with hold_folder(config.run_dir), display:
+        state = RunState(config)
         async with _parts(config, state, display) as (world, trainer):
             run = TrainingRun(config, state, display, world, trainer)
             try:
@@ -154,7 +156,7 @@ class TrainingRun:
             prepared = samples_of(
                 batch.groups,
                 baseline=self.config.train.baseline,
-                scale=self.config.train.advantage_scale,
+                scale=advantage_scale(self.config.train),
                 drop_missing=self.config.r3.missing == "drop_sample",
                 masked=masked_stops(self.config.train.filter),
             )

@@ -31,7 +31,7 @@ from envs import Task
 
 class EvalFolder:
     """The folder of one evaluation. ``settings`` are what its figures depend on. Raises ConfigError for a folder that
-    holds an evaluation of other settings.
+    holds graded samples of other settings; one in which nothing was graded is begun anew.
 
     ``defaults`` are the settings that a release may add: one that an older folder says nothing of had this value.
     A setting that only the folder has is of another release, and is not compared.
@@ -42,11 +42,11 @@ class EvalFolder:
     ) -> None:
         self.path = path
         self._results = path / "results.jsonl"
-        plain = _plain(settings)
-        if (path / "settings.json").exists():
-            _check_same(path, {**_plain(defaults), **read_json(path / "settings.json")}, plain)
-        else:
-            write_json(path / "settings.json", plain)
+        self._settings = _plain(settings)
+        if not any(result.resolved is not None for result in self.results()):
+            self._forget()
+        elif (path / "settings.json").exists():
+            _check_same(path, {**_plain(defaults), **read_json(path / "settings.json")}, self._settings)
 
     def results(self) -> list[EpisodeResult]:
         """The samples that ended so far. A last line that a kill cut off is dropped, and its sample run again."""
@@ -58,7 +58,10 @@ class EvalFolder:
         return [_read(self._results, number, line) for number, line in enumerate(whole.splitlines(), 1)]
 
     def record(self, result: EpisodeResult, trajectory: Trajectory | None) -> None:
-        """Write a sample that ended, its log first: a result that stands in the folder has one."""
+        """Write a sample that ended, its log first: a result that stands in the folder has one. The first result comes
+        with the settings: an evaluation that never got anywhere leaves its folder free."""
+        if not (self.path / "settings.json").exists():
+            write_json(self.path / "settings.json", self._settings)
         if trajectory is not None:
             # Not orjson: a model may write integers over 64 bits and lone surrogates, which it refuses.
             write_atomic(self.log_of(result), json.dumps(_log(result, trajectory), indent=1).encode())
@@ -66,6 +69,11 @@ class EvalFolder:
                 self.log_of(result).with_suffix(".log").write_text(trajectory.test_log, errors="replace")
         with self._results.open("ab") as file:
             file.write(json.dumps(asdict(result)).encode() + b"\n")
+
+    def _forget(self) -> None:
+        """Remove the results, none of which was graded, and what they were results of."""
+        for path in (self._results, self.path / "settings.json"):
+            path.unlink(missing_ok=True)
 
     def log_of(self, result: EpisodeResult) -> Path:
         return self.path / "logs" / quote(result.task_id, safe="@[]=,+") / f"{result.sample}.json"

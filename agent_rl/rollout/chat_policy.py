@@ -1,20 +1,17 @@
 """Any OpenAI-compatible chat endpoint as a policy of the same episode loop; for evaluation alone.
 
-The loop is token-in, token-out, and such an endpoint takes messages. So the conversation is written in tokens of our
-own that can be read back: UTF-8 bytes (0 to 255) with a mark before each message that says who speaks::
-
-    <system> S y s <user> f i x <assistant>        opening: the endpoint is asked for what follows
-    <system> S y s <user> f i x <assistant> o k <stop> <user> d o n e <assistant>
-
-Nothing can be trained on it: there are no token ids of the model, no log-probs of them and no routes. Limits in tokens
-are limits in bytes here; the endpoint keeps its own.
+How the conversation goes through the token-in, token-out loop is in :mod:`agent_rl.rollout.chat_tokens`. Nothing can be
+trained on it: there are no token ids of the model, no log-probs of them and no routes. Limits in tokens are limits in
+bytes here; the endpoint keeps its own.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
@@ -22,66 +19,50 @@ import httpx
 import orjson
 import tenacity
 
-from agent_rl.engine.http import post
-from agent_rl.errors import EngineOverloaded, EngineRejected, EngineUnreachable
+from agent_rl.engine.http import check, server_message, unreachable
+from agent_rl.errors import EngineError, EngineOverloaded, EngineRejected, EngineUnreachable, UserError
+from agent_rl.rollout.chat_tokens import STOP, encode, read_messages, read_native, write_answer
 from agent_rl.types import Completion, FinishReason, SamplingParams, TokenIds
 
 BYTES_A_TOKEN = 4
 """How a limit in tokens is turned into one in bytes: what English text and code come to with common tokenizers."""
-_STOP = 256
-_ROLES = {"system": 257, "user": 258, "assistant": 259}
-_SPEAKERS = {mark: role for role, mark in _ROLES.items()}
 API_KEY = "OPENAI_API_KEY"
+CONNECT_SECONDS = 10.0
+READY_SECONDS = 60.0
+_QUESTION = {"messages": [{"role": "user", "content": "Answer with one word: ready?"}], "max_tokens": 16}
+_NO_TOOL = {"name": "none", "description": "Does nothing.", "parameters": {"type": "object", "properties": {}}}
 
 
-class ChatTextRenderer:
-    """Implements :class:`agent_rl.rollout.opening.Renderer` with bytes and marks; observations are the user's."""
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A chat endpoint: its address up to ``/v1``, and the model asked for.
 
-    stop_token_ids = (_STOP,)
+    ``native_tools``: hand it the tools as JSON schemas and take its ``tool_calls``, instead of a text format.
+    ``request``: fields that every request has beside or instead of ours; one that is None is left out.
+    """
 
-    def opening(self, messages: Sequence[Mapping[str, str]], tools: Sequence[Mapping[str, Any]] | None) -> list[int]:
-        """``tools`` are not rendered: the loop then describes them in the system message."""
-        tokens = [token for m in messages for token in (_ROLES[m["role"]], *_encode(m["content"]))]
-        return [*tokens, _ROLES["assistant"]]
-
-    def observation(self, text: str, *, stop_included: bool) -> list[int]:
-        end = [] if stop_included else [_STOP]
-        return [*end, _ROLES["user"], *_encode(text), _ROLES["assistant"]]
-
-    def decode(self, tokens: TokenIds) -> str:
-        return bytes(token for token in tokens if token < _STOP).decode(errors="replace")
-
-
-def read_messages(tokens: TokenIds) -> list[dict[str, str]]:
-    """The messages that ``tokens`` hold, without the empty one that the endpoint is asked for."""
-    messages: list[dict[str, str]] = []
-    text = bytearray()
-    for token in [*tokens, _ROLES["assistant"]]:
-        if token in _SPEAKERS:
-            if messages:
-                messages[-1]["content"] = text.decode(errors="replace")
-            messages.append({"role": _SPEAKERS[token], "content": ""})
-            text.clear()
-        elif token < _STOP:
-            text.append(token)
-    return [message for message in messages[:-1] if message["content"] or message["role"] != "assistant"]
+    url: str
+    model: str
+    native_tools: bool = False
+    request: Mapping[str, Any] = field(default_factory=dict)
 
 
 class ChatEngine:
     """Implements ``agent_rl.engine.types.Engine`` over ``POST <url>/chat/completions``; an async context manager.
 
     The key is read from the environment variable ``OPENAI_API_KEY`` where it is set. No answer, 5xx, 429 and 503 are
-    tried again ``retries`` times with growing pauses. Where the endpoint's context has no room for all that may be
-    answered, it is asked again for what there is room for; where it has none, the turn ends without text, cut short.
+    tried again ``retries`` times with growing pauses. An address, key or model that no request can succeed with raises
+    UserError, which ends the evaluation. Where the endpoint's context has no room for all that may be said, it is asked
+    again for what there is room for; where it has none, the turn ends without text, cut short.
     """
 
-    def __init__(self, url: str, model: str, *, timeout: float, retries: int, backoff: float = 0.5) -> None:
-        self._url = f"{url.rstrip('/')}/chat/completions"
-        self._model = model
+    def __init__(self, endpoint: Endpoint, *, timeout: float, retries: int, backoff: float = 0.5) -> None:
+        self._endpoint = endpoint
+        self._url = f"{endpoint.url.rstrip('/')}/chat/completions"
         self._retries, self._backoff = retries, backoff
         key = os.environ.get(API_KEY)
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        self._client = httpx.AsyncClient(timeout=httpx.Timeout(timeout, connect=10.0), headers=headers)
+        self._client = httpx.AsyncClient(timeout=httpx.Timeout(timeout, connect=CONNECT_SECONDS), headers=headers)
 
     async def __aenter__(self) -> ChatEngine:
         return self
@@ -91,6 +72,22 @@ class ChatEngine:
     ) -> None:
         await self._client.aclose()
 
+    async def check_ready(self) -> None:
+        """Ask one short question with the fields of every request. Raises UserError where that cannot be answered."""
+        tools = {"tools": [{"type": "function", "function": _NO_TOOL}]} if self._endpoint.native_tools else {}
+        try:
+            async with asyncio.timeout(READY_SECONDS):
+                await self._post(self._body({"temperature": 1.0, "top_p": 1.0, **_QUESTION, **tools}))
+        except (TimeoutError, EngineOverloaded):
+            return  # it is there, and busy or slow: its answers are waited for, and asked for again
+        except EngineRejected as error:
+            raise UserError(
+                f"--policy: {error}; to leave a field of the request out or change it: --request max_tokens=null "
+                "--request max_completion_tokens=4096, say"
+            ) from None
+        except EngineError as error:
+            raise UserError(f"--policy: {error}; is the server running, and is this its address?") from None
+
     async def generate(
         self, tokens: TokenIds, sampling: SamplingParams, *, routes_from: int | None, session: str
     ) -> Completion:
@@ -98,23 +95,26 @@ class ChatEngine:
         if routes_from is not None:
             raise EngineRejected(f"{self._url}: a chat endpoint has no routes; evaluate with it, don't train")
         started = time.perf_counter()
-        body = {
-            "model": self._model,
-            "messages": read_messages(tokens),
+        conversation = read_native(tokens) if self._endpoint.native_tools else {"messages": read_messages(tokens)}
+        limits = {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "max_tokens": max(1, sampling.max_new_tokens // BYTES_A_TOKEN),
         }
-        text, finished = await self._ask(body)
-        answer = (*_encode(text), _STOP) if finished else _encode(text)
+        text, finished = await self._ask(self._body(conversation | limits))
+        sampled = (*encode(text), STOP) if finished else tuple(encode(text))
         return Completion(
-            tokens=tuple(answer),
-            logprobs=(0.0,) * len(answer),
+            tokens=sampled,
+            logprobs=(0.0,) * len(sampled),
             finish=FinishReason.STOP if finished else FinishReason.LENGTH,
-            weight_version=self._model,
+            weight_version=self._endpoint.model,
             engine=self._url,
             seconds=time.perf_counter() - started,
         )
+
+    def _body(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        body = {"model": self._endpoint.model, **fields, **self._endpoint.request}
+        return {key: value for key, value in body.items() if value is not None}
 
     async def _ask(self, body: Mapping[str, Any]) -> tuple[str, bool]:
         """The answer's text, and whether it was finished rather than cut short."""
@@ -125,7 +125,7 @@ class ChatEngine:
             reraise=True,
         )
         try:
-            answer: bytes = await attempts(post, self._client, self._url, body)
+            answer: dict[str, Any] = await attempts(self._post, body)
         except EngineRejected as error:
             if not _too_long(str(error)):
                 raise
@@ -134,10 +134,55 @@ class ChatEngine:
             # Without a limit an endpoint takes the rest of its context: less than the limit it has just refused.
             return await self._ask({key: value for key, value in body.items() if key != "max_tokens"})
         try:
-            choice = orjson.loads(answer)["choices"][0]
-            return choice["message"]["content"] or "", choice["finish_reason"] != "length"
-        except (orjson.JSONDecodeError, KeyError, IndexError, TypeError) as error:
+            choice = answer["choices"][0]
+            return write_answer(choice["message"]), choice["finish_reason"] != "length"
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise EngineRejected(f"{self._url}: no chat completion in its answer ({type(error).__name__})") from error
+
+    async def _post(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer's JSON. Raises UserError where the address, the key or the model's name is wrong."""
+        try:
+            response = await self._client.post(self._url, content=orjson.dumps(body), headers=_JSON_HEADERS)
+        except httpx.InvalidURL as error:
+            raise UserError(f"--policy {self._endpoint.url}: no address ({error})") from None
+        except httpx.TransportError as error:
+            raise unreachable(error, self._url) from error
+        if (mistake := self._mistake(response)) is not None:
+            raise UserError(mistake)
+        try:
+            answer: dict[str, Any] = orjson.loads(check(response).content)
+        except orjson.JSONDecodeError:
+            raise UserError(f"{self._url} answered no JSON but {_begin(response)}: {self._right_address()}") from None
+        return answer
+
+    def _mistake(self, response: httpx.Response) -> str | None:
+        """What the user has to mend before any request can succeed, or None."""
+        answered = f"{self._url} answered {response.status_code}"
+        if response.status_code in (401, 403):
+            held = "is not accepted" if os.environ.get(API_KEY) else "is not set"
+            return f"{answered}: {_reason(response)}: the key in {API_KEY} {held}"
+        if response.status_code == 404:
+            return f"{answered}: {_reason(response)}: {self._right_address()}, and --model the name of one it serves"
+        if response.is_redirect:
+            return f"{answered}, moved to {response.headers.get('location')}: give that address (up to its /v1)"
+        return None
+
+    def _right_address(self) -> str:
+        ends = self._endpoint.url.rstrip("/").endswith("/v1")
+        return "--policy is to be the address of a chat API" + ("" if ends else f"; {self._endpoint.url}/v1, perhaps")
+
+
+def _reason(response: httpx.Response) -> str:
+    """What the server says in one line; of a page only that it is one."""
+    return "a page" if _is_page(response) else server_message(response.content)
+
+
+def _begin(response: httpx.Response) -> str:
+    return "a page (HTML)" if _is_page(response) else f"{response.text[:60]!r}"
+
+
+def _is_page(response: httpx.Response) -> bool:
+    return response.text.lstrip()[:1] == "<"
 
 
 def _too_long(complaint: str) -> bool:
@@ -145,5 +190,4 @@ def _too_long(complaint: str) -> bool:
     return any(words in complaint for words in ("context_length_exceeded", "context length", "longer than the model"))
 
 
-def _encode(text: str) -> bytes:
-    return text.encode(errors="replace")
+_JSON_HEADERS = {"content-type": "application/json"}

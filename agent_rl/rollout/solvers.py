@@ -26,7 +26,7 @@ from tools import ToolCall
 from tools.formats import tool_format
 
 Solver = Callable[[Environment, Task], Sequence[ToolCall | str]]
-"""The turns that a task is answered with: calls, or text that is written as it stands."""
+"""The turns that a task is answered with: calls, or text that is said as it stands."""
 
 PATCH_CHUNK = 90_000
 """Base64 characters a call: Linux takes at most 128 KiB in one argument of a command."""
@@ -61,7 +61,7 @@ SOLVERS: Mapping[str, Solver] = {"gold": gold, "noop": noop}
 
 
 def recorded(path: Path) -> tuple[Solver, frozenset[str]]:
-    """A solver that repeats the turns of the first trajectory of each task in ``path``, and those tasks' ids.
+    """A solver that says again what was said in the first trajectory of each task in ``path``, and those tasks' ids.
 
     ``path`` is a file of :mod:`agent_rl.rollout.records`. Raises UserError where it is none.
     """

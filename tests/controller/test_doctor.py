@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agent_rl.commands.doctor import diagnose, run_doctor
-from agent_rl.commands.eval import run_evaluation
+from agent_rl.commands.eval import EvalOptions, run_evaluation
 from agent_rl.config import load_config
 from agent_rl.errors import ConfigError
 from agent_rl.evaluation.quarantine import read_quarantine, write_quarantine
@@ -100,9 +100,7 @@ async def test_sick_tasks_are_found_once_and_left_out_afterwards(
         Path("configs/quickstart.yaml"),
         [*overrides, f"env.quarantine={out / 'quarantine.json'}", "rollout.concurrency=2"],
     )
-    await run_evaluation(
-        config, policy="gold", model=None, tasks=None, samples=1, split="heldout", greedy=False, out=tmp_path / "eval"
-    )
+    assert await run_evaluation(config, EvalOptions(policy="gold", out=tmp_path / "eval")) is None
     report = json.loads((tmp_path / "eval" / "report.json").read_text())
     assert [(row["task_id"], row["resolved"]) for row in report["outcomes"]] == [(healthy, 1)]
 

@@ -35,8 +35,8 @@ def test_killed_at_random_while_boxes_break_it_reports_the_same(
     out, seed = tmp_path / "out", random.randrange(1000)
     evaluation = [
         sys.executable, "-m", "agent_rl.cli", "eval", "configs/quickstart.yaml", "--tasks", str(count),
-        "--policy", f"replay:{tmp_path}/said.jsonl", "--out", str(out), f"sandbox.backend={backend}",
-        "env.name=faulty_mini:FaultyMini", "rollout.concurrency=2",
+        "--policy", f"replay:{tmp_path}/said.jsonl", "--out", str(out), "--split", "heldout",
+        f"sandbox.backend={backend}", "env.name=faulty_mini:FaultyMini", "rollout.concurrency=2",
     ]  # fmt: skip
     moments = random.Random(seed)
     for _ in range(kills):

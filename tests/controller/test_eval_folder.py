@@ -149,15 +149,32 @@ async def test_swebench_reads_our_files(tmp_path: Path) -> None:
     assert theirs == set(ours)
 
 
+def begun(path: Path, *, resolved: bool | None = True) -> EvalFolder:
+    """A folder with one result."""
+    folder = EvalFolder(path, SETTINGS)
+    folder.record(EpisodeResult("owner/repo@0", 0, resolved, "submitted", 1, 1.0), None)
+    return folder
+
+
 def test_another_evaluation_is_refused_the_folder(tmp_path: Path) -> None:
-    EvalFolder(tmp_path, SETTINGS)
+    begun(tmp_path)
     EvalFolder(tmp_path, dict(reversed(SETTINGS.items())))
     with pytest.raises(ConfigError, match=r'with policy "told", this one has "gold": give another --out'):
         EvalFolder(tmp_path, {**SETTINGS, "policy": "gold"})
 
 
-def test_a_setting_that_the_folder_is_older_than_has_its_default(tmp_path: Path) -> None:
+def test_an_evaluation_in_which_nothing_was_graded_leaves_its_folder_free(tmp_path: Path) -> None:
     EvalFolder(tmp_path, SETTINGS)
+    EvalFolder(tmp_path, {**SETTINGS, "policy": "never begun before"})
+    begun(tmp_path, resolved=None)
+    other = EvalFolder(tmp_path, {**SETTINGS, "policy": "gold"})
+    assert other.results() == []
+    other.record(EpisodeResult("owner/repo@0", 0, True, "submitted", 1, 1.0), None)
+    assert json.loads((tmp_path / "settings.json").read_text())["policy"] == "gold"
+
+
+def test_a_setting_that_the_folder_is_older_than_has_its_default(tmp_path: Path) -> None:
+    begun(tmp_path)
     EvalFolder(tmp_path, {**SETTINGS, "new": [1]}, defaults={"new": (1,), "policy": "other"})
     with pytest.raises(ConfigError, match=r"with new \[1\], this one has \[2\]: give another --out"):
         EvalFolder(tmp_path, {**SETTINGS, "new": [2]}, defaults={"new": (1,)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -13,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from local_server import serving
 
-from agent_rl.errors import EngineRejected, EngineUnreachable
-from agent_rl.rollout.chat_policy import ChatEngine, ChatTextRenderer, read_messages
+from agent_rl.errors import EngineRejected, EngineUnreachable, UserError
+from agent_rl.rollout.chat_policy import ChatEngine, Endpoint
+from agent_rl.rollout.chat_tokens import ChatTextRenderer, NativeToolCalls, read_messages, read_native
 from agent_rl.rollout.episode import EpisodeRules, run_episode
 from agent_rl.types import FinishReason, SamplingParams, StopReason
 from tools import ToolCall
@@ -62,7 +64,7 @@ async def test_an_episode_over_an_endpoint(kit: SimpleNamespace) -> None:
         return 200, said(fmt.render(calls[len(asked) - 1]))
 
     env = kit.MemoryEnvironment()
-    async with endpoint(answer) as url, ChatEngine(url, "some-model", timeout=5, retries=0) as engine:
+    async with endpoint(answer) as url, ChatEngine(Endpoint(url, "some-model"), timeout=5, retries=0) as engine:
         trajectory = await run_episode(env, env.tasks("heldout")[0], engine, ChatTextRenderer(), fmt, PLAIN)
     assert (trajectory.resolved, trajectory.stop) == (True, StopReason.SUBMITTED)
     assert asked[0]["model"] == "some-model"
@@ -74,7 +76,7 @@ async def test_an_episode_over_an_endpoint(kit: SimpleNamespace) -> None:
 
 async def ask(url: str, **options: Any) -> Any:
     tokens = ChatTextRenderer().opening([{"role": "user", "content": "hello"}], None)
-    async with ChatEngine(url, "m", timeout=5, retries=2, backoff=0.001) as engine:
+    async with ChatEngine(Endpoint(url, "m"), timeout=5, retries=2, backoff=0.001) as engine:
         return await engine.generate(tokens, SamplingParams(), session="s", **{"routes_from": None, **options})
 
 
@@ -98,10 +100,103 @@ async def test_trouble_is_told_apart() -> None:
         completion = await ask(url)
         assert (completion.finish, bytes(completion.tokens[:-1])) == (FinishReason.STOP, b"the rest")
     async with endpoint(lambda body: (404, {"error": {"message": "no model m"}})) as url:
-        with pytest.raises(EngineRejected, match="no model m"):
+        with pytest.raises(UserError, match=r"answered 404: no model m: .*--model the name of one it serves"):
             await ask(url)
     async with endpoint(lambda body: (200, {"choices": []})) as url:
         with pytest.raises(EngineRejected, match="no chat completion"):
             await ask(url)
     with pytest.raises(EngineUnreachable):
         await ask("http://127.0.0.1:9/v1")
+
+
+def test_native_calls_are_sent_back_as_the_endpoint_made_them() -> None:
+    renderer, schemas = ChatTextRenderer(native_tools=True), [{"type": "function", "function": {"name": "echo"}}]
+    tokens = renderer.opening([{"role": "system", "content": "S"}, {"role": "user", "content": "U"}], schemas)
+    called = 'I look.\n<tool_call>\n{"name": "echo", "arguments": {"text": "é"}}\n</tool_call>'
+    for answer, observation in ((called, "é"), ("no call", "no tool call found"), (called, "é")):
+        tokens += [*answer.encode(), 256, *renderer.observation(observation, stop_included=True)]
+    fields = read_native(tokens)
+    assert fields["tools"] == schemas
+    calls = [message["tool_calls"][0] for message in fields["messages"] if "tool_calls" in message]
+    assert [call["function"] for call in calls] == [{"name": "echo", "arguments": json.dumps({"text": "é"})}] * 2
+    roles = [message["role"] for message in fields["messages"]]
+    assert roles == ["system", "user", "assistant", "tool", "assistant", "user", "assistant", "tool"]
+    assert [m["tool_call_id"] for m in fields["messages"] if m["role"] == "tool"] == [call["id"] for call in calls]
+    assert calls[0]["id"] != calls[1]["id"]
+    assert fields["messages"][2]["content"] == "I look."
+
+
+async def test_an_episode_with_native_tool_calls(kit: SimpleNamespace) -> None:
+    """The model is handed the tools, its calls are run, and what is wrong with one is told to it."""
+    asked: list[dict[str, Any]] = []
+    turns = [("echo", "{broken"), ("echo", '{"text": "fix"}'), ("submit", "")]
+
+    def answer(body: dict[str, Any]) -> tuple[int, Any]:
+        asked.append(body)
+        name, arguments = turns[len(asked) - 1]
+        call = {"id": "x", "type": "function", "function": {"name": name, "arguments": arguments}}
+        message = {"role": "assistant", "content": None, "tool_calls": [call]}
+        return 200, {"choices": [{"message": message, "finish_reason": "tool_calls"}]}
+
+    env, renderer = kit.MemoryEnvironment(), ChatTextRenderer(native_tools=True)
+    async with endpoint(answer) as url:
+        options = Endpoint(url, "m", native_tools=True, request={"temperature": None, "seed": 3})
+        async with ChatEngine(options, timeout=5, retries=0) as engine:
+            task = env.tasks("heldout")[0]
+            trajectory = await run_episode(env, task, engine, renderer, NativeToolCalls(), PLAIN)
+    assert (trajectory.resolved, trajectory.stop) == (True, StopReason.SUBMITTED)
+    assert [tool["function"]["name"] for tool in asked[0]["tools"]] == ["echo", "submit"]
+    assert asked[0]["messages"][0]["content"] == "S", "the tools are described nowhere else"
+    assert (asked[0]["seed"], "temperature" in asked[0]) == (3, False)
+    assert "bad JSON in the tool call" in asked[1]["messages"][-1]["content"]
+    assert asked[2]["messages"][-1] == {"role": "tool", "tool_call_id": "call00004", "content": "fix"}
+
+
+WRONG = {
+    "401": (
+        (401, b'{"error": {"message": "no such key"}}'),
+        "answered 401: no such key: the key in OPENAI_API_KEY is not",
+    ),
+    "404": ((404, b'{"error": {"message": "no model m"}}'), "answered 404: no model m: .*--model the name of one"),
+    "page": ((200, b"<!doctype html><p>hello"), r"answered no JSON but a page \(HTML\): .*address of a chat API"),
+    "400": (
+        (400, b'{"message": "max_tokens is unsupported"}'),
+        "max_tokens is unsupported; .* --request max_tokens=null",
+    ),
+    "502": ((502, b"<html>bad gateway"), "is the server running"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+async def test_an_endpoint_that_can_answer_nothing_is_told_at_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    answer, told = WRONG[kind]
+
+    async def handle(path: str, body: dict[str, Any]) -> tuple[int, bytes]:
+        return answer
+
+    async with serving(handle) as url, ChatEngine(Endpoint(url, "m"), timeout=5, retries=9) as engine:
+        with pytest.raises(UserError, match=told) as error:
+            await engine.check_ready()
+    assert "\n" not in str(error.value)
+
+
+async def test_an_endpoint_without_its_v1_is_told_which_address_to_try() -> None:
+    async def handle(path: str, body: dict[str, Any]) -> tuple[int, bytes]:
+        return (200, orjson.dumps(said("ready"))) if path.startswith("/v1/") else (404, b"not here")
+
+    async with serving(handle) as url:
+        async with ChatEngine(Endpoint(url, "m"), timeout=5, retries=0) as engine:
+            with pytest.raises(UserError, match=f"{url}/v1, perhaps"):
+                await engine.check_ready()
+        async with ChatEngine(Endpoint(f"{url}/v1", "m"), timeout=5, retries=0) as engine:
+            await engine.check_ready()
+
+
+async def test_a_busy_endpoint_is_waited_for_and_an_absent_one_is_not() -> None:
+    busy = endpoint(lambda body: (429, {"error": "later"}))
+    async with busy as url, ChatEngine(Endpoint(url, "m"), timeout=5, retries=0) as engine:
+        await engine.check_ready()
+    async with ChatEngine(Endpoint("http://127.0.0.1:9/v1", "m"), timeout=5, retries=9) as engine:
+        with pytest.raises(UserError, match="is the server running"):
+            await engine.check_ready()

@@ -1,0 +1,46 @@
+"""``agent-rl rollout``: trajectories of some tasks, without training."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from agent_rl.commands.eval import Policy, advance, pick_tasks
+from agent_rl.config import RunConfig
+from agent_rl.controller import preflight
+from agent_rl.controller.world import open_world
+from agent_rl.observe.display import Display
+from agent_rl.observe.folder_lock import hold_folder
+from agent_rl.rollout.episode import EpisodeRules
+from agent_rl.rollout.group import GroupSettings, Rollout, collect_groups
+from agent_rl.rollout.records import write_trajectories
+from agent_rl.rollout.stats import rollout_metrics
+
+
+async def run_rollout(config: RunConfig, *, tasks: int, split: str) -> None:
+    """Collect groups of ``tasks`` tasks and write their trajectories as step 0 of ``runs/<name>-rollout``."""
+    display = Display(f"rollout {config.name}")
+    with display:
+        rollout = await roll_out(config, config.runs_dir / f"{config.name}-rollout", display, tasks=tasks, split=split)
+    for name, value in rollout_metrics(rollout).items():
+        display.note(f"{name:<36} {value:.4g}")
+
+
+async def roll_out(config: RunConfig, folder: Path, display: Display, *, tasks: int, split: str) -> Rollout:
+    """Collect groups of ``tasks`` tasks with the config's model; write their trajectories as step 0 of ``folder``."""
+    preflight.check(config)
+    with hold_folder(folder):
+        async with open_world(config, folder / "logs", display) as world:
+            policy = Policy(world.workshop, world.runner(EpisodeRules.of(config)))
+            chosen = await pick_tasks(policy, split, tasks)
+            display.stage("rollout", total=len(chosen))
+            rollout = await collect_groups(
+                chosen,
+                policy.run,
+                GroupSettings(config.rollout.group_size, retries=config.rollout.sandbox_retries, min_size=1),
+                limiter=world.limiter,
+                on_event=lambda event: advance(display, event),
+            )
+            path = await asyncio.to_thread(write_trajectories, folder, 0, rollout.groups)
+    display.note(f"trajectories: {path}")
+    return rollout

@@ -1,0 +1,57 @@
+"""A folder is held by one process, and by nobody after that process is gone, however it went."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agent_rl.errors import UserError
+from agent_rl.observe.folder_lock import hold_folder
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from agent_rl.observe.folder_lock import hold_folder
+with hold_folder(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def holder(folder: Path) -> subprocess.Popen[str]:
+    """A process that holds ``folder`` until its standard input is closed."""
+    command = [sys.executable, "-c", HOLD, str(folder)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+@pytest.mark.parametrize("end", ["exit", "kill -9"])
+def test_a_held_folder_is_refused_until_its_holder_is_gone(tmp_path: Path, end: str) -> None:
+    folder = tmp_path / "runs" / "first"
+    process = holder(folder)
+    with (
+        pytest.raises(UserError, match=rf"first: in use by process {process.pid} on \S+: wait until it ends"),
+        hold_folder(folder),
+    ):
+        pass
+    if end == "exit":
+        process.communicate()
+    else:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    with hold_folder(folder):
+        pass
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file")
+    for folder in (tmp_path / "runs", tmp_path / "runs" / "first"):
+        with pytest.raises(UserError, match=r"cannot be written .*: choose another one"), hold_folder(folder):
+            pass
