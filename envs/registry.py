@@ -19,7 +19,7 @@ _METHODS = ("name", "prepare", "tasks", "start", "gold")
 
 
 class EnvironmentLoadError(EnvsError):
-    """An environment cannot be loaded: a user's mistake, told in one line."""
+    """An environment cannot be loaded: a user's mistake, in one line."""
 
 
 def list_environments() -> dict[str, str]:

@@ -60,7 +60,7 @@ async def record_demonstrations(
     seed: int,
     progress: Callable[[int], None] | None = None,
 ) -> list[Dialogue]:
-    """One demonstration a task, in the tasks' order; ``progress`` is told how many more are done.
+    """One demonstration a task, in the tasks' order; ``progress`` is called with how many more are done.
 
     Demonstrations share boxes, one after another: nothing of an earlier task is shown in a later one.
     """

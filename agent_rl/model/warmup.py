@@ -41,7 +41,10 @@ class WarmupSettings:
 
 
 async def make_model(out: Path, settings: WarmupSettings, backend: SandboxBackend, progress: Progress) -> None:
-    """Make the starting model in ``out``, which appears whole or not at all. ``progress`` is told each stage."""
+    """Make the starting model in ``out``, which appears whole or not at all.
+
+    ``progress`` is called with a line for each stage.
+    """
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as scratch:
         blank, trained = Path(scratch) / "blank", Path(scratch) / "trained"

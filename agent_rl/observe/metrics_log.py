@@ -63,5 +63,5 @@ def read_metrics(run_dir: Path) -> list[dict[str, float]]:
 
 
 def _finite(row: dict[str, float | None]) -> dict[str, float]:
-    """JSON has no NaN and no infinity: orjson writes null for them, which is told by the name's absence."""
+    """JSON has no NaN and no infinity: orjson writes null for them. Such a metric is left out of the row."""
     return {name: value for name, value in row.items() if value is not None}

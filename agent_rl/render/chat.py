@@ -81,14 +81,15 @@ class ChatRenderer:
         return passed
 
     def _check_tokens(self, probed: Probed) -> None:
-        """Our tokens must be those the tokenizer gives for the whole rendering, and start at a special token."""
+        """The tokens of an observation encoded alone must be those that the tokenizer gives for it within the whole
+        rendering, and start at a special token."""
         encoder = self._encoder
-        ours = encoder.encode(probed.delta.text(probed.observation))
-        if ours[0] not in encoder.special.values():
+        observation = encoder.encode(probed.delta.text(probed.observation))
+        if observation[0] not in encoder.special.values():
             raise TemplateError(f"no special token ends the assistant's turn; {probed.delta.before[:40]!r} follows it")
         whole = encoder.reference.encode(probed.conversation, add_special_tokens=False).ids
         opening = encoder.reference.encode(probed.opening, add_special_tokens=False).ids
-        if whole[-len(ours) :] != ours or opening != encoder.encode(probed.opening):
+        if whole[-len(observation) :] != observation or opening != encoder.encode(probed.opening):
             raise TemplateError("the tokenizer does not encode the text between special tokens on its own")
 
     def _end_of_turn(self) -> int:

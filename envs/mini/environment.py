@@ -71,10 +71,6 @@ class MiniEnvironment:
                 write_jsonl(self._file(split), records)
             self._tasks[split] = [Task(record.id, self.name, record.model_dump()) for record in records]
 
-    def is_prepared(self, split: str) -> bool:
-        """Whether the tasks of ``split`` are verified already."""
-        return split in self._tasks or self._file(split).is_file()
-
     def start(self, task: Task) -> AbstractAsyncContextManager[SweEpisode]:
         return self._start(self._record(task))
 

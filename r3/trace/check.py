@@ -571,7 +571,7 @@ def _hand_over_of(event: Event) -> HandOver:
 def _places(event: Event) -> dict[str, Any]:
     """The places a record names, under :class:`Break`'s names."""
     names = {"microbatch_idx": "microbatch", "sample_idx": "sample", "layer_number": "layer"}
-    found = {ours: getattr(event, theirs, None) for theirs, ours in names.items()}
+    found = {name: getattr(event, field, None) for field, name in names.items()}
     stage = getattr(event, "stage", None)
     return found | {"rank": event.rank, "stage": _PASS_OF.get(stage, stage) if stage else None}
 

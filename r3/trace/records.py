@@ -276,8 +276,8 @@ class TraceWriter:
 
     def close(self, error: str | None = None) -> None:
         """Write the file; ``error`` says why the step ended early."""
-        told = hashlib.sha256(b"".join(self._lines)).hexdigest()
-        self.add(End, records=len(self._lines) + 1, sha256=told, error=error)
+        digest = hashlib.sha256(b"".join(self._lines)).hexdigest()
+        self.add(End, records=len(self._lines) + 1, sha256=digest, error=error)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_suffix(f".{os.getpid()}.tmp")
         partial.write_bytes(b"".join(self._lines))
@@ -428,8 +428,8 @@ def _read_file(path: Path) -> tuple[list[Event], bool]:
     events = [_read_line(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
     last = events[-1]
     if not isinstance(last, End) or last.records != len(events):
-        told = f"says {last.records} lines" if isinstance(last, End) else "is no trace_end"
-        raise TraceError(f"{path}: has {len(events)} lines and its last {told}: lines are missing or added")
+        fault = f"says {last.records} lines" if isinstance(last, End) else "is no trace_end"
+        raise TraceError(f"{path}: has {len(events)} lines and its last {fault}: lines are missing or added")
     for number, event in enumerate(events, start=1):
         if (event.rank, event.trace_step) != (last.rank, last.trace_step):
             raise TraceError(f"{path}:{number}: rank {event.rank}, step {event.trace_step} in the file of another")

@@ -39,7 +39,7 @@ def modification_times(folder: Path) -> dict[str, int]:
 
 
 async def test_tasks_are_verified_once_and_then_read(env: MiniEnvironment, tmp_path: Path) -> None:
-    assert not env.is_prepared("train")
+    assert modification_times(tmp_path) == {}
     await env.prepare()
     tasks = env.tasks("train")
     assert len(tasks) == 6
