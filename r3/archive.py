@@ -20,7 +20,6 @@ Axes: T tokens, P present rows, M MoE layers, K experts a token, N = P * M.
 from __future__ import annotations
 
 import json
-import os
 import struct
 import zlib
 from collections.abc import Sequence
@@ -32,6 +31,7 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
+from r3.files import write_atomic
 from r3.routing import Routing, RoutingError, Span, SpanKind, narrowest_dtype, validate
 
 MAGIC = b"\x89R3\r\n\x1a\n\0"
@@ -126,17 +126,8 @@ def read_header(data: bytes | memoryview, *, where: str = "archive") -> Header:
 
 
 def write(path: Path, routing: Routing, *, layer_ids: Sequence[int] | None = None, keep_order: bool = False) -> None:
-    """Write :func:`encode`'s bytes beside ``path``, flush them to disk and rename them into place."""
-    data = encode(routing, layer_ids=layer_ids, keep_order=keep_order)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    """Write :func:`encode`'s bytes to ``path``, atomically."""
+    write_atomic(path, encode(routing, layer_ids=layer_ids, keep_order=keep_order))
 
 
 def read(path: Path, *, max_bytes: int = MAX_BYTES) -> Routing:

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from agent_rl.observe.display import Display, sparkline
-from agent_rl.observe.files import read_json, write_atomic, write_json
+from agent_rl.observe.files import read_json, replacing, write_atomic, write_json
 from agent_rl.observe.metrics_log import MetricsLog, read_metrics
 from agent_rl.observe.picture import draw_run
 
@@ -19,6 +19,21 @@ def test_atomic_write_keeps_the_old_file_when_it_fails(tmp_path: Path) -> None:
         write_atomic(target, "not bytes")  # type: ignore[arg-type]
     assert read_json(target) == {"step": 1}
     assert [path.name for path in tmp_path.iterdir()] == ["state.json"]
+
+
+def test_a_file_replaced_by_a_writer_that_fails_stays_as_it_was(tmp_path: Path) -> None:
+    target = tmp_path / "arrays.bin"
+    write_atomic(target, b"whole")
+
+    def fail() -> None:
+        with replacing(target) as temporary:
+            temporary.write_bytes(b"ha")
+            raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="disk"):
+        fail()
+    assert target.read_bytes() == b"whole"
+    assert [path.name for path in tmp_path.iterdir()] == ["arrays.bin"]
 
 
 def test_metrics_survive_a_reopen_and_forget_what_is_done_again(tmp_path: Path) -> None:

@@ -29,10 +29,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+from agent_rl.observe.files import disk_error
 from agent_rl.rollout import records
 from agent_rl.rollout.group import EpisodeRunner
 from agent_rl.rollout.records import decode_trajectory, encode_trajectory
-from agent_rl.train.checkpoint.folder import disk_error
 from agent_rl.types import Trajectory
 from envs import Task
 

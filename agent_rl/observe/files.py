@@ -1,26 +1,17 @@
-"""Atomic file writes: a killed run leaves nothing half-written."""
+"""Files of a run: written atomically, so that a killed run leaves nothing half-written; and a full disk in one line."""
 
 from __future__ import annotations
 
-import os
+import errno
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+from agent_rl.errors import AgentRlError, TrainerError, UserError
+from r3.files import replacing, write_atomic
 
-def write_atomic(path: Path, data: bytes) -> None:
-    """Write ``data`` beside ``path``, flush it to disk, and rename it into place."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+__all__ = ["disk_error", "read_json", "replacing", "write_atomic", "write_json"]
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -29,3 +20,10 @@ def write_json(path: Path, value: Any) -> None:
 
 def read_json(path: Path) -> Any:
     return orjson.loads(path.read_bytes())
+
+
+def disk_error(path: Path, error: OSError) -> AgentRlError:
+    """Why ``path`` could not be written, in one line: a UserError where the disk is full, else a TrainerError."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return UserError(f"{path}: no room on the disk; make some, set runs_dir, or lower train.keep_checkpoints")
+    return TrainerError(f"{path}: could not be written: {error.strerror or error}")

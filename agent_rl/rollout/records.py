@@ -11,7 +11,6 @@ metadata. Rows say their ``format``; one of an unknown or incomplete format is r
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -23,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load, save, save_file
 
 from agent_rl.errors import AgentRlError
-from agent_rl.observe.files import write_atomic
+from agent_rl.observe.files import replacing, write_atomic
 from agent_rl.types import Group, StopReason, Trajectory, Turn
 from r3 import archive
 from r3.routing import Routing, RoutingError
@@ -146,15 +145,8 @@ def _arrays(key: str, trajectory: Trajectory, routes: bool, *, keep_order: bool 
 
 def _save_arrays(path: Path, arrays: Mapping[str, NDArray]) -> None:
     """As :func:`write_atomic`, without the bytes of a whole step in memory a second time."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
+    with replacing(path) as temporary:
         save_file(dict(arrays), temporary)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _trajectory(row: Mapping[str, Any], array: Callable[[str], NDArray], where: str) -> Trajectory:

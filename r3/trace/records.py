@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +32,8 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from r3.files import write_atomic
 
 
 class TraceError(Exception):
@@ -278,10 +279,7 @@ class TraceWriter:
         """Write the file; ``error`` says why the step ended early."""
         digest = hashlib.sha256(b"".join(self._lines)).hexdigest()
         self.add(End, records=len(self._lines) + 1, sha256=digest, error=error)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_suffix(f".{os.getpid()}.tmp")
-        partial.write_bytes(b"".join(self._lines))
-        partial.replace(self.path)
+        write_atomic(self.path, b"".join(self._lines))
 
     def __enter__(self) -> TraceWriter:
         return self

@@ -14,7 +14,6 @@ rename makes the whole folder appear at once. A killed save leaves only a ``.par
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -24,7 +23,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from agent_rl.config import ParallelConfig
-from agent_rl.errors import AgentRlError, ConfigError, TrainerError, UserError
+from agent_rl.errors import ConfigError, TrainerError
+from agent_rl.observe.files import disk_error
 from agent_rl.train.checkpoint import pieces
 from agent_rl.train.checkpoint.pieces import PieceReader
 
@@ -115,13 +115,6 @@ def tidy(checkpoints: Path) -> None:
             old.rename(folder)
     for rest in (*checkpoints.glob(".*.partial"), *checkpoints.glob(".*.old")):
         shutil.rmtree(rest)
-
-
-def disk_error(path: Path, error: OSError) -> AgentRlError:
-    """Why ``path`` could not be written, in one line: a UserError where the disk is full, else a TrainerError."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return UserError(f"{path}: no room on the disk; make some, set runs_dir, or lower train.keep_checkpoints")
-    return TrainerError(f"{path}: could not be written: {error.strerror or error}")
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -18,7 +18,8 @@ from typing import IO, TYPE_CHECKING, Any
 import torch
 
 from agent_rl.errors import TrainerError
-from agent_rl.train.checkpoint.folder import disk_error, rank_file, rng_file
+from agent_rl.observe.files import disk_error
+from agent_rl.train.checkpoint.folder import rank_file, rng_file
 from agent_rl.train.checkpoint.pieces import Floats, Stretch, write_pieces
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class RankSaver:
 
 
 def write_rank(folder: Path, rank: int, snapshot: Snapshot, rng: bytes) -> int:
-    """Write and sync one rank's files; the checksum of its state. Raises as :func:`checkpoint.disk_error`."""
+    """Write and sync one rank's files; the checksum of its state. Raises as :func:`disk_error`."""
     path = rank_file(folder, rank)
     try:
         with path.open("wb", buffering=0) as file:
