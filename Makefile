@@ -11,7 +11,7 @@ help: ## Show this help
 setup: ## Make the trainer and engine environments and see to a sandbox
 	@$(PYTHON) agent_rl/bootstrap.py trainer engine sandbox
 
-prepare: setup ## Make the starting model and the tasks
+prepare: setup ## Make and verify the quickstart's tasks
 	@$(VENV)/agent-rl setup configs/quickstart.yaml
 
 image: setup ## Build the containers' base image, where a container engine answers

@@ -7,6 +7,7 @@ word what is already done. A step is done when its stamp holds the hash of what 
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -17,7 +18,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAINER = ROOT / ".venv"
-ENGINE = ROOT / ".venv-engine"
 DOCS = ROOT / ".venv-docs"
 ENGINE_REQUIREMENTS = ROOT / "agent_rl" / "engine" / "requirements.txt"
 ENGINE_NODEPS = ROOT / "agent_rl" / "engine" / "requirements-nodeps.txt"
@@ -26,6 +26,19 @@ TORCH = "torch==2.13.0"
 
 class BootstrapError(Exception):
     """A step failed; the message is one line for the user."""
+
+
+def engine_venv() -> Path:
+    """The engine environment's folder: the checkout's, else beside the environment that agent-rl is installed in, else
+    (agent-rl in no virtual environment) in the working folder."""
+    if (ROOT / "pyproject.toml").is_file():
+        return ROOT / ".venv-engine"
+    return (Path.cwd() if sys.prefix == sys.base_prefix else Path(sys.prefix).parent) / ".venv-engine"
+
+
+def engine_python() -> Path:
+    """The engine environment's interpreter, whether it is there or not."""
+    return engine_venv() / "bin" / "python"
 
 
 def say(text: str) -> None:
@@ -67,8 +80,17 @@ def build_trainer() -> None:
     run(pip, "install", "--quiet", "--progress-bar=on", "--editable", ".[train,dev]")
 
 
+def add_trainer_packages() -> None:
+    """Install the extra ``train`` of the installed agent-rl into the environment that runs this, torch first."""
+    marked = [text.split(";") for text in importlib.metadata.requires("agent-rl") or () if "train" in text]
+    packages = [package.strip() for package, *marks in marked if any('extra == "train"' in mark for mark in marks)]
+    for wanted in ([TORCH], packages):
+        run(sys.executable, "-m", "pip", "install", "--quiet", "--progress-bar=on", *wanted)
+    say("trainer packages: ready")
+
+
 def build_engine() -> None:
-    pip = make_venv(ENGINE)
+    pip = make_venv(engine_venv())
     run(pip, "install", "--quiet", "--progress-bar=on", TORCH)
     run(pip, "install", "--quiet", "--no-deps", "--progress-bar=on", "--requirement", ENGINE_NODEPS)
     run(pip, "install", "--quiet", "--progress-bar=on", "--requirement", ENGINE_REQUIREMENTS)
@@ -114,7 +136,8 @@ def main(steps: Sequence[str]) -> int:
         return 2
     actions = {
         "trainer": lambda: once(TRAINER, [ROOT / "pyproject.toml"], build_trainer, "trainer environment"),
-        "engine": lambda: once(ENGINE, [ENGINE_REQUIREMENTS, ENGINE_NODEPS], build_engine, "engine environment"),
+        "engine": lambda: once(engine_venv(), [ENGINE_REQUIREMENTS, ENGINE_NODEPS], build_engine, "engine environment"),
+        "trainer-packages": add_trainer_packages,
         "docs": lambda: once(DOCS, [ROOT / "pyproject.toml"], build_docs, "documentation environment"),
         "sandbox": ensure_sandbox,
     }

@@ -10,11 +10,11 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(
-    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__.splitlines()[0]
-)
-config_app = typer.Typer(no_args_is_help=True, help="Look at configs.")
-envs_app = typer.Typer(no_args_is_help=True, help="Look at environments.")
+from agent_rl import __version__
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+config_app = typer.Typer(no_args_is_help=True, help="List and show configs.")
+envs_app = typer.Typer(no_args_is_help=True, help="List, write and check environments.")
 model_app = typer.Typer(no_args_is_help=True, help="Make a starting model.")
 r3_app = typer.Typer(no_args_is_help=True, help="Probe, compare and check routing replay.")
 app.add_typer(config_app, name="config")
@@ -22,7 +22,7 @@ app.add_typer(envs_app, name="envs")
 app.add_typer(model_app, name="model")
 app.add_typer(r3_app, name="r3")
 
-ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML config, see configs/.")]
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file, or a name of `agent-rl config list`.")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[section.key=value]...", help="Overrides of the config.")
 ]
@@ -35,9 +35,33 @@ class ToolCalls(StrEnum):
     NATIVE = "native"
 
 
+class Part(StrEnum):
+    """What `agent-rl install` installs."""
+
+    ENGINE = "engine"
+    TRAINER = "trainer"
+    SANDBOX = "sandbox"
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"agent-rl {__version__}")
+        raise typer.Exit()
+
+
 @app.callback()
-def about() -> None:
-    """Train, evaluate and extend software-engineering agents by RL with rollout routing replay."""
+def about(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Train, evaluate and extend software-engineering agents by RL with rollout routing replay.
+
+    A first project: agent-rl init PROJECT. A first training run on this machine: agent-rl train quickstart.
+    """
+    # Last, so that a folder of the user's never hides an installed package.
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)
 
 
 @app.command()
@@ -161,11 +185,20 @@ def plan(
 
 @app.command()
 def setup(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Make what a config needs and is not there yet: sandbox image, starting model, verified tasks."""
+    """Make what a config needs and is not there yet: sandbox image, verified tasks."""
     from agent_rl.commands.setup import prepare
     from agent_rl.config import load_config
 
     _run_async(prepare(load_config(config, overrides or ())))
+
+
+@config_app.command("list")
+def config_list() -> None:
+    """List the configs that come with the package and go by their name."""
+    from agent_rl.packaged import shipped_configs
+
+    for name, summary in shipped_configs().items():
+        typer.echo(f"{name:<18} {summary}")
 
 
 @config_app.command("show")
@@ -195,11 +228,34 @@ def envs_new(
     name: Annotated[str, typer.Argument(help="The module's name, lower case.")],
     folder: Annotated[Path, typer.Option(help="Where to write it.")] = Path("."),
 ) -> None:
-    """Write a working environment and its test, to start your own from."""
+    """Write a working environment with its test and config, to start your own from."""
     from envs.template import write_template
 
-    environment, test = write_template(name, folder)
-    typer.echo(f"{environment}\n{test}\nrun: python {test}")
+    typer.echo(write_template(name, folder).next_steps())
+
+
+@app.command()
+def install(
+    parts: Annotated[list[Part], typer.Argument(help="What to install.")],
+) -> None:
+    """Install what pip leaves out: the engine's own environment, the trainer's packages, a sandbox.
+
+    The engine environment is the folder .venv-engine beside the one that agent-rl is installed in.
+    """
+    from agent_rl.bootstrap import main as bootstrap
+
+    steps = {Part.ENGINE: "engine", Part.TRAINER: "trainer-packages", Part.SANDBOX: "sandbox"}
+    raise typer.Exit(bootstrap([steps[part] for part in parts]))
+
+
+@app.command()
+def init(
+    folder: Annotated[Path, typer.Argument(help="The project's folder; made where it is missing.")] = Path("."),
+) -> None:
+    """Start a project: a folder with a first environment, its test and a config that trains on it."""
+    from envs.template import FIRST, write_template
+
+    typer.echo(write_template(FIRST, folder).next_steps())
 
 
 @envs_app.command("check")

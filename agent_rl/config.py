@@ -10,7 +10,10 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from agent_rl.bootstrap import engine_python
 from agent_rl.errors import ConfigError
+from agent_rl.packaged import find_config, find_model, shipped_configs
+from envs.registry import path_options
 
 RouteSource = Literal["sampled", "latest"]
 FilterKind = Literal["none", "overlong", "compact"]
@@ -29,7 +32,10 @@ class EngineConfig(Section):
     """The inference engine: a server that we launch, or running ones by ``urls``."""
 
     urls: tuple[str, ...] = Field((), description="Running SGLang servers; empty launches one on this machine.")
-    python: str = Field(".venv-engine/bin/python", description="Interpreter of the engine environment.")
+    python: str = Field(
+        default_factory=lambda: str(engine_python()),
+        description="Interpreter of the engine environment; by default that of `agent-rl install engine`.",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where a launched server runs.")
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="Precision of the engine's weights.")
     port: int = Field(0, ge=0, le=65535, description="Port of a launched server; 0 takes a free one.")
@@ -371,7 +377,9 @@ class RunConfig(Section):
     name: str = Field(..., pattern=r"^[\w.-]+$", description="The run's name; its folder is runs/<name>.")
     runs_dir: Path = Field(Path("runs"), description="Where run folders go.")
     seed: int = Field(0, ge=0)
-    model: Path = Field(..., description="Folder of a Hugging Face checkpoint to start from.")
+    model: Path = Field(
+        ..., description="Folder of a Hugging Face checkpoint to start from, or tiny-moe, the shipped one."
+    )
     engine: EngineConfig = EngineConfig()
     sandbox: SandboxConfig = SandboxConfig()
     env: EnvConfig = EnvConfig()
@@ -412,26 +420,59 @@ class RunConfig(Section):
         return self.runs_dir / self.name
 
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a YAML config and apply ``section.key=value`` overrides (values are YAML). Raises ConfigError, one line.
+INPUTS = (("model",), ("engine", "python"), ("env", "quarantine"), ("train", "kl", "reference"))
+"""Keys of files and folders that a run reads; a relative one is looked for beside the config that names it."""
 
-    A config that says ``base: other.yaml`` (a path beside it) changes that one: sections are merged key by key.
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a YAML config, or a shipped one by its name, and apply ``section.key=value`` overrides (values are YAML).
+
+    A config that says ``base: other.yaml`` (a file beside it, or a shipped config) changes that one: sections are
+    merged key by key; the options of another environment are dropped. A relative path of what a run reads is looked
+    for beside the config that names it, then in the working folder; what a run writes goes to the working folder.
+    Raises ConfigError, one line.
     """
-    data = _read_yaml(path, ())
-    for override in overrides:
-        _apply_override(data, override)
+    layers = _layers(find_config(path), ())
+    inputs = [*INPUTS, *(("env", "options", option) for option in _env_paths([data for _, data in layers]))]
+    merged: dict[str, Any] = {}
+    for folder, data in layers:
+        merged = _merged(_without_another_env(merged, data), _looked_up(data, folder, inputs))
+    return _validated(path, merged, overrides)
+
+
+def load_recorded(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a config as a run wrote it down, its paths found already. Raises ConfigError, one line."""
+    return _validated(path, _read_yaml(path), overrides)
+
+
+def _validated(path: Path, data: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
+    for override in sorted(overrides, key=lambda text: not text.startswith("env.name=")):
+        data = _overridden(data, override)
     try:
-        return RunConfig.model_validate(data)
+        config = RunConfig.model_validate(data)
     except ValidationError as error:
         raise ConfigError(f"{path}: {_explain(error)}") from None
+    return config.model_copy(update={"model": find_model(config.model)})
 
 
-def _read_yaml(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
-    """The mapping in ``path`` over that of its base; ``above`` are the configs that led here."""
+def _layers(path: Path, above: tuple[Path, ...]) -> list[tuple[Path, dict[str, Any]]]:
+    """The folder and the mapping of every config from the lowest base up to ``path``; ``above`` led here."""
     if not path.is_file():
         raise ConfigError(
-            f"{above[-1]}: base: {path}: no such config file" if above else f"{path}: no such config file"
+            f"{f'{above[-1]}: base: ' if above else ''}{path}: no such config file "
+            f"(shipped, by name: {', '.join(shipped_configs())})"
         )
+    data = _read_yaml(path)
+    base = data.pop("base", None)
+    if base is None:
+        return [(path.parent, data)]
+    below = find_config(Path(str(base)), path.parent)
+    if below.resolve() in (path.resolve(), *(config.resolve() for config in above)):
+        raise ConfigError(f"{path}: base: {base} leads back here; a config can't be its own base")
+    return [*_layers(below, (*above, path)), (path.parent, data)]
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         data = yaml.safe_load(path.read_text()) or {}
     except yaml.YAMLError as error:
@@ -441,13 +482,39 @@ def _read_yaml(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
         ) from None
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: a config is a mapping of sections, this is a {type(data).__name__}")
-    base = data.pop("base", None)
-    if base is None:
-        return data
-    below = (path.parent / str(base)).resolve()
-    if below in (path.resolve(), *(config.resolve() for config in above)):
-        raise ConfigError(f"{path}: base: {base} leads back here; a config can't be its own base")
-    return _merged(_read_yaml(below, (*above, path)), data)
+    return data
+
+
+def _section(data: Any, *keys: str) -> dict[str, Any]:
+    """The mapping under ``keys``; an empty one where there is none."""
+    for key in keys:
+        data = data.get(key) if isinstance(data, dict) else None
+    return data if isinstance(data, dict) else {}
+
+
+def _env_paths(layers: Sequence[dict[str, Any]]) -> frozenset[str]:
+    """The options of the layers' environment that are paths; it is loaded only where some option may be one."""
+    may_be_paths = any(isinstance(value, str) for data in layers for value in _section(data, "env", "options").values())
+    names = [name for data in layers if isinstance(name := _section(data, "env").get("name"), str)]
+    return path_options((names or [EnvConfig().name])[-1]) if may_be_paths else frozenset()
+
+
+def _looked_up(data: dict[str, Any], folder: Path, inputs: Sequence[tuple[str, ...]]) -> dict[str, Any]:
+    """``data`` with those of the paths under ``inputs`` that exist in ``folder`` leading there."""
+    for *parents, leaf in inputs:
+        section = _section(data, *parents)
+        value = section.get(leaf)
+        if isinstance(value, str) and value and (folder / value).exists():
+            section[leaf] = str(folder / value)
+    return data
+
+
+def _without_another_env(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """``base`` without what it says of its environment's tasks where ``changes`` names another environment."""
+    env, name = _section(base, "env"), _section(changes, "env").get("name")
+    if name in (None, env.get("name", EnvConfig().name)):
+        return base
+    return {**base, "env": {key: value for key, value in env.items() if key not in ("options", "quarantine")}}
 
 
 def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -458,17 +525,21 @@ def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _apply_override(data: dict[str, Any], override: str) -> None:
-    key, separator, value = override.partition("=")
+def _overridden(data: dict[str, Any], override: str) -> dict[str, Any]:
+    key, separator, text = override.partition("=")
     if not separator or not key:
         raise ConfigError(f"override {override!r}: write it as section.key=value")
     *parents, leaf = key.split(".")
+    value = yaml.safe_load(text)
+    if key == "env.name":
+        data = _without_another_env(data, {"env": {"name": value}})
     node = data
     for parent in parents:
         node = node.setdefault(parent, {})
         if not isinstance(node, dict):
             raise ConfigError(f"override {override!r}: {parent} is a value, not a section")
-    node[leaf] = yaml.safe_load(value)
+    node[leaf] = value
+    return data
 
 
 def _explain(error: ValidationError) -> str:

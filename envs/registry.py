@@ -7,7 +7,8 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 from envs.context import EnvContext
 from envs.tool_class import ToolClassEnvironment, is_tool_class
@@ -51,6 +52,19 @@ def load_environment(name: str, context: EnvContext, options: Mapping[str, Any] 
     return environment
 
 
+def path_options(name: str) -> frozenset[str]:
+    """The options of environment ``name`` that its constructor, or its class ``Options``, annotates with ``Path``.
+
+    None where it does not load: :func:`load_environment` tells why.
+    """
+    try:
+        make = _resolve(name, name if ":" in name else list_environments().get(name, ""))
+        hints = get_type_hints(make.Options if is_tool_class(make) and hasattr(make, "Options") else make.__init__)
+    except (EnvsError, NameError, AttributeError):
+        return frozenset()
+    return frozenset(option for option, hint in hints.items() if Path in (hint, *get_args(hint)))
+
+
 def _points() -> list[EntryPoint]:
     return list(entry_points(group=GROUP))
 
@@ -59,14 +73,15 @@ def _resolve(name: str, target: str) -> Callable[..., Any]:
     module_name, _, attribute = target.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
+    except (ImportError, SyntaxError) as error:
         raise EnvironmentLoadError(f"environment {name!r}: {module_name} does not import: {error}") from error
     made: Any = module
     for part in attribute.split("."):
         if not hasattr(made, part):
             near = difflib.get_close_matches(part, dir(made), n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise EnvironmentLoadError(f"environment {name!r}: {module_name} has no {attribute!r}{hint}")
+            place = getattr(module, "__file__", "no file")
+            raise EnvironmentLoadError(f"environment {name!r}: {module_name} ({place}) has no {attribute!r}{hint}")
         made = getattr(made, part)
     if not callable(made):
         raise EnvironmentLoadError(f"environment {name!r}: {target} is a {type(made).__name__}, not a class")

@@ -1,7 +1,11 @@
-"""``agent-rl envs new NAME``: a working environment and its test, to start an own one from."""
+"""``agent-rl envs new NAME``: a working environment with its test and config, to start your own from."""
 
 from __future__ import annotations
 
+import keyword
+import shlex
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from envs.types import EnvsError
@@ -14,8 +18,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from envs import Task
-from tools import ToolCall, ToolError
+from agent_rl.api import Task, ToolCall, ToolError
 
 WORDS = ("banana", "mississippi", "bookkeeper", "committee", "balloon")
 
@@ -75,45 +78,93 @@ _TEST = '''"""{class_name} keeps every promise that the training loop relies on.
 
 from __future__ import annotations
 
-import pytest
+import asyncio
 
-from envs import EnvContext, load_environment
-from envs.conformance import check_environment
-from sandbox import open_backend
+from agent_rl.api import EnvContext, Finding, check_environment, load_environment, open_backend
 
 
-async def test_{name}_conforms() -> None:
+async def broken_promises() -> list[Finding]:
     backend = open_backend("auto", run_id="test-{name}")
     try:
         environment = load_environment("{name}:{class_name}", EnvContext(backend=backend), {{"count": 5}})
-        wrong = [finding for finding in await check_environment(environment) if not finding.ok]
-        assert not wrong, wrong
+        return [finding for finding in await check_environment(environment) if not finding.ok]
     finally:
         await backend.close()
 
 
+def test_{name}_conforms() -> None:
+    assert asyncio.run(broken_promises()) == []
+
+
 if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-o", "asyncio_mode=auto"]))
+    test_{name}_conforms()
+    print("every promise is kept")
 '''
+
+_CONFIG = """# Trains on {name}.py. The folder with both is where these commands run:
+#   agent-rl envs check {name}:{class_name}
+#   agent-rl eval {name}.yaml --policy gold
+#   agent-rl train {name}.yaml
+name: {name}
+# tiny-moe comes with the package and shows that everything runs. To learn something, name a Hugging Face checkpoint's
+# folder, and take out the limits below, which are made for a small machine.
+model: tiny-moe
+env:
+  name: {name}:{class_name}
+  options: {{count: 100}}
+engine: {{threads: 1, max_total_tokens: 65536}}
+rollout: {{group_size: 4, tasks_per_step: 4, max_turns: 4, max_tokens: 2048, max_new_tokens: 96}}
+train: {{steps: 2, lr: 1.0e-5, microbatch_tokens: 8192, replay: r3}}
+eval: {{tasks: 16, greedy: false}}
+"""
+
+
+FIRST = "letters"
+"""The environment of a new project."""
+
+TAKEN = frozenset({"agent_rl", "envs", "r3", "sandbox", "tools"})
 
 
 class TemplateError(EnvsError):
     """A template that cannot be written: one line."""
 
 
-def write_template(name: str, folder: Path) -> tuple[Path, Path]:
-    """Write ``<name>.py`` and ``test_<name>.py`` into ``folder``; returns their paths.
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The files of a new environment, and the dotted path that names it."""
 
-    Raises TemplateError for a name that is no module's, or where a file is there already.
+    environment: Path
+    test: Path
+    config: Path
+    dotted_path: str
+
+    def next_steps(self) -> str:
+        """What was written, and the commands to go on with, a line each."""
+        enter = "" if self.config.parent == Path() else f"cd {shlex.quote(str(self.config.parent))}\n  "
+        return (
+            f"wrote {self.environment}, {self.test}, {self.config}\nnext:\n  {enter}"
+            f"agent-rl envs check {self.dotted_path}\n  agent-rl eval {self.config.name} --policy gold\n"
+            f"  agent-rl train {self.config.name}"
+        )
+
+
+def write_template(name: str, folder: Path) -> Written:
+    """Write ``<name>.py``, ``test_<name>.py`` and ``<name>.yaml`` into ``folder``.
+
+    Raises TemplateError for a name that is no module's or is taken, or where a file is there already.
     """
-    if not name.isidentifier() or name != name.lower():
+    if not name.isidentifier() or name != name.lower() or keyword.iskeyword(name):
         raise TemplateError(f"{name!r} can't be a module's name: right would be lower-case letters, digits and _")
+    if name in TAKEN or name in sys.stdlib_module_names:
+        raise TemplateError(f"{name!r} is the name of another module, which would be imported instead: take another")
     class_name = "".join(part.capitalize() for part in name.split("_"))
-    files = {folder / f"{name}.py": _ENVIRONMENT, folder / f"test_{name}.py": _TEST}
+    written = Written(
+        folder / f"{name}.py", folder / f"test_{name}.py", folder / f"{name}.yaml", f"{name}:{class_name}"
+    )
+    files = {written.environment: _ENVIRONMENT, written.test: _TEST, written.config: _CONFIG}
     if there := [path for path in files if path.exists()]:
         raise TemplateError(f"{there[0]}: is there already; give another name or --folder")
     folder.mkdir(parents=True, exist_ok=True)
     for path, text in files.items():
         path.write_text(text.format(name=name, class_name=class_name))
-    environment, test = files
-    return environment, test
+    return written

@@ -26,9 +26,12 @@ BASE = {"types", "config", "errors", "aio", "observe", "families"}
 INSIDE_AGENT_RL = {
     "errors": set(),
     "aio": set(),
+    "shadowing": set(),
+    "api": set(),
     "bootstrap": set(),
     "types": set(),
-    "config": {"errors"},
+    "packaged": set(),
+    "config": {"errors", "bootstrap", "packaged"},
     "families": {"errors"},
     "observe": BASE,
     "render": BASE,
@@ -37,11 +40,11 @@ INSIDE_AGENT_RL = {
     "evaluation": BASE | {"rollout"},
     "weight_sync": BASE | {"engine"},
     "train": BASE | {"weight_sync"},
-    "model": BASE | {"render", "train"},
+    "model": BASE | {"render", "train", "packaged"},
     "capacity": BASE | {"train"},
     "controller": BASE | {"render", "engine", "rollout", "evaluation", "weight_sync", "train"},
     "commands": BASE | {"render", "engine", "rollout", "evaluation", "train", "model", "capacity", "controller"},
-    "cli": BASE | {"engine", "train", "model", "capacity", "controller", "commands"},
+    "cli": BASE | {"bootstrap", "packaged", "engine", "train", "model", "capacity", "controller", "commands"},
 }
 """What each part of ``agent_rl`` may import of the others; ``rollout`` and ``train`` meet only in the controller."""
 
@@ -93,7 +96,17 @@ def test_every_part_of_agent_rl_has_its_place_in_the_table() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["agent_rl.config", "agent_rl.cli", "agent_rl.rollout.episode", "sandbox", "tools", "envs", "r3.routing"]
+    "module",
+    [
+        "agent_rl.api",
+        "agent_rl.config",
+        "agent_rl.cli",
+        "agent_rl.rollout.episode",
+        "sandbox",
+        "tools",
+        "envs",
+        "r3.routing",
+    ],
 )
 def test_light_modules_import_without_heavy_packages(module: str) -> None:
     heavy = ("torch", "megatron", "ray", "transformers", "sglang", "matplotlib")

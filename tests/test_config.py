@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
+from pydantic import BaseModel
 
-from agent_rl.config import RunConfig, load_config
+from agent_rl.config import INPUTS, RunConfig, load_config
 from agent_rl.errors import ConfigError
 
 CONFIGS = sorted((Path(__file__).resolve().parent.parent / "configs").glob("*.yaml"))
@@ -110,6 +112,82 @@ def test_a_base_that_is_none(tmp_path: Path, base: str, told: str) -> None:
     (tmp_path / "d.yaml").write_text("base: c.yaml\n")
     with pytest.raises(ConfigError, match=told):
         load_config(tmp_path / "c.yaml")
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project's folder, with another one as the working folder; the latter is returned."""
+    (tmp_path / "project/models/own").mkdir(parents=True)
+    (tmp_path / "project/tasks").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    return tmp_path / "project"
+
+
+def test_what_a_run_reads_is_looked_for_beside_its_config_first(project: Path) -> None:
+    (project / "rows.jsonl").touch()
+    (project / "base.yaml").write_text(
+        "name: own\nmodel: models/own\ntrain: {kl: {coefficient: 0.1, reference: models/other}}\n"
+        "env: {name: swe, quarantine: rows.jsonl, options: {path: rows.jsonl, data_split: tasks}}\n"
+    )
+    (project / "sub").mkdir()
+    (project / "sub/c.yaml").write_text("base: ../base.yaml\nruns_dir: models\n")
+    config = load_config(project / "sub/c.yaml")
+    below = project / "sub/.."
+    assert (config.model, config.env.quarantine) == (below / "models/own", below / "rows.jsonl")
+    assert config.env.options == {"path": str(below / "rows.jsonl"), "data_split": "tasks"}
+    assert (config.runs_dir, config.train.kl.reference) == (Path("models"), Path("models/other"))
+    assert load_config(project / "base.yaml", ["model=models/own"]).model == Path("models/own")
+
+
+def test_options_that_a_class_of_tools_annotates_with_path(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (project / "tasks_of_files.py").write_text(
+        "from pathlib import Path\nfrom pydantic import BaseModel\nfrom agent_rl.api import Task\n"
+        "class Files:\n    class Options(BaseModel):\n        folder: Path\n        word: str\n"
+        "    @classmethod\n    def tasks(cls, split: str, options: Options) -> list[dict]: ...\n"
+        "    async def setup(self, task: Task) -> str: ...\n    async def grade(self) -> float: ...\n"
+    )
+    monkeypatch.syspath_prepend(str(project))
+    (project / "c.yaml").write_text(
+        "name: c\nmodel: m\nenv: {name: 'tasks_of_files:Files', options: {folder: tasks, word: tasks}}\n"
+    )
+    assert load_config(project / "c.yaml").env.options == {"folder": str(project / "tasks"), "word": "tasks"}
+
+
+def test_a_shipped_config_and_model_go_by_their_names(project: Path) -> None:
+    shipped = load_config(Path("quickstart"))
+    assert shipped == load_config(Path("quickstart.yaml"))
+    assert (shipped.model / "model.safetensors").is_file()
+    (project / "c.yaml").write_text("base: quickstart\nname: c\n")
+    assert load_config(project / "c.yaml").model == shipped.model
+    (project / "quickstart.yaml").write_text("name: mine\nmodel: m\n")
+    assert load_config(project / "c.yaml").model == shipped.model, "the name alone is the shipped one's"
+    (project / "c.yaml").write_text("base: quickstart.yaml\nname: c\n")
+    assert load_config(project / "c.yaml").model == Path("m")
+    with pytest.raises(ConfigError, match=r"no such config file \(shipped, by name: .*quickstart"):
+        load_config(Path("configs/quickstart.yaml"))
+
+
+def test_another_environment_does_not_get_the_options_of_the_base(project: Path) -> None:
+    (project / "c.yaml").write_text("base: quickstart\nenv: {name: 'calc:Calc', options: {count: 3}}\n")
+    assert load_config(project / "c.yaml").env.options == {"count": 3}
+    (project / "c.yaml").write_text("base: quickstart\nenv: {name: mini, options: {seed: 3}}\n")
+    assert load_config(project / "c.yaml").env.options == {"train_tasks": 640, "heldout_tasks": 256, "seed": 3}
+    overridden = load_config(project / "c.yaml", ["env.options.path=x", "env.quarantine=q", "env.name=swe"])
+    assert (overridden.env.options, overridden.env.quarantine) == ({"path": "x"}, Path("q"))
+
+
+def test_every_path_of_a_config_is_read_or_written() -> None:
+    def paths(section: type[BaseModel], above: tuple[str, ...] = ()) -> set[tuple[str, ...]]:
+        found = set()
+        for name, field in section.model_fields.items():
+            if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+                found |= paths(field.annotation, (*above, name))
+            elif Path in (field.annotation, *get_args(field.annotation)):
+                found.add((*above, name))
+        return found
+
+    assert paths(RunConfig) == {*INPUTS, ("runs_dir",), ("r3", "trace", "dir")} - {("engine", "python")}
 
 
 def test_every_key_is_described_or_speaks_for_itself() -> None:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from rich.table import Table
 
 from agent_rl.commands.rollout import roll_out
-from agent_rl.config import RunConfig, load_config
+from agent_rl.config import RunConfig, load_config, load_recorded
 from agent_rl.controller.preflight import check_lengths, check_model
 from agent_rl.controller.stop import cancel_on_sigterm
 from agent_rl.errors import ConfigError
@@ -99,7 +99,7 @@ def config_of(source: Path, overrides: Sequence[str]) -> RunConfig:
     """The config at ``source``; of a run's folder its resolved one, with the model it trained."""
     if not source.is_dir():
         return load_config(source, overrides)
-    config = load_config(source / "config.yaml", overrides)
+    config = load_recorded(source / "config.yaml", overrides)
     if not (source / "model" / "config.json").is_file():
         raise ConfigError(f"{source}: no trained model there ({source / 'model'}): the run has not finished")
     return config.model_copy(update={"model": source / "model"})

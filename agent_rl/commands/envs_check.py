@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +18,6 @@ from sandbox import open_backend
 
 async def run_check(name: str, options: Sequence[str], splits: Sequence[str]) -> bool:
     """Check environment ``name`` and print a row a promise; True if all are kept."""
-    sys.path.insert(0, "")  # an author's module lies where they stand
     backend = open_backend("auto", run_id=uuid.uuid4().hex[:12])
     try:
         environment = load_environment(name, EnvContext(backend=backend), dict(map(_option, options)))

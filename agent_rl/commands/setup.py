@@ -14,15 +14,12 @@ from sandbox import open_backend
 from sandbox.base_image import build_image
 from sandbox.docker.backend import DEFAULT_IMAGE
 
-TINY_MODEL = "tiny-moe"
-
 
 async def prepare(config: RunConfig) -> None:
-    """Make the sandbox image, the starting model and the verified tasks."""
+    """Make the sandbox image and the verified tasks."""
     check_room(config.runs_dir)
     display = Display("setup")
     with display:
-        await asyncio.to_thread(_model, config, display)
         await _image(config, display)
         async with open_workshop(config, display) as workshop:
             display.stage("tasks: making and verifying those that are not cached")
@@ -41,17 +38,6 @@ async def warm_up(out: Path, seed: int) -> None:
         await make_model(out, WarmupSettings(seed=seed), backend, display.note)
     finally:
         await backend.close()
-
-
-def _model(config: RunConfig, display: Display) -> None:
-    """Only the shipped model can be made here; another one's absence is told before training, by the preflight."""
-    if (config.model / "config.json").is_file():
-        display.fact("model", f"{config.model} is there already")
-    elif config.model.name == TINY_MODEL:
-        from agent_rl.model.shipped import install_model
-
-        install_model(config.model)
-        display.fact("model", f"{config.model} unpacked")
 
 
 async def _image(config: RunConfig, display: Display) -> None:

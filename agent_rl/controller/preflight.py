@@ -20,7 +20,7 @@ def check(config: RunConfig) -> None:
         check_model(config.train.kl.reference, key="train.kl.reference")
         check_alike(config.model, config.train.kl.reference, "train.kl.reference")
     if not config.engine.urls and not Path(config.engine.python).exists():
-        raise UserError(f"engine.python: {config.engine.python}: no such interpreter; make it with `make setup`")
+        raise UserError(f"engine.python: no interpreter {config.engine.python}; `agent-rl install engine` makes it")
     check_room(config.runs_dir)
 
 

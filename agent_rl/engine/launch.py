@@ -118,7 +118,7 @@ class EngineServer:
         python = shutil.which(self._config.python)
         if python is None:
             raise ConfigError(
-                f"engine.python: {self._config.python} is no interpreter; `make setup` builds the engine environment"
+                f"engine.python: {self._config.python} is no interpreter; `agent-rl install engine` makes it"
             )
         config = self._config
         command = [

@@ -8,9 +8,10 @@ import tempfile
 from pathlib import Path
 
 from agent_rl.errors import UserError
+from agent_rl.packaged import MODELS
 
 FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
-_DATA = Path(__file__).parent / "data"
+_DATA = MODELS["tiny-moe"]
 
 
 def install_model(out: Path) -> bool:

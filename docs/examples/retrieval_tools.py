@@ -12,9 +12,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from envs import Task
-from sandbox import Sandbox
-from tools import ToolCall, ToolError, ToolResult
+from agent_rl.api import Sandbox, Task, ToolCall, ToolError, ToolResult
 
 PLACES = ("Aachen", "Bergen", "Cordoba", "Dresden", "Evora", "Faro", "Ghent", "Haarlem")
 FACTS = (

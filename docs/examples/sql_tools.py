@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from envs import Task
-from tools import ToolCall, ToolError, ToolResult
+from agent_rl.api import Task, ToolCall, ToolError, ToolResult
 
 ITEMS = ("apple", "bread", "cheese", "dates", "eggs", "figs")
 MAX_ROWS = 20

@@ -39,7 +39,7 @@ class MiniEnvironment:
         train_tasks: int = 640,
         heldout_tasks: int = 256,
         seed: int = 0,
-        cache_dir: str | Path = ".cache/tasks",
+        cache_dir: Path = Path(".cache/tasks"),
     ) -> None:
         self._context = replace(context, tool_style="concise")
         self._counts = {"train": train_tasks, "heldout": heldout_tasks, "heldout_family": heldout_tasks}

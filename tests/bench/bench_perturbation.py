@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 
 from agent_rl.config import ParallelConfig
+from agent_rl.packaged import MODELS
 from agent_rl.train.megatron.batch import PackedBatch, PackedRoutes
 from agent_rl.train.megatron.parallel import destroy_parallel, init_parallel
 from r3.mismatch.report import k3_kl, logprob_abs_diff
 
-QUICKSTART = Path(".cache/models/tiny-moe")
+QUICKSTART = MODELS["tiny-moe"]
 NOISE = (1e-3, 1e-2, 5e-2)
 SEQUENCES, TOKENS, SEEDS = 64, 128, 3
 

@@ -24,10 +24,11 @@ from one_rank import QUICKSTART, arguments, interleaved, median, one_rank, polic
 from torch import Tensor
 
 from agent_rl.config import ParallelConfig
+from agent_rl.packaged import MODELS
 from agent_rl.train.loss.objectives import kl_estimate
 from agent_rl.train.megatron.batch import PackedBatch, PackedRoutes
 
-FOLDER = Path(".cache/models/tiny-moe")
+FOLDER = MODELS["tiny-moe"]
 NOISE = (0.0, 1e-3, 1e-2, 5e-2)
 SEQUENCES, TOKENS = 48, 96
 

@@ -136,7 +136,7 @@ async def test_a_missing_model_or_interpreter_is_a_users_mistake(model: Path, tm
     with pytest.raises(ConfigError, match="is not a folder"):
         async with open_engine(EngineConfig(python=sys.executable), tmp_path / "nowhere", tmp_path):
             pass
-    with pytest.raises(ConfigError, match=r"engine\.python: /no/such is no interpreter; `make setup`"):
+    with pytest.raises(ConfigError, match=r"engine\.python: /no/such is no interpreter; `agent-rl install engine`"):
         async with open_engine(EngineConfig(python="/no/such"), model, tmp_path):
             pass
 

@@ -85,14 +85,19 @@ def test_the_commands_write_check_and_list_environments(tmp_path: Path, monkeypa
 
 @pytest.mark.bubblewrap
 def test_the_template_passes_its_own_test(tmp_path: Path) -> None:
-    environment, test = write_template("word_game", tmp_path)
-    assert environment.name == "word_game.py"
-    run = subprocess.run([sys.executable, test.name], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert "1 passed" in run.stdout, run.stdout + run.stderr
+    test = write_template("word_game", tmp_path).test.name
+    for command, outcome in ((["-m", "pytest"], "1 passed"), ([], "every promise is kept")):
+        run = subprocess.run(
+            [sys.executable, *command, test], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        )
+        assert outcome in run.stdout, run.stdout + run.stderr
     with pytest.raises(TemplateError, match="is there already"):
         write_template("word_game", tmp_path)
     with pytest.raises(TemplateError, match="lower-case"):
         write_template("Word-Game", tmp_path)
+    for taken in ("tools", "random"):
+        with pytest.raises(TemplateError, match="name of another module"):
+            write_template(taken, tmp_path)
 
 
 class Counter:

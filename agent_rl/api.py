@@ -1,0 +1,47 @@
+"""What an environment's author imports: ``from agent_rl.api import Task, ToolCall, ToolError``. Light: no torch."""
+
+from envs import (
+    Audited,
+    EnvContext,
+    Environment,
+    Episode,
+    Finding,
+    Grade,
+    GradingError,
+    Message,
+    Solvable,
+    Task,
+    TaskRecordError,
+    load_environment,
+)
+from envs.conformance import check_environment
+from sandbox import ExecResult, Sandbox, SandboxBackend, SandboxError, SandboxSpec, open_backend
+from tools import FunctionToolSet, ToolCall, ToolError, ToolResult, ToolSet, swe_tools
+
+__all__ = [
+    "Audited",
+    "EnvContext",
+    "Environment",
+    "Episode",
+    "ExecResult",
+    "Finding",
+    "FunctionToolSet",
+    "Grade",
+    "GradingError",
+    "Message",
+    "Sandbox",
+    "SandboxBackend",
+    "SandboxError",
+    "SandboxSpec",
+    "Solvable",
+    "Task",
+    "TaskRecordError",
+    "ToolCall",
+    "ToolError",
+    "ToolResult",
+    "ToolSet",
+    "check_environment",
+    "load_environment",
+    "open_backend",
+    "swe_tools",
+]

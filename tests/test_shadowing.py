@@ -1,0 +1,82 @@
+"""A user's own folders named as our packages are: what works beside them, and what is told. Real processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from envs.template import write_template
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A project with an environment of its own, and folders of all our packages' names beside it."""
+    write_template("letters", tmp_path)
+    for name in ("tools", "envs", "sandbox", "r3"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("")
+        (tmp_path / name / "helpers.py").write_text("WORD = 'mine'\n")
+    return tmp_path
+
+
+def python(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Python in ``project``, which it has first on its import path, as a user's own interpreter has."""
+    environment = {**os.environ, "PYTHONPATH": f"{project}{os.pathsep}{ROOT}"}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=project, env=environment, capture_output=True, text=True, timeout=120
+    )
+
+
+@pytest.mark.bubblewrap
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["test_letters.py"],
+        ["-m", "pytest", "-q", "test_letters.py"],
+        ["-m", "agent_rl.cli", "envs", "check", "letters:Letters", "count=5"],
+        ["-m", "agent_rl.cli", "eval", "letters.yaml", "--policy", "gold", "--tasks", "2"],
+    ],
+    ids=["script", "pytest", "check", "eval"],
+)
+def test_ours_are_found_beside_foreign_folders_of_their_names(project: Path, command: list[str]) -> None:
+    ran = python(project, *command)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def test_a_foreign_package_that_was_imported_first_is_told(project: Path) -> None:
+    ran = python(project, "-c", "import tools, agent_rl.api")
+    assert ran.stderr.splitlines()[-1] == (
+        f"ImportError: {project}/tools shadows agent-rl's package tools (at {ROOT}/tools): "
+        "rename it or run from elsewhere"
+    )
+
+
+@pytest.mark.parametrize("line", ["from tools.helpers import WORD", "from tools import helpers"])
+def test_a_module_that_only_the_foreign_folder_has_is_told_in_one_line(project: Path, line: str) -> None:
+    source = project / "letters.py"
+    source.write_text(source.read_text().replace("WORDS =", f"{line}\nWORDS ="))
+    told = f"{project}/tools has the name of agent-rl's package tools (at {ROOT}/tools), which has no 'helpers'"
+    ran = python(project, "-m", "agent_rl.cli", "eval", "letters.yaml", "--policy", "gold")
+    assert ran.returncode == 2
+    assert len(ran.stderr.splitlines()) == 1
+    assert ran.stderr.startswith("error: environment 'letters:Letters': letters does not import: ")
+    assert told in ran.stderr
+    assert f"ImportError: {told}" in python(project, "-c", f"import agent_rl.api\n{line}").stderr
+
+
+def test_commands_resolve_dotted_paths_alike_and_the_folder_comes_last(tmp_path: Path) -> None:
+    write_template("letters", tmp_path)
+    (tmp_path / "numpy.py").write_text("raise SystemExit('the working folder hides an installed package')\n")
+    for command in (["envs", "check", "letters:Letters"], ["eval", "letters.yaml", "--policy", "noop"]):
+        code = f"import sys; sys.path.remove(''); from agent_rl.cli import main; sys.argv[1:] = {command}; main()"
+        ran = subprocess.run(
+            [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        assert ran.returncode == 0, ran.stdout + ran.stderr
