@@ -17,7 +17,7 @@ prepare: setup ## Make and verify the quickstart's tasks
 image: setup ## Build the containers' base image, where a container engine answers
 	@if docker info >/dev/null 2>&1; then $(VENV)/python -m sandbox.base_image; else echo "==> image: no container engine answers"; fi
 
-real-tasks: setup ## Build the tasks made of real package releases (downloads their sources)
+real-tasks: image ## Build the tasks made of real package releases (downloads their sources)
 	@$(VENV)/python -m envs.swe.real --out .cache/tasks/real.jsonl
 
 quickstart: prepare ## Train a small MoE agent end to end on this machine

@@ -1,25 +1,18 @@
-"""Clean-up that a cancellation can't cut short."""
+"""Cancellation: clean-up that it can't cut short, and the signal that asks for it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
-from typing import TypeVar
+import signal
 
-T = TypeVar("T")
+from sandbox.aio import shielded
+
+__all__ = ["cancel_on_sigterm", "shielded"]
 
 
-async def shielded(work: Awaitable[T]) -> T:
-    """Await ``work`` to its end even when the caller is cancelled; the cancellation is raised after it."""
-    task = asyncio.ensure_future(work)
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError as error:
-            if task.cancelled():
-                raise
-            cancelled = error
-    if cancelled is not None:
-        raise cancelled
-    return task.result()
+def cancel_on_sigterm() -> None:
+    """Let SIGTERM cancel the current task, as Ctrl-C does; the task cleans up after itself. Call it again after Ray was
+    started: Ray's own handler, installed then, prints a stack trace and ends the process on the spot."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)

@@ -121,9 +121,7 @@ def evaluate(
 
 @app.command()
 def doctor(
-    config: Annotated[
-        Path | None, typer.Argument(metavar="[CONFIG]", help="As for train; without one the parts alone are looked at.")
-    ] = None,
+    config: ConfigPath,
     overrides: Overrides = None,
     tasks: Annotated[int | None, typer.Option(help="Tasks to examine; all of the split by default.")] = None,
     split: Annotated[str, typer.Option(help="Split to examine.")] = "train",
@@ -135,15 +133,11 @@ def doctor(
 ) -> None:
     """Examine a config's parts and tasks: does the true fix win, does nothing else? Exit code 1 if something is wrong.
 
-    Without a config: what this machine lacks for a run, each with the command that mends it. With one it also writes
-    quarantine.json, the list of tasks to leave out, for the config key env.quarantine.
+    Writes quarantine.json, the list of tasks to leave out, for the config key env.quarantine.
     """
     from agent_rl.commands.doctor import run_doctor
-    from agent_rl.commands.health import check_installation
     from agent_rl.config import load_config
 
-    if config is None:
-        raise typer.Exit(0 if _run_async(check_installation()) else 1)
     loaded = load_config(config, overrides or ())
     work = run_doctor(loaded, tasks=tasks, split=split, repeats=repeats, audit=audit, out=out)
     if not _run_async(work):
@@ -223,10 +217,10 @@ def config_show(config: ConfigPath, overrides: Overrides = None) -> None:
 @envs_app.command("list")
 def envs_list() -> None:
     """List the environments that a config can name."""
-    from envs.registry import list_environments
+    from envs import ENVIRONMENTS
 
-    for name, summary in list_environments().items():
-        typer.echo(f"{name:<12} {summary}")
+    for name, target in ENVIRONMENTS.targets().items():
+        typer.echo(f"{name:<12} {target}")
 
 
 @envs_app.command("new")
@@ -383,7 +377,7 @@ def _run_async(work: object) -> object:
     import asyncio
     from collections.abc import Coroutine
 
-    from agent_rl.controller.stop import cancel_on_sigterm
+    from agent_rl.aio import cancel_on_sigterm
 
     assert isinstance(work, Coroutine)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from agent_rl.bootstrap import engine_python
 from agent_rl.errors import ConfigError
@@ -17,9 +18,31 @@ from envs.registry import path_options
 
 RouteSource = Literal["sampled", "latest"]
 FilterKind = Literal["none", "overlong", "compact"]
+Precision = Literal["float32", "bfloat16"]
+Recompute = Literal["none", "selective", "full"]
+Replay = Literal["r3", "r2", "off"]
+Objective = Literal["grpo", "gspo", "cispo", "reinforce"]
+Aggregation = Literal["token", "sequence", "constant"]
+Baseline = Literal["mean", "leave_one_out", "batch"]
+AdvantageScale = Literal["group", "batch", "none"]
+OldLogprobSource = Literal["recompute", "rollout", "rescore"]
+Correction = Literal["tis", "icepop", "sequence_tis", "sequence_mask", "geometric_mask"]
+KlEstimator = Literal["k1", "k2", "k3"]
+OnSpike = Literal["skip", "clip", "allow"]
 
 _OFF = BeforeValidator(lambda value: "off" if value is False else value)
 """YAML reads a bare ``off`` as false."""
+
+
+def _tool_format(name: str) -> str:
+    """``name``, if it is a tool-call format."""
+    from tools import ToolFormatError, tool_format
+
+    try:
+        tool_format(name)
+    except ToolFormatError as error:
+        raise ValueError(f"rollout.tool_format: {error}") from None
+    return name
 
 
 class Section(BaseModel):
@@ -37,7 +60,7 @@ class EngineConfig(Section):
         description="Interpreter of the engine environment; by default that of `agent-rl install engine`.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where a launched server runs.")
-    dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="Precision of the engine's weights.")
+    dtype: Precision = Field("bfloat16", description="Precision of the engine's weights.")
     port: int = Field(0, ge=0, le=65535, description="Port of a launched server; 0 takes a free one.")
     threads: int = Field(0, ge=0, description="CPU threads of a launched server; 0 takes all cores.")
     max_total_tokens: int = Field(65536, gt=0, description="KV cache slots of a launched server.")
@@ -118,7 +141,9 @@ class RolloutConfig(Section):
     max_new_tokens: int = Field(4096, gt=0, description="Tokens one turn may sample.")
     temperature: float = Field(1.0, ge=0, description="Sampling temperature.")
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; below 1 the log-probs are not renormalised.")
-    tool_format: Literal["hermes", "xml"] = Field("hermes", description="Text format of tool calls.")
+    tool_format: Annotated[str, AfterValidator(_tool_format)] = Field(
+        "hermes", description="Text format of tool calls: hermes, xml, or one of your own (docs/tools.md)."
+    )
     describe_tools: bool = Field(
         True, description="Tell the agent its tools in the opening prompt; off for a model trained on these very tools."
     )
@@ -131,6 +156,11 @@ class RolloutConfig(Section):
         3, ge=0, description="Episodes of a group that may be run again after an infrastructure failure."
     )
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
+
+    @property
+    def logprob_temperature(self) -> float:
+        """The temperature that log-probs are compared at; those of a greedy rollout (0) are the raw ones, of 1."""
+        return self.temperature or 1.0
 
 
 class ParallelConfig(Section):
@@ -162,7 +192,7 @@ class RescoreConfig(Section):
 class OldLogprobConfig(Section):
     """The old log-probs that the ratio is taken against; docs/old-logprobs.md says which to use when."""
 
-    source: Literal["recompute", "rollout", "rescore"] = Field(
+    source: OldLogprobSource = Field(
         "recompute",
         description="The trainer's own before the update, the engine's as sampled, or the engine's evaluated again.",
     )
@@ -172,7 +202,7 @@ class OldLogprobConfig(Section):
 class CorrectionConfig(Section):
     """What is done about tokens that trainer and engine give different probabilities; see docs/trainer.md."""
 
-    kind: Literal["tis", "icepop", "sequence_tis", "sequence_mask", "geometric_mask"] | None = Field(
+    kind: Correction | None = Field(
         None, description="Weight or mask by the ratio of the trainer's probability to the rollout's; None: neither."
     )
     low: float = Field(0.5, ge=0, description="Lower bound of the ratio, for the masks.")
@@ -184,7 +214,7 @@ class KlConfig(Section):
     """A penalty for leaving a reference model; docs/trainer.md says what each estimator's gradient is."""
 
     coefficient: float = Field(0.0, ge=0, description="Weight of the penalty (beta); 0: no reference model is held.")
-    estimator: Literal["k1", "k2", "k3"] = Field("k3", description="How a token's KL is estimated.")
+    estimator: KlEstimator = Field("k3", description="How a token's KL is estimated.")
     where: Literal["loss", "reward"] = Field(
         "loss", description="A term of the loss (GRPO), or taken from the advantages token by token (REINFORCE++)."
     )
@@ -204,28 +234,37 @@ class KlConfig(Section):
         return self
 
 
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """The clip of the ratio that is in effect: ``[1 - low, 1 + high]``.
+
+    ``dual`` is dual-clip PPO's constant (arXiv 1912.09729): with A < 0 a token's loss is at most ``-dual * A``, however
+    large its ratio; None leaves that out.
+    """
+
+    low: float
+    high: float
+    dual: float | None = None
+
+
 class TrainConfig(Section):
     """The policy-gradient trainer."""
 
     steps: int = Field(20, ge=0, description="Global steps.")
-    replay: Annotated[Literal["r3", "r2", "off"], _OFF] = Field(
-        "r3", description="Whose routes the trainer uses (R3, R2 or its own)."
-    )
+    replay: Annotated[Replay, _OFF] = Field("r3", description="Whose routes the trainer uses (R3, R2 or its own).")
     lr: float = Field(2e-6, gt=0, description="Learning rate.")
     lr_warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up.")
     weight_decay: float = Field(0.0, ge=0)
     betas: tuple[float, float] = Field((0.9, 0.95))
     grad_clip: float = Field(1.0, gt=0, description="Global gradient-norm limit.")
-    objective: Literal["grpo", "gspo", "cispo", "reinforce"] = Field("grpo", description="The policy objective.")
-    aggregation: Literal["token", "sequence", "constant"] = Field(
+    objective: Objective = Field("grpo", description="The policy objective.")
+    aggregation: Aggregation = Field(
         "token", description="Mean over tokens, over sequences of their means, or over sequences of sums / max_tokens."
     )
-    baseline: Literal["mean", "leave_one_out", "batch"] = Field(
+    baseline: Baseline = Field(
         "mean", description="What a reward is compared with: its group's mean, the others' of it, or the step's mean."
     )
-    scale: Literal["group", "batch", "none"] = Field(
-        "group", description="Whose standard deviation advantages are divided by."
-    )
+    scale: AdvantageScale = Field("group", description="Whose standard deviation advantages are divided by.")
     old_logprob: OldLogprobConfig = OldLogprobConfig()
     filter: FilterKind = Field(
         "none",
@@ -244,9 +283,9 @@ class TrainConfig(Section):
     microbatch_tokens: int = Field(
         8192, gt=0, description="Tokens a packed micro-batch may hold, context ranks together; >= rollout.max_tokens."
     )
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Precision of the trainer's passes.")
+    dtype: Precision = Field("float32", description="Precision of the trainer's passes.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto")
-    recompute: Literal["none", "selective", "full"] = Field("none", description="Activation recomputation.")
+    recompute: Recompute = Field("none", description="Activation recomputation.")
     recompute_modules: tuple[Literal["core_attn", "mlp", "moe"], ...] = Field(
         ("core_attn",), description="What selective recomputation runs again; mlp is that of dense layers."
     )
@@ -275,6 +314,29 @@ class TrainConfig(Section):
                 "set scale to batch or none"
             )
         return self
+
+    @property
+    def clip(self) -> Clip:
+        """The configured bounds, or the objective's own: GSPO's ratio is a mean over a sequence, so its bounds are
+        narrow (arXiv 2507.18071, section 5.1)."""
+        low, high = (3e-4, 4e-4) if self.objective == "gspo" else (0.2, 0.27)
+        return Clip(self.eps_low or low, self.eps_high or high, self.dual_clip)
+
+    @property
+    def normalises_penalised(self) -> bool:
+        """Whether the ranks normalise advantages over the step after the KL penalty was taken from them (REINFORCE++,
+        arXiv 2501.03262, eq. 8 to 10)."""
+        return bool(self.kl.coefficient) and self.kl.where == "reward" and self.scale == "batch"
+
+    @property
+    def advantage_scale(self) -> AdvantageScale:
+        """What the step's advantages are divided by before they reach the ranks."""
+        return "none" if self.normalises_penalised else self.scale
+
+    @property
+    def total_updates(self) -> int:
+        """Optimizer updates of the whole run."""
+        return max(1, self.steps * self.mini_steps)
 
 
 class TraceConfig(Section):
@@ -345,7 +407,7 @@ class GuardConfig(Section):
     spike_factor: float | None = Field(
         20.0, gt=1, description="A gradient norm beyond so many times the history's median is a spike; None: none is."
     )
-    on_spike: Literal["skip", "clip", "allow"] = Field(
+    on_spike: OnSpike = Field(
         "clip", description="An update that is a spike: left out, scaled to the spike's limit, or taken as it is."
     )
 
@@ -418,6 +480,12 @@ class RunConfig(Section):
     @property
     def run_dir(self) -> Path:
         return self.runs_dir / self.name
+
+    @property
+    def reference_folder(self) -> Path | None:
+        """The checkpoint of the KL penalty's reference model; None without a penalty."""
+        kl = self.train.kl
+        return (kl.reference or self.model) if kl.coefficient else None
 
 
 INPUTS = (("model",), ("engine", "python"), ("env", "quarantine"), ("train", "kl", "reference"))

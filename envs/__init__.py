@@ -1,7 +1,7 @@
 """What a task is, how it starts, how it is graded."""
 
 from envs.context import EnvContext, ToolStyle
-from envs.registry import EnvironmentLoadError, list_environments, load_environment
+from envs.registry import ENVIRONMENTS, EnvironmentLoadError, load_environment
 from envs.types import (
     Audited,
     Environment,
@@ -17,6 +17,7 @@ from envs.types import (
 )
 
 __all__ = [
+    "ENVIRONMENTS",
     "Audited",
     "EnvContext",
     "Environment",
@@ -31,6 +32,5 @@ __all__ = [
     "Task",
     "TaskRecordError",
     "ToolStyle",
-    "list_environments",
     "load_environment",
 ]

@@ -39,8 +39,8 @@ async def _check(name: str, look: Callable[[], Awaitable[str]]) -> Finding:
     try:
         return Finding(name, True, await look())
     except Exception as error:
-        told = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
-        return Finding(name, False, " ".join(told.split())[:300])
+        reason = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
+        return Finding(name, False, " ".join(reason.split())[:300])
 
 
 async def _each(check: Callable[[Task], Awaitable[str]], tasks: Sequence[Task]) -> str:

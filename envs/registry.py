@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from envs.context import EnvContext
 from envs.tool_class import ToolClassEnvironment, is_tool_class
 from envs.types import Environment, EnvsError
+from sandbox.plugins import Registry
 
-GROUP = "agent_rl.envs"
-_BUILT_IN = {"mini": "envs.mini:MiniEnvironment", "swe": "envs.swe:SweEnvironment"}
 _METHODS = ("name", "prepare", "tasks", "start", "gold")
 
 
@@ -23,10 +20,12 @@ class EnvironmentLoadError(EnvsError):
     """An environment cannot be loaded: a user's mistake, in one line."""
 
 
-def list_environments() -> dict[str, str]:
-    """Registered environments: name -> ``package.module:Class``, sorted by name."""
-    found = {point.name: point.value for point in _points()}
-    return dict(sorted({**found, **_BUILT_IN}.items()))
+ENVIRONMENTS = Registry(
+    "environment",
+    "agent_rl.envs",
+    {"mini": "envs.mini:MiniEnvironment", "swe": "envs.swe:SweEnvironment"},
+    EnvironmentLoadError,
+)
 
 
 def load_environment(name: str, context: EnvContext, options: Mapping[str, Any] | None = None) -> Environment:
@@ -35,20 +34,16 @@ def load_environment(name: str, context: EnvContext, options: Mapping[str, Any] 
     Raises ``EnvironmentLoadError`` for an unknown name (with the nearest known one), a path that does not import, an
     option that the class does not take, or a class that is no environment.
     """
-    known = list_environments()
-    target = name if ":" in name else known.get(name)
-    if target is None:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else "write a registered name or package.module:Class"
-        raise EnvironmentLoadError(f"unknown environment {name!r}: {hint} (registered: {', '.join(known)})")
-    make = _resolve(name, target)
+    make = ENVIRONMENTS.load(name)
+    if not callable(make):
+        raise EnvironmentLoadError(f"environment {name!r} is a {type(make).__name__}, not a class")
     if isinstance(make, type) and is_tool_class(make) and not hasattr(make, "start"):
         return ToolClassEnvironment(context, make, name, options or {})
     _check_options(name, make, options or {})
     environment = make(context, **(options or {}))
     missing = [method for method in _METHODS if not hasattr(environment, method)]
     if missing:
-        raise EnvironmentLoadError(f"environment {name!r}: {target} is no environment, it lacks {', '.join(missing)}")
+        raise EnvironmentLoadError(f"environment {name!r} is no environment, it lacks {', '.join(missing)}")
     return environment
 
 
@@ -58,34 +53,11 @@ def path_options(name: str) -> frozenset[str]:
     None where it does not load: :func:`load_environment` tells why.
     """
     try:
-        make = _resolve(name, name if ":" in name else list_environments().get(name, ""))
+        make = ENVIRONMENTS.load(name)
         hints = get_type_hints(make.Options if is_tool_class(make) and hasattr(make, "Options") else make.__init__)
     except (EnvsError, NameError, AttributeError):
         return frozenset()
     return frozenset(option for option, hint in hints.items() if Path in (hint, *get_args(hint)))
-
-
-def _points() -> list[EntryPoint]:
-    return list(entry_points(group=GROUP))
-
-
-def _resolve(name: str, target: str) -> Callable[..., Any]:
-    module_name, _, attribute = target.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except (ImportError, SyntaxError) as error:
-        raise EnvironmentLoadError(f"environment {name!r}: {module_name} does not import: {error}") from error
-    made: Any = module
-    for part in attribute.split("."):
-        if not hasattr(made, part):
-            near = difflib.get_close_matches(part, dir(made), n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            place = getattr(module, "__file__", "no file")
-            raise EnvironmentLoadError(f"environment {name!r}: {module_name} ({place}) has no {attribute!r}{hint}")
-        made = getattr(made, part)
-    if not callable(made):
-        raise EnvironmentLoadError(f"environment {name!r}: {target} is a {type(made).__name__}, not a class")
-    return made
 
 
 def _check_options(name: str, make: Callable[..., Any], options: Mapping[str, Any]) -> None:

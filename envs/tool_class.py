@@ -118,8 +118,8 @@ class ToolClassEnvironment:
             subject = self._class(**given)
             if hasattr(subject, "close"):
                 stack.push_async_callback(subject.close)
-            said = await subject.setup(task)
-            yield ToolEpisode(self._messages(said), tool_set(subject), subject)
+            opening = await subject.setup(task)
+            yield ToolEpisode(self._messages(opening), tool_set(subject), subject)
 
     def gold(self, task: Task) -> str:
         """No patch: there is no repository. :meth:`solution` has the calls that solve a task."""
@@ -129,11 +129,11 @@ class ToolClassEnvironment:
         """The calls that solve ``task``; none where the class tells none."""
         return list(self._class.solution(task)) if hasattr(self._class, "solution") else []
 
-    def _messages(self, said: str | Sequence[Message]) -> Sequence[Message]:
-        if not isinstance(said, str):
-            return said
+    def _messages(self, opening: str | Sequence[Message]) -> Sequence[Message]:
+        if not isinstance(opening, str):
+            return opening
         system = inspect.getdoc(self._class) or f"You are given a task of {self._name} and tools to solve it."
-        return ({"role": "system", "content": system}, {"role": "user", "content": said})
+        return ({"role": "system", "content": system}, {"role": "user", "content": opening})
 
 
 def tool_set(subject: Any) -> FunctionToolSet:

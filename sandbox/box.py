@@ -7,8 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 
+from sandbox.aio import shielded
 from sandbox.errors import SandboxFileError, SandboxLostError
-from sandbox.shield import shielded
 from sandbox.types import ExecResult, SandboxSpec
 
 

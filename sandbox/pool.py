@@ -16,9 +16,9 @@ from collections.abc import Coroutine, Mapping, Sequence
 from contextvars import Context
 from dataclasses import fields
 
+from sandbox.aio import shielded
 from sandbox.bounds import turn
 from sandbox.errors import SandboxError, SandboxStartError
-from sandbox.shield import shielded
 from sandbox.types import ExecResult, Sandbox, SandboxBackend, SandboxSpec
 
 _log = logging.getLogger(__name__)

@@ -9,7 +9,8 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from sandbox.aio import outlast
 
 _CHUNK = 1 << 16
 _KILL_GRACE = 10.0
@@ -73,14 +74,14 @@ async def run_process(
         )
     )
     # Never cancelled midway: asyncio would wait for ever for pipes that it had not connected yet (seen in 3.11.7).
-    cancelled = await _outlast(starting)
+    cancellation = await outlast(starting)
     process = starting.result()
     out, err = Capture.of(limit), Capture.of(limit)
     talk = asyncio.ensure_future(_talk(process, stdin, out, err))
     timed_out = False
     try:
-        if cancelled:
-            raise asyncio.CancelledError
+        if cancellation is not None:
+            raise cancellation
         done, _ = await asyncio.wait({talk}, timeout=timeout)
         timed_out = not done
     finally:
@@ -133,20 +134,9 @@ def _kill_group(process: asyncio.subprocess.Process) -> None:
 
 async def _settle(talk: asyncio.Future[None]) -> None:
     """Wait for a killed process to be reaped, whatever happens to the caller meanwhile, within a bound."""
-    cancelled = await _outlast(asyncio.ensure_future(asyncio.wait({talk}, timeout=_KILL_GRACE)))
+    cancellation = await outlast(asyncio.ensure_future(asyncio.wait({talk}, timeout=_KILL_GRACE)))
     if not talk.done():
         talk.cancel()
         raise TimeoutError(f"a killed process did not go away within {_KILL_GRACE:.0f} s")
-    if cancelled:
-        raise asyncio.CancelledError
-
-
-async def _outlast(work: asyncio.Future[Any]) -> bool:
-    """Wait until ``work`` is done, and tell whether the caller was cancelled meanwhile."""
-    cancelled = False
-    while not work.done():
-        try:
-            await asyncio.wait({work})
-        except asyncio.CancelledError:
-            cancelled = True
-    return cancelled
+    if cancellation is not None:
+        raise cancellation

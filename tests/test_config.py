@@ -49,6 +49,7 @@ def test_overrides_reach_nested_keys_as_yaml_values(quickstart: Path) -> None:
         ("train={objective: reinforce, eps_low: 0.2}", "objective reinforce clips nothing; leave them out"),
         ("train={objective: cispo, dual_clip: 3}", "the clipped surrogate, which objective cispo has not"),
         ("train.baseline=batch", "train.baseline batch compares over groups: set scale to batch or none"),
+        ("rollout.tool_format=xlm", "unknown tool-call format 'xlm': did you mean 'xml'? (registered: hermes, xml)"),
         ("train.lr", "override 'train.lr': write it as section.key=value"),
         ("name.first=x", "override 'name.first=x': name is a value, not a section"),
     ],

@@ -1,7 +1,7 @@
 """What the agent may call: tools, their schemas, and the text formats of tool calls."""
 
-from tools.errors import ToolDefinitionError, ToolError, ToolsError
-from tools.formats import HermesFormat, XmlFormat, tool_format
+from tools.errors import ToolDefinitionError, ToolError, ToolFormatError, ToolsError
+from tools.formats import TOOL_FORMATS, HermesFormat, XmlFormat, tool_format
 from tools.schema import tool_function
 from tools.swe import swe_tools
 from tools.text import Style
@@ -9,6 +9,7 @@ from tools.toolset import FunctionToolSet
 from tools.types import ParseFailure, ToolCall, ToolCallFormat, ToolResult, ToolSet
 
 __all__ = [
+    "TOOL_FORMATS",
     "FunctionToolSet",
     "HermesFormat",
     "ParseFailure",
@@ -17,6 +18,7 @@ __all__ = [
     "ToolCallFormat",
     "ToolDefinitionError",
     "ToolError",
+    "ToolFormatError",
     "ToolResult",
     "ToolSet",
     "ToolsError",

@@ -14,6 +14,8 @@ from typing import Any
 
 import orjson
 
+from sandbox.plugins import Registry
+from tools.errors import ToolFormatError
 from tools.types import ParseFailure, ToolCall, ToolCallFormat
 
 
@@ -26,10 +28,10 @@ class HermesFormat:
     _decoder = json.JSONDecoder(strict=False, parse_constant=lambda text: _refuse_constant(text))
 
     def parse(self, text: str) -> ToolCall | ParseFailure:
-        spoken = _after_thinking(text)
-        if isinstance(spoken, ParseFailure):
-            return spoken
-        _, opened, rest = spoken.partition(self._open)
+        answer = _after_thinking(text)
+        if isinstance(answer, ParseFailure):
+            return answer
+        _, opened, rest = answer.partition(self._open)
         if not opened:
             return ParseFailure(f"no tool call found; write {self._open}, a JSON object, {self._close}")
         body = rest.lstrip()
@@ -57,12 +59,16 @@ class HermesFormat:
 
 
 class XmlFormat:
-    r"""``<function=NAME>`` around ``<parameter=ARG>value</parameter>`` lines, as R2E-Gym writes it.
+    r"""``<function=NAME>`` around ``<parameter=ARG>value</parameter>``, one of each argument.
 
-    Values are strings; others are written as JSON and read back by the tool's schema. A value without a newline stands
-    bare between its tags; one with a newline is set off by one newline on either side, and the parser takes one leading
-    and one trailing newline away. Everything else is kept to the character. Nothing is escaped but ``</parameter>``
-    inside a value, which is written ``<\/parameter>`` (one backslash more for each that is there already).
+    Two layouts are read: tags on lines of their own, as R2E-Gym writes them and :meth:`describe` shows, and tags with
+    nothing between them, as the starting model writes them. Calls are rendered in the second: a call of the starting
+    model, parsed and rendered again, is the same text.
+
+    Values are strings; others are written as JSON and read back by the tool's schema. The parser takes one leading and
+    one trailing newline of a value away, so a value that begins or ends with a newline is written between two more.
+    Everything else is kept to the character. Nothing is escaped but ``</parameter>`` inside a value, which is written
+    ``<\/parameter>`` (one backslash more for each that is there already).
     """
 
     name = "xml"
@@ -72,10 +78,10 @@ class XmlFormat:
     _writable = re.compile(r"[^<>\s]+")
 
     def parse(self, text: str) -> ToolCall | ParseFailure:
-        spoken = _after_thinking(text)
-        if isinstance(spoken, ParseFailure):
-            return spoken
-        opened = self._function.search(spoken)
+        answer = _after_thinking(text)
+        if isinstance(answer, ParseFailure):
+            return answer
+        opened = self._function.search(answer)
         if not opened:
             return ParseFailure("no tool call found; write <function=NAME>, its parameters, </function>")
         name = opened[1].strip()
@@ -83,14 +89,14 @@ class XmlFormat:
             return ParseFailure("the tool call has no name; write <function=NAME>")
         arguments: dict[str, Any] = {}
         position = opened.end()
-        while parameter := self._parameter.match(spoken, position):
+        while parameter := self._parameter.match(answer, position):
             key = parameter[1].strip()
-            close = spoken.find("</parameter>", parameter.end())
+            close = answer.find("</parameter>", parameter.end())
             if problem := _parameter_problem(key, close, arguments):
                 return ParseFailure(problem)
-            arguments[key] = _read_value(spoken[parameter.end() : close])
+            arguments[key] = _read_value(answer[parameter.end() : close])
             position = close + len("</parameter>")
-        if not self._end.match(spoken, position):
+        if not self._end.match(answer, position):
             return ParseFailure(f"<function={name}> is not closed; only parameters may stand before </function>")
         return ToolCall(name, arguments)
 
@@ -99,8 +105,8 @@ class XmlFormat:
         for name in (call.name, *call.arguments):
             if not self._writable.fullmatch(name):
                 raise ValueError(f"the name {name!r} cannot be written in a tag: it is empty or has a space, < or >")
-        lines = [f"<parameter={key}>{_write_value(value)}</parameter>" for key, value in call.arguments.items()]
-        return "\n".join([f"<function={call.name}>", *lines, "</function>"])
+        parameters = [f"<parameter={key}>{_write_value(value)}</parameter>" for key, value in call.arguments.items()]
+        return f"<function={call.name}>{''.join(parameters)}</function>"
 
     def describe(self, schemas: Sequence[Mapping[str, Any]]) -> str:
         tools = "\n\n".join(_describe_function(schema["function"]) for schema in schemas)
@@ -108,19 +114,29 @@ class XmlFormat:
         return f"You may call these tools, one call a turn:\n\n{tools}\n\nWrite a call as\n{example}"
 
 
+TOOL_FORMATS = Registry(
+    "tool-call format",
+    "agent_rl.tool_formats",
+    {"hermes": "tools.formats:HermesFormat", "xml": "tools.formats:XmlFormat"},
+    ToolFormatError,
+)
+
+
 def tool_format(name: str) -> ToolCallFormat:
-    """The format called ``name``: hermes or xml. Raises ``ValueError`` for another name."""
-    formats: dict[str, ToolCallFormat] = {"hermes": HermesFormat(), "xml": XmlFormat()}
-    if name not in formats:
-        raise ValueError(f"no tool-call format {name!r}; there are {', '.join(formats)}")
-    return formats[name]
+    """The format ``name``, made of its registered class. Raises ``ToolFormatError`` where there is none to load."""
+    make = TOOL_FORMATS.load(name)
+    fmt: ToolCallFormat = make() if callable(make) else make
+    missing = [part for part in ("name", "parse", "render", "describe") if not hasattr(fmt, part)]
+    if missing:
+        raise ToolFormatError(f"tool-call format {name!r} is no format, it lacks {', '.join(missing)}")
+    return fmt
 
 
 def _after_thinking(text: str) -> str | ParseFailure:
     if not text.lstrip().startswith("<think>"):
         return text
-    _, closed, spoken = text.partition("</think>")
-    return spoken if closed else ParseFailure("no tool call found; <think> is not closed")
+    _, closed, answer = text.partition("</think>")
+    return answer if closed else ParseFailure("no tool call found; <think> is not closed")
 
 
 def _call_from_json(value: Any) -> ToolCall | ParseFailure:
@@ -149,7 +165,7 @@ def _parameter_problem(key: str, close: int, seen: Mapping[str, Any]) -> str | N
 def _write_value(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     text = re.sub(r"<(\\*)/parameter>", r"<\1\\/parameter>", text)
-    return f"\n{text}\n" if "\n" in text else text
+    return f"\n{text}\n" if text.startswith("\n") or text.endswith("\n") else text
 
 
 def _read_value(raw: str) -> str:

@@ -22,10 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.table import Table
 
+from agent_rl.aio import cancel_on_sigterm
 from agent_rl.commands.rollout import roll_out
 from agent_rl.config import RunConfig, load_config, load_recorded
 from agent_rl.controller.preflight import check_lengths, check_model
-from agent_rl.controller.stop import cancel_on_sigterm
 from agent_rl.errors import ConfigError
 from agent_rl.observe.display import Display
 from agent_rl.observe.files import write_atomic, write_json
@@ -139,7 +139,7 @@ async def _passes(
         found: list[tuple[NDArray[np.float32], NDArray[np.unsignedinteger]]] = []
         for chunk in chunks([len(sample.tokens) for sample in samples], budget):
             # A greedy rollout's log-probs are the raw ones, so 0 counts as 1.
-            found += await trainer.routes(samples[chunk], replay=replay, temperature=config.rollout.temperature or 1.0)
+            found += await trainer.routes(samples[chunk], replay=replay, temperature=config.rollout.logprob_temperature)
             display.advance(chunk.stop - chunk.start)
         return TrainerPass(
             [logprobs for logprobs, _ in found],

@@ -9,12 +9,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from agent_rl.config import AdvantageScale, Baseline
 from agent_rl.errors import TrainerError
 from agent_rl.types import Group, Sample, StopReason, Trajectory
 from r3.routing import Routing, Span, SpanKind
-
-Baseline = Literal["mean", "leave_one_out", "batch"]
-Scale = Literal["group", "batch", "none"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +39,7 @@ def group_advantages(
     rewards: Sequence[float],
     *,
     baseline: Literal["mean", "leave_one_out"] = "mean",
-    scale: Scale = "group",
+    scale: AdvantageScale = "group",
     eps: float = 1e-6,
 ) -> NDArray[np.float64]:
     """Each reward less its baseline, ``[n]``, divided by the group's standard deviation where ``scale`` is "group".
@@ -66,7 +64,7 @@ def samples_of(
     groups: Sequence[Group],
     *,
     baseline: Baseline = "mean",
-    scale: Scale = "group",
+    scale: AdvantageScale = "group",
     drop_missing: bool = False,
     masked: Collection[StopReason] = (),
     eps: float = 1e-6,
@@ -101,7 +99,7 @@ def samples_of(
 
 
 def _advantages(
-    rewards: Sequence[Sequence[float]], baseline: Baseline, scale: Scale, eps: float
+    rewards: Sequence[Sequence[float]], baseline: Baseline, scale: AdvantageScale, eps: float
 ) -> list[NDArray[np.float64]]:
     """Advantages a group, ``[n]`` each; by the batch's mean they are those of one large group."""
     if baseline != "batch":

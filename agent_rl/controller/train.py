@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import asdict, dataclass, field
 
+from agent_rl.aio import cancel_on_sigterm
 from agent_rl.config import RunConfig
 from agent_rl.controller import preflight
 from agent_rl.controller.advantages import samples_of
@@ -29,7 +30,6 @@ from agent_rl.controller.journal import Journal
 from agent_rl.controller.routes import check_budget, probe_engines
 from agent_rl.controller.schedule import check_enough
 from agent_rl.controller.state import RunState
-from agent_rl.controller.stop import cancel_on_sigterm
 from agent_rl.controller.summary import summarize, summary_table
 from agent_rl.controller.world import World, open_world
 from agent_rl.evaluation.report import EvalReport, evaluate
@@ -41,7 +41,6 @@ from agent_rl.rollout.filters import length_report, masked_stops
 from agent_rl.rollout.group import RolloutEvent
 from agent_rl.rollout.records import write_trajectories
 from agent_rl.train.ray_trainer import RayTrainer
-from agent_rl.train.settings import advantage_scale
 from agent_rl.weight_sync.sync import WeightSync
 
 FILTER_REPORT_STEPS = 10
@@ -156,7 +155,7 @@ class TrainingRun:
             prepared = samples_of(
                 batch.groups,
                 baseline=self.config.train.baseline,
-                scale=advantage_scale(self.config.train),
+                scale=self.config.train.advantage_scale,
                 drop_missing=self.config.r3.missing == "drop_sample",
                 masked=masked_stops(self.config.train.filter),
             )

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from agent_rl.errors import AgentRlError
 from envs import EnvContext, Message
 from envs.mini import MiniTask, opening, to_record
 from sandbox import Sandbox
-from tools import ParseFailure, ToolSet, swe_tools, tool_format
+from tools import ParseFailure, ToolCall, ToolSet, swe_tools, tool_format
 
 Dialogue = tuple[Message, ...]
 
@@ -36,20 +36,14 @@ class Demonstrator:
     def turns(self, task: MiniTask, rng: random.Random) -> list[str]:
         """What the demonstrator says, turn by turn."""
         draw = rng.random()
-        view = write_call("file_editor", {"command": "view", "path": task.path})
-        submit = write_call("finish", {})
+        view = _FORMAT.render(ToolCall("file_editor", {"command": "view", "path": task.path}))
+        submit = _FORMAT.render(ToolCall("finish", {}))
         if draw < self.unedited:
             return [view, submit]
         careless = draw < self.unedited + self.careless and task.decoys
         new = rng.choice(task.decoys) if careless else task.new
         edit = {"command": "str_replace", "path": task.path, "old_str": task.old, "new_str": new}
-        return [view, write_call("file_editor", edit), submit]
-
-
-def write_call(name: str, arguments: Mapping[str, str]) -> str:
-    """A tool call in the XML format without the newlines between tags, each of which would be a token."""
-    parameters = "".join(f"<parameter={key}>{value}</parameter>" for key, value in arguments.items())
-    return f"<function={name}>{parameters}</function>"
+        return [view, _FORMAT.render(ToolCall("file_editor", edit)), submit]
 
 
 async def record_demonstrations(

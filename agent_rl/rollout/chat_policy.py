@@ -52,8 +52,8 @@ class ChatEngine:
 
     The key is read from the environment variable ``OPENAI_API_KEY`` where it is set. No answer, 5xx, 429 and 503 are
     tried again ``retries`` times with growing pauses. An address, key or model that no request can succeed with raises
-    UserError, which ends the evaluation. Where the endpoint's context has no room for all that may be said, it is asked
-    again for what there is room for; where it has none, the turn ends without text, cut short.
+    UserError, which ends the evaluation. Where the endpoint's context has no room for all that may be answered, it is
+    asked again for what there is room for; where it has none, the turn ends without text, cut short.
     """
 
     def __init__(self, endpoint: Endpoint, *, timeout: float, retries: int, backoff: float = 0.5) -> None:

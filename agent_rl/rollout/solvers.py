@@ -26,7 +26,7 @@ from tools import ToolCall
 from tools.formats import tool_format
 
 Solver = Callable[[Environment, Task], Sequence[ToolCall | str]]
-"""The turns that a task is answered with: calls, or text that is said as it stands."""
+"""The turns that a task is answered with: calls, or text that is written as it stands."""
 
 PATCH_CHUNK = 90_000
 """Base64 characters a call: Linux takes at most 128 KiB in one argument of a command."""
@@ -45,7 +45,7 @@ def gold(env: Environment, task: Task) -> Sequence[ToolCall]:
     The patch goes through as base64 in a file under ``.git``, which no shell quoting, tool-call format or diff of the
     working tree can touch. Raises UserError for a task without a gold patch.
     """
-    if calls := _solution(env, task):
+    if isinstance(env, Solvable) and (calls := env.solution(task)):
         return [*calls, *noop(env, task)]
     patch = env.gold(task)
     if not patch:
@@ -57,20 +57,11 @@ def gold(env: Environment, task: Task) -> Sequence[ToolCall]:
     return [*(ToolCall("execute_bash", {"cmd": cmd}) for cmd in [*writes, apply]), *noop(env, task)]
 
 
-def has_gold(env: Environment, task: Task) -> bool:
-    """Whether :func:`gold` has something to do: the environment knows a solution of ``task``, or its true fix."""
-    return bool(_solution(env, task) or env.gold(task))
-
-
-def _solution(env: Environment, task: Task) -> Sequence[ToolCall]:
-    return env.solution(task) if isinstance(env, Solvable) else ()
-
-
 SOLVERS: Mapping[str, Solver] = {"gold": gold, "noop": noop}
 
 
 def recorded(path: Path) -> tuple[Solver, frozenset[str]]:
-    """A solver that says again what was said in the first trajectory of each task in ``path``, and those tasks' ids.
+    """A solver that repeats the turns of the first trajectory of each task in ``path``, and those tasks' ids.
 
     ``path`` is a file of :mod:`agent_rl.rollout.records`. Raises UserError where it is none.
     """

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from agent_rl.errors import TrainerError
-from agent_rl.train.settings import ModelSettings, OptimizerSettings
+from agent_rl.train.orders import OptimizerSpec, RankOrder
 
 if TYPE_CHECKING:
     from agent_rl.train.rank import TrainerRank
@@ -39,7 +39,7 @@ class RankActor:
 
         return Place(ray.util.get_node_ip_address(), int(self._listener.getsockname()[1]), os.getpid())
 
-    def start(self, settings: ModelSettings, optimizer: OptimizerSettings, rank: int, meeting: Place) -> RankInfo:
+    def start(self, order: RankOrder, optimizer: OptimizerSpec, rank: int, meeting: Place) -> RankInfo:
         """Build the rank; all ranks are started at once and meet at rank 0's place."""
         from agent_rl.train.rank import TrainerRank
 
@@ -48,7 +48,7 @@ class RankActor:
         if rank != 0:
             os.close(listener)
         self._rank = TrainerRank(
-            settings,
+            order,
             optimizer,
             rank,
             master_addr=meeting.host,

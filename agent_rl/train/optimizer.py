@@ -23,9 +23,10 @@ from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
+from agent_rl.config import OnSpike
 from agent_rl.errors import TrainerError
+from agent_rl.train.orders import OptimizerSpec
 from agent_rl.train.reports import Update
-from agent_rl.train.settings import ALLOW_SPIKES, OptimizerSettings, SpikePolicy
 
 SLOTS = ("master", "exp_avg", "exp_avg_sq")
 _MOMENTS = SLOTS[1:]
@@ -53,31 +54,34 @@ class StateShard:
 class PolicyOptimizer:
     """AdamW over Megatron's model chunks, with warm-up and a constant or cosine schedule."""
 
-    def __init__(self, chunks: Sequence[torch.nn.Module], settings: OptimizerSettings, dtype: torch.dtype) -> None:
+    def __init__(self, chunks: Sequence[torch.nn.Module], spec: OptimizerSpec, dtype: torch.dtype) -> None:
         self._chunks: list[Any] = list(chunks)
         self.distributed: bool = self._chunks[0].ddp_config.use_distributed_optimizer
-        self._grad_clip = settings.grad_clip
-        self._optimizer = get_megatron_optimizer(_megatron_config(settings, dtype, self.distributed), self._chunks)
-        self._scheduler = _scheduler(self._optimizer, settings)
+        self._grad_clip = spec.grad_clip
+        self._optimizer = get_megatron_optimizer(_megatron_config(spec, dtype, self.distributed), self._chunks)
+        self._scheduler = _scheduler(self._optimizer, spec)
 
     @torch.no_grad()
-    def step(self, *, finite_loss: bool = True, spikes: SpikePolicy = ALLOW_SPIKES) -> Update:
+    def step(self, *, finite_loss: bool = True, spike_norm: float | None = None, on_spike: OnSpike = "allow") -> Update:
         """Apply the gradients that are in the model's buffers; collective.
 
         An update is left out on every rank, weights, optimizer and schedule untouched, where any rank's loss
-        (``finite_loss``) or the gradient norm is not finite, and where the norm is a spike that ``spikes`` skips.
+        (``finite_loss``) or the gradient norm is not finite. One whose norm is beyond ``spike_norm`` (None: no norm is)
+        is a spike: ``skip`` leaves it out too, ``clip`` scales it to ``spike_norm``, ``allow`` takes it like any other.
         """
         overflow = self._optimizer.prepare_grads()
         grad_norm = float(self._optimizer.get_grad_norm())
         finite = finite_loss and not overflow and math.isfinite(grad_norm)
         finite, highest = _agree(finite, grad_norm)
-        spike = finite and spikes.norm is not None and highest > spikes.norm
-        taken = finite and not (spike and spikes.action == "skip")
+        spike = finite and spike_norm is not None and highest > spike_norm
+        taken = finite and not (spike and on_spike == "skip")
         if taken:
             # Before the update: the first one of a warm-up then has lr / warmup_steps, not 0.
             self._scheduler.step(1)
-            limits = [self._grad_clip, *([spikes.norm] if spike and spikes.norm and spikes.action == "clip" else [])]
-            self._clip(min(limits), grad_norm)
+            limit = self._grad_clip
+            if spike and spike_norm is not None and on_spike == "clip":
+                limit = min(limit, spike_norm)
+            self._clip(limit, grad_norm)
             self._optimizer.step_with_ready_grads()
         # The step leaves each parameter's grad aliased to Megatron's gradient buffer: the next backward pass would add
         # its first micro-batch to the buffer twice.
@@ -268,33 +272,33 @@ def _agree(finite: bool, grad_norm: float) -> tuple[bool, float]:
     return bad == 0.0, highest
 
 
-def _megatron_config(settings: OptimizerSettings, dtype: torch.dtype, distributed: bool) -> OptimizerConfig:
+def _megatron_config(spec: OptimizerSpec, dtype: torch.dtype, distributed: bool) -> OptimizerConfig:
     return OptimizerConfig(
         optimizer="adam",
-        lr=settings.lr,
-        min_lr=settings.lr * settings.min_lr_ratio,
-        weight_decay=settings.weight_decay,
-        adam_beta1=settings.betas[0],
-        adam_beta2=settings.betas[1],
-        adam_eps=settings.eps,
-        clip_grad=settings.grad_clip,
+        lr=spec.lr,
+        min_lr=spec.lr * spec.min_lr_ratio,
+        weight_decay=spec.weight_decay,
+        adam_beta1=spec.betas[0],
+        adam_beta2=spec.betas[1],
+        adam_eps=spec.eps,
+        clip_grad=spec.grad_clip,
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
         use_distributed_optimizer=distributed,
     )
 
 
-def _scheduler(optimizer: Any, settings: OptimizerSettings) -> OptimizerParamScheduler:
+def _scheduler(optimizer: Any, spec: OptimizerSpec) -> OptimizerParamScheduler:
     return OptimizerParamScheduler(
         optimizer,
-        init_lr=0.0 if settings.warmup_steps else settings.lr,
-        max_lr=settings.lr,
-        min_lr=settings.lr * settings.min_lr_ratio,
-        lr_warmup_steps=settings.warmup_steps,
-        lr_decay_steps=max(settings.total_steps, settings.warmup_steps + 1),
-        lr_decay_style=settings.schedule,
-        start_wd=settings.weight_decay,
-        end_wd=settings.weight_decay,
+        init_lr=0.0 if spec.warmup_steps else spec.lr,
+        max_lr=spec.lr,
+        min_lr=spec.lr * spec.min_lr_ratio,
+        lr_warmup_steps=spec.warmup_steps,
+        lr_decay_steps=max(spec.total_steps, spec.warmup_steps + 1),
+        lr_decay_style=spec.schedule,
+        start_wd=spec.weight_decay,
+        end_wd=spec.weight_decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
     )

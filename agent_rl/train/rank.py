@@ -20,18 +20,17 @@ from agent_rl.train.checkpoint.saver import RankSaver, read_rng
 from agent_rl.train.loss.policy_loss import weighted_cross_entropy
 from agent_rl.train.megatron.batch import LossFn, PackedBatch
 from agent_rl.train.megatron.parallel import destroy_parallel, init_parallel
+from agent_rl.train.orders import OptimizerSpec, RankOrder, StepOrder
 from agent_rl.train.reference import Reference
 from agent_rl.train.reports import Differing, MiniStepShare, RankReport, Update
 from agent_rl.train.route_shares import RankInfo
 from agent_rl.train.route_trace import rank_trace
-from agent_rl.train.settings import ModelSettings, OptimizerSettings, StepSettings
 from agent_rl.train.step import grpo_step, packed, sample_logprobs
 from agent_rl.types import Sample
 from agent_rl.weight_sync.order import PublishOrder, PublishReport
 from agent_rl.weight_sync.publisher import WeightPublisher
 from r3.routing import narrowest_dtype
 from r3.shard import RouteShard
-from r3.trace.points import TraceOrder
 
 if TYPE_CHECKING:
     from agent_rl.train.megatron.model import PolicyModel
@@ -42,39 +41,39 @@ class TrainerRank:
 
     def __init__(
         self,
-        settings: ModelSettings,
-        optimizer: OptimizerSettings,
+        order: RankOrder,
+        optimizer: OptimizerSpec,
         rank: int,
         *,
         master_addr: str,
         master_port: int,
         listener: int | None = None,
     ) -> None:
-        torch.set_num_threads(settings.threads)
-        self._settings = settings
-        self._dtype = getattr(torch, settings.dtype)
-        device = torch.device(settings.device)
+        torch.set_num_threads(order.threads)
+        self._order, train = order, order.config.train
+        self._dtype = getattr(torch, train.dtype)
+        device = torch.device(order.device)
         self._ranks = init_parallel(
-            settings.parallel,
+            train.parallel,
             rank,
             master_addr=master_addr,
             master_port=master_port,
             device=device,
-            seed=settings.seed,
+            seed=order.config.seed,
             listener=listener,
         )
         # Only now: on a CPU, Megatron must be imported after what init_parallel installs.
         from agent_rl.train.megatron.model import PolicyModel
 
         self._model: PolicyModel = PolicyModel.build(
-            settings.folder,
-            settings.parallel,
+            order.model,
+            train.parallel,
             dtype=self._dtype,
             device=device,
-            recompute=settings.recompute,
-            recompute_modules=settings.recompute_modules,
+            recompute=train.recompute,
+            recompute_modules=train.recompute_modules,
         )
-        self._reference = None if settings.reference is None else Reference.load(self._model, settings.reference)
+        self._reference = None if order.reference is None else Reference.load(self._model, order.reference)
         self.set_optimizer(optimizer)
         self._publisher: WeightPublisher | None = None
         self._saver = RankSaver(rank)
@@ -103,12 +102,12 @@ class TrainerRank:
     def _lead(self) -> bool:
         return self._ranks.tensor_rank == self._ranks.context_rank == self._ranks.pipeline_rank == 0
 
-    def set_optimizer(self, settings: OptimizerSettings) -> None:
+    def set_optimizer(self, spec: OptimizerSpec) -> None:
         """Start over with a new optimizer and schedule; the weights stay."""
         from agent_rl.train.checkpoint.state_pieces import StatePieces
         from agent_rl.train.optimizer import PolicyOptimizer
 
-        self._optimizer = PolicyOptimizer(self._model.chunks, settings, self._dtype)
+        self._optimizer = PolicyOptimizer(self._model.chunks, spec, self._dtype)
         self._state = StatePieces(self._model, self._optimizer)
         self._updates = 0
 
@@ -116,15 +115,14 @@ class TrainerRank:
         self,
         samples: Mapping[int, Sample],
         shares: Sequence[MiniStepShare],
-        settings: StepSettings,
-        trace: TraceOrder | None,
+        order: StepOrder,
         *routes: RouteShard,
     ) -> tuple[RankReport | None, Differing | None]:
         """This rank's share of a GRPO global step: its data rank's samples, and its own share of every micro-batch's
         routes, in order, or none. The lead of a data rank reports. Collective."""
-        with rank_trace(trace, self._ranks.rank, self._ranks.data_rank, self._model.shard) as tracer:
+        with rank_trace(order.trace, self._ranks.rank, self._ranks.data_rank, self._model.shard) as tracer:
             report, differs = grpo_step(
-                self._model, self._optimizer, samples, shares, routes, settings, tracer, self._reference
+                self._model, self._optimizer, samples, shares, routes, order, tracer, self._reference
             )
         self._updates += sum(done.update.taken for done in report.updates)
         return report if self._lead else None, differs
@@ -167,7 +165,7 @@ class TrainerRank:
         Returns the number of updates made and the optimizer's counts."""
         from agent_rl.train.megatron.rng import rng_state
 
-        return self._updates, self._saver.begin(partial, self._state, rng_state(self._settings.device))
+        return self._updates, self._saver.begin(partial, self._state, rng_state(self._order.device))
 
     def written(self) -> int:
         """Wait until what :meth:`save` began is on the disk; its checksum. May be called beside any other method.
@@ -182,7 +180,7 @@ class TrainerRank:
         checkpoint.verify(folder, manifest, share=self._ranks.rank, shares=self._ranks.world_size)
         self._state.load(checkpoint.open_pieces(folder, manifest), manifest.counts)
         self._updates = manifest.updates
-        if manifest.written_by(self._settings.parallel):
+        if manifest.written_by(self._order.config.train.parallel):
             set_rng_state(read_rng(folder, self._ranks.rank))
 
     def export(self, folder: Path) -> None:

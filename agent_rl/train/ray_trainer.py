@@ -30,6 +30,7 @@ from agent_rl.train.batching.cost import TOKENS, SequenceCost, expert_loads, seq
 from agent_rl.train.batching.dealing import Plan, check_lengths, lockstep_ranks, plan
 from agent_rl.train.checkpoint import folder as checkpoint
 from agent_rl.train.layouts import check_layout
+from agent_rl.train.orders import OptimizerSpec, RankOrder, StepOrder
 from agent_rl.train.reports import Differing, MiniStepShare, RouteCounts
 from agent_rl.train.route_shares import (
     MicroBatches,
@@ -42,13 +43,6 @@ from agent_rl.train.route_shares import (
     without_routes,
 )
 from agent_rl.train.route_trace import begin_trace, check_trace
-from agent_rl.train.settings import (
-    ModelSettings,
-    OptimizerSettings,
-    optimizer_settings,
-    reference_folder,
-    step_settings,
-)
 from agent_rl.train.step_metrics import step_metrics
 from agent_rl.types import Sample
 from agent_rl.weight_sync.order import PublishOrder, PublishReport
@@ -64,11 +58,11 @@ class RayTrainer:
     ``optimizer`` overrides the GRPO optimizer that the config asks for (supervised training has its own).
     """
 
-    def __init__(self, config: RunConfig, *, optimizer: OptimizerSettings | None = None) -> None:
+    def __init__(self, config: RunConfig, *, optimizer: OptimizerSpec | None = None) -> None:
         check_layout(config)
         check_trace(config)
         self._config = config
-        self._optimizer = optimizer or optimizer_settings(config.train)
+        self._optimizer = optimizer or OptimizerSpec.of(config.train)
         self._stack = ExitStack()
         self._boot: asyncio.Future[None] | None = None
         self._actors: list[Any] = []
@@ -94,11 +88,10 @@ class RayTrainer:
             # Shielded: a cancelled start must not leave behind a thread that starts processes nobody owns.
             await asyncio.shield(self._boot)
             places = await self._gather([actor.place.remote() for actor in self._actors], START_SECONDS)
-            settings = self._model_settings()
+            order = self._rank_order()
             self._cost = sequence_cost(read_config(self._config.model)[1])
             refs = [
-                actor.start.remote(settings, self._optimizer, rank, places[0])
-                for rank, actor in enumerate(self._actors)
+                actor.start.remote(order, self._optimizer, rank, places[0]) for rank, actor in enumerate(self._actors)
             ]
             self._infos = await self._gather(refs, START_SECONDS)
         except BaseException:
@@ -123,8 +116,7 @@ class RayTrainer:
             return {"train/updates": 0.0, "time/old_logprob": 0.0, "time/update": 0.0}
         self._check_running()
         routes = have_routes(samples, self._infos[0].moe_layers)
-        settings = step_settings(self._config, measure_native=measure_native, spike_norm=spike_norm)
-        if settings.replay == "r3" and not routes and self._infos[0].moe_layers:
+        if self._config.train.replay == "r3" and not routes and self._infos[0].moe_layers:
             raise TrainerError(
                 "train.replay is r3 and the samples have no routes: set it to r2 or off, or capture routes"
             )
@@ -136,9 +128,10 @@ class RayTrainer:
         )
         micro_batches = [[ids for share in rank for ids in share.micro_batches] for rank in shares]
         trace = await asyncio.to_thread(begin_trace, self._config, step, samples, micro_batches, self._infos)
+        order = StepOrder(self._config, measure_native, spike_norm, trace)
         dealt = await asyncio.to_thread(self._deal, samples, micro_batches, routes=routes)
         arguments = [
-            (stored, shares[info.data_rank], settings, trace, *shards)
+            (stored, shares[info.data_rank], order, *shards)
             for info, (stored, shards) in zip(self._infos, dealt, strict=True)
         ]
         answers = await self._each("grpo", arguments)
@@ -223,9 +216,9 @@ class RayTrainer:
         """Raises TrainerError for a sequence that ``train.microbatch_tokens`` does not hold."""
         check_lengths(lengths, self._config.train.microbatch_tokens)
 
-    async def set_optimizer(self, settings: OptimizerSettings) -> None:
+    async def set_optimizer(self, spec: OptimizerSpec) -> None:
         """Start over with a new optimizer and schedule; the weights stay."""
-        await self._all("set_optimizer", settings)
+        await self._all("set_optimizer", spec)
 
     def put(self, value: Any) -> Any:
         """Put a value into Ray's object store once, for calls to refer to."""
@@ -354,18 +347,14 @@ class RayTrainer:
             raise TrainerError(f"train.device is cuda and Ray has {gpus:g} GPUs for {world} ranks: set it to cpu")
         return ("cuda" if gpus >= world else "cpu") if wanted == "auto" else wanted
 
-    def _model_settings(self) -> ModelSettings:
-        train = self._config.train
-        return ModelSettings(
-            folder=self._config.model.absolute(),
-            parallel=train.parallel,
-            dtype=train.dtype,
+    def _rank_order(self) -> RankOrder:
+        config, reference = self._config, self._config.reference_folder
+        return RankOrder(
+            config,
+            model=config.model.absolute(),
+            reference=None if reference is None else reference.absolute(),
             device="cuda" if self._device() == "cuda" else "cpu",
-            recompute=train.recompute,
-            recompute_modules=train.recompute_modules,
-            seed=self._config.seed,
-            threads=_threads(train.parallel.world_size),
-            reference=reference_folder(self._config),
+            threads=_threads(config.train.parallel.world_size),
         )
 
     @property

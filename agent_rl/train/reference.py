@@ -34,10 +34,10 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from agent_rl.config import KlConfig, TrainConfig
 from agent_rl.families import check_alike
 from agent_rl.train.loss.objectives import advantage_moments, kl_estimate, normalised_advantages, penalised_advantages
 from agent_rl.train.megatron.batch import PackedBatch, PassOutput, Routes
-from agent_rl.train.settings import KlPenalty
 
 if TYPE_CHECKING:
     from agent_rl.train.megatron.model import PolicyModel
@@ -120,7 +120,7 @@ def compare_with_reference(
     batches: Sequence[PackedBatch],
     routes: Sequence[Routes | None] | None,
     old_logprobs: Sequence[Tensor],
-    kl: KlPenalty,
+    train: TrainConfig,
     temperature: float,
 ) -> Compared:
     """Run the reference over micro-batches that have the extras ``mask``, ``sequence`` and ``advantages``, replaying
@@ -131,20 +131,20 @@ def compare_with_reference(
         outputs = model.forward_logprobs(batches, routes, temperature=temperature)
     extras: list[dict[str, Tensor]] = [{"reference": output.logprobs} for output in outputs]
     taken = 0.0
-    if kl.place == "reward":
+    if train.kl.where == "reward":
         advantages = [
-            _penalised(batch, old, output.logprobs, kl)
+            _penalised(batch, old, output.logprobs, train.kl)
             for batch, old, output in zip(batches, old_logprobs, outputs, strict=True)
         ]
         taken = sum(_taken(batch, values) for batch, values in zip(batches, advantages, strict=True))
-        if kl.normalise:
+        if train.normalises_penalised:
             advantages = _normalised(model, batches, advantages)
-        for found, values in zip(extras, advantages, strict=True):
-            found["advantages"] = values
+        for own, values in zip(extras, advantages, strict=True):
+            own["advantages"] = values
     return Compared(tuple(extras), taken, time.perf_counter() - started)
 
 
-def _penalised(batch: PackedBatch, old_T: Tensor, reference_T: Tensor, kl: KlPenalty) -> Tensor:
+def _penalised(batch: PackedBatch, old_T: Tensor, reference_T: Tensor, kl: KlConfig) -> Tensor:
     mask_T, sequence_T = batch.extras["mask"].to(old_T.device), batch.extras["sequence"].to(old_T.device)
     kl_T = kl_estimate(kl.estimator, old_T, reference_T)
     return penalised_advantages(batch.extras["advantages"].to(old_T), kl_T, mask_T, sequence_T, kl.coefficient)

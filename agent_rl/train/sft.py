@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agent_rl.errors import TrainerError
+from agent_rl.train.orders import OptimizerSpec
 from agent_rl.train.ray_trainer import RayTrainer
-from agent_rl.train.settings import OptimizerSettings
 
 Sequences = Sequence[tuple[NDArray[np.int32], NDArray[np.float32]]]
 Progress = Callable[["SftProgress"], None]
@@ -31,9 +31,9 @@ class SftConfig:
     min_lr_ratio: float = 0.1
     seed: int = 0
 
-    def optimizer(self) -> OptimizerSettings:
+    def optimizer(self) -> OptimizerSpec:
         """AdamW, warmed up, then a cosine down to ``min_lr_ratio``."""
-        return OptimizerSettings(
+        return OptimizerSpec(
             lr=self.lr,
             betas=self.betas,
             weight_decay=self.weight_decay,

@@ -23,14 +23,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from agent_rl.config import OldLogprobSource, OnSpike, RunConfig
 from agent_rl.errors import TrainerError
 from agent_rl.train.batching.packing import MicroBatch, pack
 from agent_rl.train.loss.policy_loss import Counts, PolicyLoss, policy_loss
 from agent_rl.train.megatron.batch import LossFn, PackedBatch, PassOutput, Routes
+from agent_rl.train.orders import StepOrder
 from agent_rl.train.reference import Compared, Reference, compare_with_reference
 from agent_rl.train.reports import Differing, MiniStepShare, RankReport, ReferenceReport, Update, UpdateSums, differing
 from agent_rl.train.route_trace import PassTrace, traced_pass
-from agent_rl.train.settings import SpikePolicy, StepSettings
 from agent_rl.types import Sample
 from r3.shard import Packing, RouteShard, ShardSpec, own_routes
 from r3.trace.points import RankTracer
@@ -75,7 +76,7 @@ class Model(Protocol):
 class Optimizer(Protocol):
     """What a step needs of :class:`agent_rl.train.optimizer.PolicyOptimizer`."""
 
-    def step(self, *, finite_loss: bool, spikes: SpikePolicy) -> Update: ...
+    def step(self, *, finite_loss: bool, spike_norm: float | None, on_spike: OnSpike) -> Update: ...
 
 
 def grpo_step(
@@ -84,7 +85,7 @@ def grpo_step(
     samples: Mapping[int, Sample],
     shares: Sequence[MiniStepShare],
     rollout: Sequence[RouteShard],
-    settings: StepSettings,
+    order: StepOrder,
     tracer: RankTracer | None = None,
     reference: Reference | None = None,
 ) -> tuple[RankReport, Differing | None]:
@@ -95,28 +96,33 @@ def grpo_step(
     update, the reference's and advantages are all made before the first mini step, and are the same for all of them.
     """
     batches = [pack(samples, ids) for share in shares for ids in share.micro_batches]
-    given: Shards = (rollout or None) if settings.replay == "r3" else None
-    record = bool(rollout) or settings.replay == "r2"
+    config = order.config
+    replay, temperature = config.train.replay, config.rollout.logprob_temperature
+    given: Shards = (rollout or None) if replay == "r3" else None
+    record = bool(rollout) or replay == "r2"
     started = time.perf_counter()
     with traced_pass(model, tracer, "prev-logprob", 0):
-        old = _forward(model, batches, given, settings, record=record)
+        old = _forward(model, batches, given, temperature, record=record)
     recorded = [_recorded(output) for output in old] if record else []
     after_old = time.perf_counter()
-    native = _native(model, batches, old, settings) if settings.measure_native else None
+    native = None
+    if order.measure_native:  # under r2 and off the old log-probs came from just this pass
+        native = _forward(model, batches, None, temperature, record=True) if replay == "r3" else old
     before_update = time.perf_counter()
     differs = _differing(model, rollout, recorded, native)
-    pinned = _as_shards(model, batches, recorded) if settings.replay == "r2" else given
+    pinned = _as_shards(model, batches, recorded) if replay == "r2" else given
     logprobs = [output.logprobs for output in old]
     natives = None if native is None else [output.logprobs for output in native]
     del old, native, recorded  # a step's routes are its largest part: none are kept that no pass replays
-    inputs = [_training_input(batch, before, settings) for batch, before in zip(batches, logprobs, strict=True)]
-    compared = _compare(model, reference, inputs, pinned, logprobs, settings)
+    source = config.train.old_logprob.source
+    inputs = [_training_input(batch, before, source) for batch, before in zip(batches, logprobs, strict=True)]
+    compared = _compare(model, reference, inputs, pinned, logprobs, config)
     if compared is not None:
         inputs = [
             replace(item, extras={**item.extras, **own}) for item, own in zip(inputs, compared.extras, strict=True)
         ]
     after_reference = time.perf_counter()
-    updates = _updates(model, optimizer, shares, inputs, pinned, settings, tracer)
+    updates = _updates(model, optimizer, shares, inputs, pinned, order, tracer)
     report = RankReport(
         rollout_logprobs=_sampled(batches, [batch.logprobs_T for batch in batches]),
         trainer_logprobs=_sampled(batches, logprobs),
@@ -169,17 +175,10 @@ def packed(batch: MicroBatch, **extras: Tensor) -> PackedBatch:
 
 
 def _forward(
-    model: Model, batches: Sequence[MicroBatch], routes: Shards, settings: StepSettings, *, record: bool
+    model: Model, batches: Sequence[MicroBatch], routes: Shards, temperature: float, *, record: bool
 ) -> list[PassOutput]:
     inputs = [packed(batch) for batch in batches]
-    return model.forward_logprobs(inputs, routes, temperature=settings.temperature, record=record)
-
-
-def _native(
-    model: Model, batches: Sequence[MicroBatch], old: list[PassOutput], settings: StepSettings
-) -> list[PassOutput]:
-    """The pass without the rollout's routes; under r2 and off the old log-probs came from just that."""
-    return _forward(model, batches, None, settings, record=True) if settings.replay == "r3" else old
+    return model.forward_logprobs(inputs, routes, temperature=temperature, record=record)
 
 
 def _recorded(output: PassOutput) -> NDArray[np.integer]:
@@ -222,16 +221,15 @@ def _compare(
     inputs: Sequence[PackedBatch],
     routes: Shards,
     old_logprobs: Sequence[Tensor],
-    settings: StepSettings,
+    config: RunConfig,
 ) -> Compared | None:
     """What a KL penalty needs of the reference; None without a penalty."""
-    if settings.loss.kl is None:
+    if not config.train.kl.coefficient:
         return None
     if reference is None:
         raise TrainerError("the loss has a KL penalty and this rank was started without a reference model")
-    return compare_with_reference(
-        model, reference, inputs, routes, old_logprobs, settings.loss.kl, settings.temperature
-    )
+    temperature = config.rollout.logprob_temperature
+    return compare_with_reference(model, reference, inputs, routes, old_logprobs, config.train, temperature)
 
 
 def _updates(
@@ -240,27 +238,29 @@ def _updates(
     shares: Sequence[MiniStepShare],
     inputs: Sequence[PackedBatch],
     routes: Shards,
-    settings: StepSettings,
+    order: StepOrder,
     tracer: RankTracer | None,
 ) -> list[UpdateSums]:
-    updates, first = [], 0
+    config, updates, first = order.config, [], 0
     for share in shares:
         part = slice(first, first + len(share.micro_batches))
         first = part.stop
         with traced_pass(model, tracer, "train", part.start):
             parts = model.train_microbatches(
-                inputs[part], routes[part] if routes is not None else None, grpo_loss(settings, share),
-                temperature=settings.temperature, entropy_gradient=settings.loss.entropy != 0,
+                inputs[part], routes[part] if routes is not None else None, grpo_loss(config, share),
+                temperature=config.rollout.logprob_temperature,
+                entropy_gradient=config.train.entropy_coefficient != 0,
             )  # fmt: skip
         sums = {name: sum(float(values[name]) for values in parts) for name in SUMS}
-        update = optimizer.step(finite_loss=math.isfinite(sums["loss"]), spikes=settings.spikes)
+        finite = math.isfinite(sums["loss"])
+        update = optimizer.step(finite_loss=finite, spike_norm=order.spike_norm, on_spike=config.guard.on_spike)
         updates.append(UpdateSums(tokens=share.sampled_tokens, update=update, **sums))
     return updates
 
 
-def _training_input(batch: MicroBatch, old_logprobs: Tensor, settings: StepSettings) -> PackedBatch:
+def _training_input(batch: MicroBatch, old_logprobs: Tensor, source: OldLogprobSource) -> PackedBatch:
     rollout, trainer = torch.from_numpy(batch.logprobs_T).to(old_logprobs), old_logprobs.detach()
-    old = _old_logprobs(batch, trainer, rollout, settings)
+    old = _old_logprobs(batch, trainer, rollout, source)
     lengths = torch.from_numpy(np.diff(batch.cu_seqlens)).long()
     return packed(
         batch,
@@ -274,11 +274,11 @@ def _training_input(batch: MicroBatch, old_logprobs: Tensor, settings: StepSetti
     )
 
 
-def _old_logprobs(batch: MicroBatch, trainer: Tensor, rollout: Tensor, settings: StepSettings) -> Tensor:
-    """What the ratio is taken against, by the configured source."""
-    if settings.old_logprobs == "recompute":
+def _old_logprobs(batch: MicroBatch, trainer: Tensor, rollout: Tensor, source: OldLogprobSource) -> Tensor:
+    """What the ratio is taken against."""
+    if source == "recompute":
         return trainer
-    if settings.old_logprobs == "rollout":
+    if source == "rollout":
         return rollout
     if batch.old_logprobs_T is None:
         raise TrainerError(
@@ -287,8 +287,9 @@ def _old_logprobs(batch: MicroBatch, trainer: Tensor, rollout: Tensor, settings:
     return torch.from_numpy(batch.old_logprobs_T).to(trainer)
 
 
-def grpo_loss(settings: StepSettings, share: MiniStepShare) -> LossFn:
-    """The loss function of one mini step, normalised by its tokens or sequences over all ranks."""
+def grpo_loss(config: RunConfig, share: MiniStepShare) -> LossFn:
+    """The loss function of one mini step, normalised by its tokens or sequences over all ranks. Dr.GRPO's constant
+    length is the most a trajectory may hold."""
     counts = Counts(share.sampled_tokens, share.sequences)
 
     def loss_fn(
@@ -304,7 +305,8 @@ def grpo_loss(settings: StepSettings, share: MiniStepShare) -> LossFn:
             log_weight_T=batch.extras["log_weight"],
             entropy_T=torch.zeros_like(logprobs_T) if entropy_T is None else entropy_T,
             weights_T=batch.extras["weights"],
-            settings=settings.loss,
+            train=config.train,
+            length=config.rollout.max_tokens,
             counts=counts,
             reference_T=batch.extras.get("reference"),
         )

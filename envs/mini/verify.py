@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from envs.context import EnvContext
-from envs.swe.grading import judge
+from envs.swe.pytest_log import judge
 from envs.swe.records import SweRecord
 from envs.types import GradingError
 from sandbox import SandboxSpec

@@ -2,9 +2,10 @@
 
 from envs.swe.boxes import SITE, WORKDIR, PatchError
 from envs.swe.environment import SweEnvironment
-from envs.swe.episode import SweEpisode, grade_patch, start_episode, verify_record
-from envs.swe.grading import Verdict, judge, parse_summary
+from envs.swe.episode import SweEpisode, start_episode
+from envs.swe.grading import grade_patch, verify_record
 from envs.swe.patches import diff_files
+from envs.swe.pytest_log import Verdict, judge, parse_summary
 from envs.swe.records import SweRecord, commit_content, write_jsonl
 from envs.swe.sources import read_jsonl, read_records
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from envs.context import EnvContext
 from envs.swe.boxes import HIDDEN_IN_IMAGE, agent_box, box_spec
 from envs.swe.canaries import Canary, canaries
-from envs.swe.episode import grade_patch
+from envs.swe.grading import grade_patch
 from envs.swe.patches import is_test_path, patched_paths
 from envs.swe.records import SweRecord
 from envs.types import Finding
@@ -98,8 +98,8 @@ async def _copies(sandbox: Sandbox, record: SweRecord, secrets: dict[str, int]) 
     found = await _run(
         sandbox, _COPIES.format(sizes=sizes, hashes=hashes, folders=shlex.join([*folders, "/r2e_tests"]))
     )
-    told = ", ".join(line.split(" ", 1)[-1] for line in found.splitlines())
-    return Finding("hidden tests", not told, told or f"none of {len(secrets)} contents is in the agent's box")
+    leaked = ", ".join(line.split(" ", 1)[-1] for line in found.splitlines())
+    return Finding("hidden tests", not leaked, leaked or f"none of {len(secrets)} contents is in the agent's box")
 
 
 async def _fixed_module(sandbox: Sandbox, record: SweRecord) -> tuple[str, str] | None:

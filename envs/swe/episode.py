@@ -1,25 +1,20 @@
-"""One started task, and how any patch is graded."""
+"""One started task."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from envs.context import EnvContext
-from envs.swe.boxes import WORKDIR, PatchError, agent_box, box_spec, run_tests, take_patch
-from envs.swe.patches import patched_paths, screen
+from envs.swe.boxes import WORKDIR, PatchError, agent_box, box_spec, take_patch
+from envs.swe.grading import grade_patch
 from envs.swe.prompts import opening
 from envs.swe.records import SweRecord
-from envs.swe.ruling import read_run, rule
-from envs.types import Grade, GradingError, Message
+from envs.types import Grade, Message
 from sandbox import Sandbox
 from tools import ToolSet, swe_tools
-
-MAX_LOG = 1 << 16
-"""Characters of the tests' output that a grade keeps."""
 
 
 @dataclass(frozen=True)
@@ -56,39 +51,3 @@ async def start_episode(
         tools = swe_tools(sandbox, style=context.tool_style, timeout=context.tool_timeout)
         messages = opening(record.problem_statement, WORKDIR, context.tool_style)
         yield SweEpisode(context, record, sandbox, base, messages, tools, site_root)
-
-
-async def grade_patch(context: EnvContext, record: SweRecord, patch: str, *, site_root: Path | None = None) -> Grade:
-    """Grade a git diff in a fresh box; docs/environments.md tells the rules.
-
-    The reward is 1 if every expected test has its expected status, and the run's own report bears that out, else 0. A
-    run without a verdict (the patch does not apply, no summary, out of time or memory), or with a success that is in
-    doubt, is compared with the gold patch's; ``GradingError`` where that is not resolved. A box that breaks raises
-    ``SandboxError``.
-    """
-    began = time.perf_counter()
-    screened = screen(patch, hidden=record.hidden, allowed=patched_paths(record.gold))
-    if not screened.text and record.verified:
-        return Grade(reward=0.0, resolved=False, patch=patch, suspected_hack=screened.undone)
-    ruling = await rule(context, record, screened.text, site_root)
-    return Grade(
-        reward=float(ruling.verdict.resolved),
-        resolved=ruling.verdict.resolved,
-        patch=patch,
-        tests=ruling.verdict.tests,
-        log=ruling.log[-MAX_LOG:],
-        suspected_hack=(*screened.undone, *ruling.doubts),
-        seconds=time.perf_counter() - began,
-    )
-
-
-async def verify_record(context: EnvContext, record: SweRecord, *, site_root: Path | None = None) -> SweRecord:
-    """The record marked ``verified``: its gold patch resolves it, the empty patch does not. Else ``GradingError``."""
-    unverified = record.model_copy(update={"verified": False})
-    gold = (await rule(context, unverified, record.gold, site_root)).verdict
-    if not gold.resolved:
-        raise GradingError(f"task {record.id}: its gold patch does not resolve it: {gold.difference}")
-    nothing = read_run(unverified, await run_tests(context, unverified, box_spec(context, record, site_root), ""))
-    if nothing is not None and nothing.resolved:
-        raise GradingError(f"task {record.id}: it is resolved without a change")
-    return record.model_copy(update={"verified": True})

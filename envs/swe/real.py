@@ -21,9 +21,9 @@ from pathlib import Path, PurePosixPath
 
 from envs.context import EnvContext
 from envs.swe.boxes import box_spec, run_tests
-from envs.swe.episode import verify_record
-from envs.swe.grading import parse_summary
+from envs.swe.grading import verify_record
 from envs.swe.patches import diff_files
+from envs.swe.pytest_log import parse_summary
 from envs.swe.records import SweRecord, commit_content, write_jsonl
 from envs.swe.releases import RELEASES, Release
 from envs.swe.sources import read_jsonl

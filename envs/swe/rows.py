@@ -80,7 +80,7 @@ _REQUIRED = ("problem_statement", "expected_output_json", "repo_name")
 def _from_swebench(row: Mapping[str, Any]) -> dict[str, Any]:
     spec = {key: row[key] for key in _SPEC_FIELDS if key in row}
     names = {"task_id": "instance_id", "repo_name": "repo", "commit_hash": "base_commit", "gold_patch": "patch"}
-    record = {ours: row[theirs] for ours, theirs in names.items() if theirs in row}
+    record = {field: row[column] for field, column in names.items() if column in row}
     record["problem_statement"] = row.get("problem_statement")
     # The name under which the harness publishes an instance's image.
     derived = f"swebench/sweb.eval.x86_64.{row['instance_id']}:latest".lower().replace("__", "_1776_")

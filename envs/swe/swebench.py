@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from envs.swe.grading import Verdict
+from envs.swe.pytest_log import Verdict
 from envs.swe.records import SweRecord
 from envs.types import TaskRecordError
 

@@ -20,8 +20,8 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from envs.swe.grading import worst
 from envs.swe.patches import IMPORTED_BY_TESTS
+from envs.swe.pytest_log import worst
 from sandbox import Sandbox, SandboxFileError
 
 MAX_REPORT_BYTES = 16 << 20

@@ -159,8 +159,8 @@ def _open() -> "Witness | None":
     """The session's witness; None in a process that pytest started to help (the plugin is there for one)."""
     order = os.path.join(os.path.dirname(os.path.abspath(__file__)), "order.json")
     with open(order) as given:
-        told = given.read()
-    if not told:
+        settings = given.read()
+    if not settings:
         return None
     for path in (order, os.path.abspath(__file__)):  # nothing is left for the code under test to read
         open(path, "w").close()
@@ -173,7 +173,7 @@ def _open() -> "Witness | None":
         os.environ.pop(name, None)
         if rest:
             os.environ[name] = rest
-    return Witness(**json.loads(told))
+    return Witness(**json.loads(settings))
 
 
 _witness = _open()

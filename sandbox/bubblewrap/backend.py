@@ -14,6 +14,7 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
+from sandbox.aio import shielded
 from sandbox.bubblewrap.box import BubblewrapBox, check_room, on_disk
 from sandbox.bubblewrap.folder import RunFolder, folder_leases, remove_lease
 from sandbox.bubblewrap.launch import OWN_PROCESSES, Launcher, find_bwrap
@@ -22,7 +23,6 @@ from sandbox.cgroup import CgroupParents, find_parents
 from sandbox.errors import SandboxError, SandboxLostError, SandboxStartError
 from sandbox.lease import Heartbeat
 from sandbox.owner import Owner
-from sandbox.shield import shielded
 from sandbox.types import SandboxSpec
 
 

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import docker.errors
 from docker.types import LogConfig, Ulimit
 
+from sandbox.aio import shielded
 from sandbox.docker.box import DockerBox
 from sandbox.docker.engine import THREADS, EngineClient, connect, converted
 from sandbox.docker.images import ImageStore, ledger_of
@@ -32,7 +33,6 @@ from sandbox.errors import (
 )
 from sandbox.lease import Heartbeat
 from sandbox.owner import Owner
-from sandbox.shield import shielded
 from sandbox.types import ImagePolicy, SandboxSpec
 
 T = TypeVar("T")

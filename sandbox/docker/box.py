@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import PurePosixPath
 from typing import Protocol, TypeVar
 
+from sandbox.aio import shielded
 from sandbox.box import BaseBox
 from sandbox.cgroup import folders_of, oom_kills
 from sandbox.docker.engine import EngineClient, remove_container
@@ -16,7 +17,6 @@ from sandbox.docker.exec import KILL_ALL, WRAPPER, ExecLink, ExecOutcome, run_ex
 from sandbox.docker.files import read_archive
 from sandbox.errors import SandboxError, SandboxFileError, SandboxLostError
 from sandbox.files import archive
-from sandbox.shield import shielded
 from sandbox.types import ExecResult, SandboxSpec
 
 T = TypeVar("T")

@@ -20,10 +20,10 @@ from pathlib import Path
 
 import numpy as np
 
-from agent_rl.config import ParallelConfig
+from agent_rl.config import ParallelConfig, RunConfig
 from agent_rl.train.checkpoint import folder as checkpoint
+from agent_rl.train.orders import OptimizerSpec, RankOrder
 from agent_rl.train.rank import TrainerRank
-from agent_rl.train.settings import ModelSettings, OptimizerSettings
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "train"))
 
@@ -39,11 +39,11 @@ class Bench:
         model = write_moe(
             folder / "model", layers=4, hidden=256, heads=4, kv=2, head_dim=64, experts=experts, inter=256, vocab=VOCAB
         )
-        settings = ModelSettings(model, ParallelConfig(), "float32", "cpu", "none", (), seed=0, threads=1)
+        order = RankOrder(RunConfig(name="bench", model=model), model, None, device="cpu", threads=1)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        self.rank = TrainerRank(settings, OptimizerSettings(lr=1e-5), 0, master_addr="127.0.0.1", master_port=port)
+        self.rank = TrainerRank(order, OptimizerSpec(lr=1e-5), 0, master_addr="127.0.0.1", master_port=port)
         self.folder = folder / "step-000001"
         tokens = np.random.default_rng(0).integers(0, VOCAB, (SEQUENCES, LENGTH)).astype(np.int32)
         self._sequences = [(row, np.ones(LENGTH, np.float32)) for row in tokens]

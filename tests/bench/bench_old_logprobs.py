@@ -33,7 +33,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from agent_rl.config import EngineConfig, ParallelConfig, RunConfig
+from agent_rl.config import EngineConfig, RunConfig
 from agent_rl.controller.advantages import samples_of
 from agent_rl.engine.facts import read_facts
 from agent_rl.engine.launch import EngineServer
@@ -308,15 +308,15 @@ def updates(model: Path, batches: Sequence[Sequence[Sample]]) -> list[dict[str, 
     """For every batch, the metrics of one update under every variant, by its name; the weights stay as they were."""
     from one_rank import free_port
 
+    from agent_rl.train.orders import OptimizerSpec, RankOrder, StepOrder
     from agent_rl.train.rank import TrainerRank
     from agent_rl.train.ray_trainer import split_step
     from agent_rl.train.route_shares import cut, without_routes
-    from agent_rl.train.settings import ModelSettings, OptimizerSettings, step_settings
     from agent_rl.train.step_metrics import step_metrics
 
-    one = ModelSettings(model, ParallelConfig(), "float32", "cpu", "none", ("core_attn",), 0, 1)
+    one = RankOrder(RunConfig(name="pairs", model=model), model, None, device="cpu", threads=1)
     # So small a rate leaves every float32 weight as it is.
-    rank = TrainerRank(one, OptimizerSettings(lr=1e-30), 0, master_addr="127.0.0.1", master_port=free_port())
+    rank = TrainerRank(one, OptimizerSpec(lr=1e-30), 0, master_addr="127.0.0.1", master_port=free_port())
     found = []
     for samples in batches:
         shares = split_step(samples, mini_steps=1, budget=8192, ranks=1)[0]
@@ -326,8 +326,8 @@ def updates(model: Path, batches: Sequence[Sequence[Sample]]) -> list[dict[str, 
         for replay, source, correction in VARIANTS:
             train = {"replay": replay, "old_logprob": {"source": source}, "correction": {"kind": correction}}
             config = RunConfig.model_validate({"name": "pairs", "model": model, "train": train})
-            settings = step_settings(config, measure_native=False)
-            report, _ = rank.grpo(without_routes(samples, ids), shares, settings, None, *shards)
+            order = StepOrder(config, measure_native=False)
+            report, _ = rank.grpo(without_routes(samples, ids), shares, order, *shards)
             assert report is not None
             values = step_metrics([report], None, None)
             figures[f"{replay} {source} {correction}"] = {name: values[name] for name in PAIRED}

@@ -81,7 +81,7 @@ def measure_rank(folder: Path, tokens: int, recompute: str, dtype: str, answer: 
     from agent_rl.train.megatron.batch import PackedBatch
     from agent_rl.train.megatron.model import PolicyModel
     from agent_rl.train.optimizer import PolicyOptimizer
-    from agent_rl.train.settings import OptimizerSettings
+    from agent_rl.train.orders import OptimizerSpec
 
     def update(model: PolicyModel, batch: PackedBatch) -> None:
         model.forward_logprobs([batch], [None])
@@ -93,7 +93,7 @@ def measure_rank(folder: Path, tokens: int, recompute: str, dtype: str, answer: 
     model = PolicyModel.build(
         folder, ParallelConfig(), device=torch.device("cpu"), dtype=width, recompute=recompute, load=False
     )  # type: ignore[arg-type]
-    optimizer = PolicyOptimizer(model.chunks, OptimizerSettings(lr=1e-6), width)
+    optimizer = PolicyOptimizer(model.chunks, OptimizerSpec(lr=1e-6), width)
     vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
     update(model, PackedBatch.from_sequences([[1, 2, 3, 4]]))  # the moments are made
     gc.collect()

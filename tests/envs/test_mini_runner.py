@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from envs.mini.records import runner_source
-from envs.swe.grading import judge
+from envs.swe.pytest_log import judge
 
 TESTS = """from shop import cost
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from envs import EnvContext, EnvironmentLoadError, Episode, Task, TaskRecordError, list_environments, load_environment
-from envs import registry as registry_module
+from envs import ENVIRONMENTS, EnvContext, EnvironmentLoadError, Episode, Task, TaskRecordError, load_environment
 from envs.swe import SweEnvironment, SweRecord, write_jsonl
+from sandbox import plugins
 
 CONTEXT = EnvContext(backend=None)  # type: ignore[arg-type]
 
@@ -54,7 +54,7 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_built_in_ones_are_listed() -> None:
-    assert {"mini", "swe"} <= set(list_environments())
+    assert {"mini", "swe"} <= set(ENVIRONMENTS.targets())
 
 
 def test_a_plain_class_by_dotted_path() -> None:
@@ -63,16 +63,16 @@ def test_a_plain_class_by_dotted_path() -> None:
 
 
 def test_an_entry_point_of_another_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    point = EntryPoint("theirs", f"{HERE}:PlainEnvironment", registry_module.GROUP)
-    monkeypatch.setattr(registry_module, "entry_points", lambda group: [point])
-    assert load_environment("theirs", CONTEXT, {"greeting": "hi"}).name == "plain"
+    point = EntryPoint("added", f"{HERE}:PlainEnvironment", "agent_rl.envs")
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [point] if group == point.group else [])
+    assert load_environment("added", CONTEXT, {"greeting": "hi"}).name == "plain"
 
 
 @pytest.mark.parametrize(
     ("name", "options", "says"),
     [
         ("mimi", {}, r"unknown environment 'mimi': did you mean 'mini'\?"),
-        ("zzzzzz", {}, "unknown environment 'zzzzzz': write a registered name or package.module:Class"),
+        ("zzzzzz", {}, "unknown environment 'zzzzzz': write a registered name or package.module:attribute"),
         ("no.such.module:Env", {}, "no.such.module does not import"),
         (f"{HERE}:PlainEnvironmnt", {}, "did you mean 'PlainEnvironment'?"),
         (f"{HERE}:HERE", {}, "is a str, not a class"),

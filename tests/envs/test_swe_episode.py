@@ -20,6 +20,8 @@ from envs.swe import (
 )
 from envs.swe.boxes import agent_box, box_spec
 from sandbox import SandboxError, SandboxSpec
+from sandbox.bubblewrap.backend import BubblewrapBackend
+from sandbox.bubblewrap.box import BubblewrapBox
 from tools import ToolCall
 
 pytestmark = pytest.mark.bubblewrap
@@ -67,6 +69,26 @@ async def test_code_that_breaks_the_tests_is_the_policys_failure(
 ) -> None:
     grade = await grade_patch(dataclasses.replace(context, grade_timeout=6.0), record, edit(record, calc__py=code))
     assert (grade.reward, grade.resolved) == (0.0, False)
+
+
+class Counting(BubblewrapBackend):
+    """Counts the boxes that it starts."""
+
+    started = 0
+
+    async def start(self, spec: SandboxSpec) -> BubblewrapBox:
+        self.started += 1
+        return await super().start(spec)
+
+
+async def test_a_grading_runs_the_tests_in_two_boxes_at_most(record: SweRecord, tmp_path: Path) -> None:
+    """What ``env.grading_limit`` of the config allows for."""
+    backend = Counting(run_id="counting", base=tmp_path)
+    try:
+        await grade_patch(EnvContext(backend), record, edit(record, calc__py="import os\nos._exit(0)\n"))
+    finally:
+        await backend.close()
+    assert backend.started == 2
 
 
 async def test_a_run_that_fails_with_the_gold_patch_too_is_no_grade(context: EnvContext, record: SweRecord) -> None:

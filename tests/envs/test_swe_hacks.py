@@ -14,7 +14,7 @@ from envs import EnvContext
 from envs.swe import SweEnvironment, SweEpisode, diff_files, grade_patch, read_jsonl
 from envs.swe.boxes import box_spec, run_tests
 from envs.swe.canaries import FORCE_PASSES, PATCH_PYTEST, forge_summary
-from envs.swe.ruling import read_run
+from envs.swe.verdict import read_run
 from sandbox import SandboxSpec, SandboxUnavailableError
 from sandbox.select import open_backend
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from envs.swe.grading import parse_summary
+from envs.swe.pytest_log import parse_summary
 from envs.swe.witness import Report, Witness
 from sandbox import SandboxFileError
-from tests.envs.test_swe_grading import SUITE
+from tests.envs.test_swe_pytest_log import SUITE
 
 
 class Folder:

@@ -16,7 +16,7 @@ import megatron_tiny as tiny
 import torch
 from torch import Tensor
 
-from agent_rl.config import ParallelConfig
+from agent_rl.config import ParallelConfig, RunConfig, TrainConfig
 from agent_rl.train.megatron.batch import PackedBatch, PackedRoutes
 from agent_rl.train.megatron.parallel import Ranks, destroy_parallel, init_parallel
 
@@ -90,9 +90,9 @@ class Watch:
 def optimizer(model: Any, dtype: torch.dtype) -> Any:
     """AdamW with an epsilon so large that it is nearly linear in the gradient: small differences stay small."""
     from agent_rl.train.optimizer import PolicyOptimizer
-    from agent_rl.train.settings import OptimizerSettings
+    from agent_rl.train.orders import OptimizerSpec
 
-    return PolicyOptimizer(model.chunks, OptimizerSettings(lr=0.05, eps=1e-2, weight_decay=0.01), dtype)
+    return PolicyOptimizer(model.chunks, OptimizerSpec(lr=0.05, eps=1e-2, weight_decay=0.01), dtype)
 
 
 def loss(logprobs: Tensor, entropy: Tensor | None, _batch: PackedBatch) -> tuple[Tensor, dict[str, Any]]:
@@ -268,16 +268,17 @@ def resume(rank: int, case: dict[str, Any], results: Path) -> None:
     in every one of the others, from what was saved. What each loaded it saves once more, to ``<name>-<number>``; its
     weights after the update go to ``<name>-<number>.pt``. The reference stays the model that all began with."""
     from agent_rl.train.checkpoint import folder as checkpoint
+    from agent_rl.train.orders import OptimizerSpec, RankOrder
     from agent_rl.train.rank import TrainerRank
-    from agent_rl.train.settings import ModelSettings, OptimizerSettings
 
     sequences = [(batch.tokens.int().numpy(), torch.ones(len(batch)).numpy()) for batch in batches()]
-    folder, settings = results / case["name"], OptimizerSettings(lr=0.05, eps=1e-2)
+    folder, optimizer = results / case["name"], OptimizerSpec(lr=0.05, eps=1e-2)
     for number, layout in enumerate(case["layouts"]):
         parallel = ParallelConfig(world_size=case["world_size"], **layout)
         start = Path(case["folder"])
-        model = ModelSettings(start, parallel, "float32", "cpu", "full", (), seed=0, threads=1, reference=start)
-        trainer = TrainerRank(model, settings, rank, **meeting(case["places"][number], rank))
+        train = TrainConfig(parallel=parallel, recompute="full")
+        order = RankOrder(RunConfig(name="resume", model=start, train=train), start, start, device="cpu", threads=1)
+        trainer = TrainerRank(order, optimizer, rank, **meeting(case["places"][number], rank))
         if number == 0:
             begun = said(trainer)
         split = trainer.info().data_size > 1

@@ -19,9 +19,9 @@ from agent_rl.config import RunConfig
 from agent_rl.errors import ConfigError
 from agent_rl.train.loss.objectives import kl_estimate, penalised_advantages
 from agent_rl.train.megatron.batch import PackedBatch, PackedRoutes
+from agent_rl.train.orders import OptimizerSpec, StepOrder
 from agent_rl.train.ray_trainer import split_step
 from agent_rl.train.reports import RankReport
-from agent_rl.train.settings import OptimizerSettings, step_settings
 from agent_rl.types import Sample
 
 pytestmark = pytest.mark.megatron
@@ -53,7 +53,7 @@ def test_the_reference_speaks_and_leaves_no_trace(build: Build, other: Path, dty
     expected = build(other, dtype=dtype).forward_logprobs([batch], given)[0].logprobs
     model = build(dtype=dtype)
     reference = Reference.load(model, other)
-    optimizer = PolicyOptimizer(model.chunks, OptimizerSettings(lr=1e-2), dtype)
+    optimizer = PolicyOptimizer(model.chunks, OptimizerSpec(lr=1e-2), dtype)
     for _ in range(2):
         model.train_microbatches([batch], given, lambda got, _, __: (-got.mean(), {}))
         optimizer.step()
@@ -148,9 +148,9 @@ def take_step(model: Any, reference: Any, seen: list[Any], **train: Any) -> Rank
             seen.append((batches, now))
             return model.train_microbatches(batches, routes, loss_fn, **options)
 
-    optimizer = PolicyOptimizer(model.chunks, OptimizerSettings(lr=3e-3), torch.float32)
-    settings = step_settings(config, measure_native=False)
-    report, _ = grpo_step(Watched(), optimizer, dict(enumerate(samples())), shares, [], settings, reference=reference)
+    optimizer = PolicyOptimizer(model.chunks, OptimizerSpec(lr=3e-3), torch.float32)
+    order = StepOrder(config, measure_native=False)
+    report, _ = grpo_step(Watched(), optimizer, dict(enumerate(samples())), shares, [], order, reference=reference)
     return report
 
 

@@ -17,10 +17,10 @@ import torch
 from agent_rl.config import RunConfig
 from agent_rl.errors import TrainerError
 from agent_rl.train.megatron.batch import PackedBatch, PackedRoutes
+from agent_rl.train.orders import OptimizerSpec, StepOrder
 from agent_rl.train.ray_trainer import split_step
 from agent_rl.train.reports import differing
 from agent_rl.train.route_shares import cut
-from agent_rl.train.settings import OptimizerSettings, step_settings
 from agent_rl.types import Sample
 from r3.routing import Routing
 from r3.shard import Packing, RouteShard, ShardSpec, cut_routes
@@ -86,11 +86,10 @@ def step(model: Any, samples: list[Sample], shards: list[RouteShard], replay: st
 
     settings = {"replay": replay, "device": "cpu"}
     config = RunConfig.model_validate({"name": "test", "model": model.folder, "train": settings})
-    optimizer = PolicyOptimizer(model.chunks, OptimizerSettings(lr=1e-3), torch.float32)
+    optimizer = PolicyOptimizer(model.chunks, OptimizerSpec(lr=1e-3), torch.float32)
     (shares,) = split_step(samples, mini_steps=1, budget=1000, ranks=1)
-    return grpo_step(
-        model, optimizer, dict(enumerate(samples)), shares, shards, step_settings(config, measure_native=True)
-    )
+    order = StepOrder(config, measure_native=True)
+    return grpo_step(model, optimizer, dict(enumerate(samples)), shares, shards, order)
 
 
 def samples_of(routes: bool) -> list[Sample]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 from pathlib import Path
@@ -32,6 +33,48 @@ def test_the_shares_of_the_demonstrator_are_what_it_says() -> None:
     )
     assert abs(unedited - 0.4) < 0.07
     assert abs(right - 0.45) < 0.07
+
+
+def sampled_turns() -> list[str]:
+    """More than 500 calls, of demonstrations of all kinds."""
+    rng, demonstrator = random.Random(0), Demonstrator(unedited=0.2, careless=0.4)
+    return [turn for task in generate("train", 250, seed=1) for turn in demonstrator.turns(task, rng)]
+
+
+def test_the_starting_model_was_shown_calls_in_exactly_this_text() -> None:
+    """The weights that are shipped learned this text; a call written otherwise would be new to them."""
+    task = generate("train", 1, seed=0)[0]
+    view, edit, submit = Demonstrator(0.0, 0.0).turns(task, random.Random(0))
+    assert view == (
+        f"<function=file_editor><parameter=command>view</parameter><parameter=path>{task.path}</parameter></function>"
+    )
+    assert edit == (
+        f"<function=file_editor><parameter=command>str_replace</parameter><parameter=path>{task.path}</parameter>"
+        f"<parameter=old_str>{task.old}</parameter><parameter=new_str>{task.new}</parameter></function>"
+    )
+    assert submit == "<function=finish></function>"
+
+
+def test_a_call_of_the_starting_model_read_and_written_again_is_the_same_text() -> None:
+    fmt, turns = tool_format("xml"), sampled_turns()
+    assert len(turns) > 500
+    for turn in turns:
+        call = fmt.parse(turn)
+        assert isinstance(call, ToolCall)
+        assert fmt.render(call) == turn
+
+
+def test_a_hermes_call_read_and_written_again_is_the_same_text() -> None:
+    """The same calls in the text that Qwen's models are trained to write: one line of JSON between the tags."""
+    hermes, xml = tool_format("hermes"), tool_format("xml")
+    for turn in sampled_turns():
+        call = xml.parse(turn)
+        assert isinstance(call, ToolCall)
+        body = json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False)
+        text = f"<tool_call>\n{body}\n</tool_call>"
+        parsed = hermes.parse(text)
+        assert isinstance(parsed, ToolCall)
+        assert hermes.render(parsed) == text
 
 
 def test_calls_are_written_as_the_parser_reads_them() -> None:

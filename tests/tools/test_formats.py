@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import json
+import sys
+from importlib.metadata import EntryPoint
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools import HermesFormat, ParseFailure, ToolCall, ToolCallFormat, XmlFormat, tool_format
+from sandbox import plugins
+from tools import HermesFormat, ParseFailure, ToolCall, ToolCallFormat, ToolFormatError, XmlFormat, tool_format
 
 FORMATS = [HermesFormat(), XmlFormat()]
 NAMES = st.from_regex(r"[A-Za-z_][\w.-]{0,12}", fullmatch=True)
@@ -106,11 +109,16 @@ def test_xml_says_what_is_wrong(text: str, reason: str) -> None:
     assert reason in parsed.reason
 
 
-def test_xml_is_written_as_r2e_gym_writes_it() -> None:
-    call = ToolCall("file_editor", {"command": "str_replace", "old_str": "    a\n    b", "insert_line": 3})
-    assert XmlFormat().render(call) == (
+def test_xml_reads_tags_on_their_own_lines_and_writes_them_without_white_space() -> None:
+    lines = (
         "<function=file_editor>\n<parameter=command>str_replace</parameter>\n"
         "<parameter=old_str>\n    a\n    b\n</parameter>\n<parameter=insert_line>3</parameter>\n</function>"
+    )
+    call = ToolCall("file_editor", {"command": "str_replace", "old_str": "    a\n    b", "insert_line": "3"})
+    assert XmlFormat().parse(lines) == call
+    assert XmlFormat().render(call) == (
+        "<function=file_editor><parameter=command>str_replace</parameter>"
+        "<parameter=old_str>    a\n    b</parameter><parameter=insert_line>3</parameter></function>"
     )
 
 
@@ -140,5 +148,22 @@ def test_hermes_takes_a_call_without_arguments_and_raw_newlines() -> None:
 def test_formats_are_found_by_name() -> None:
     assert tool_format("hermes").name == "hermes"
     assert tool_format("xml").name == "xml"
-    with pytest.raises(ValueError, match="no tool-call format 'json'; there are hermes, xml"):
-        tool_format("json")
+    with pytest.raises(ToolFormatError, match=r"unknown tool-call format 'xlm': did you mean 'xml'\? \(registered: h"):
+        tool_format("xlm")
+
+
+class Shouted(XmlFormat):
+    """A format as another package would bring it."""
+
+    name = "shouted"
+
+
+def test_a_format_of_another_package_is_found_by_its_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tests_shouted_format", sys.modules[__name__])
+    point = EntryPoint("shouted", "tests_shouted_format:Shouted", "agent_rl.tool_formats")
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [point] if group == point.group else [])
+    assert tool_format("shouted").name == tool_format("tests_shouted_format:Shouted").name == "shouted"
+    with pytest.raises(ToolFormatError, match=r"registered: hermes, shouted, xml"):
+        tool_format("zzz")
+    with pytest.raises(ToolFormatError, match="is no format, it lacks name, parse, render, describe"):
+        tool_format("tests_shouted_format:NAMES")

@@ -8,11 +8,12 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs the trainer environment")
 
+from agent_rl.config import Clip, CorrectionConfig, TrainConfig  # noqa: E402
 from agent_rl.train.loss.objectives import objective_terms  # noqa: E402
 from agent_rl.train.loss.policy_loss import Counts, policy_loss, weighted_cross_entropy  # noqa: E402
-from agent_rl.train.settings import Bounds, Clip, LossSettings  # noqa: E402
 
 CLIP = Clip(0.2, 0.28)
+UNCORRECTED = CorrectionConfig()
 
 
 def reference(
@@ -45,7 +46,7 @@ def loss_of(
     new: torch.Tensor,
     batch_tokens: int | None = None,
     part: slice = slice(None),
-    **settings: object,
+    correction: CorrectionConfig = UNCORRECTED,
 ):
     return policy_loss(
         new[part],
@@ -56,7 +57,8 @@ def loss_of(
         torch.zeros(len(new[part]), dtype=torch.int64),
         entropy_T=data["entropy"][part],
         weights_T=data["weights"][part],
-        settings=LossSettings(clip=CLIP, **settings),  # type: ignore[arg-type]
+        train=TrainConfig(eps_low=CLIP.low, eps_high=CLIP.high, correction=correction),
+        length=1,
         counts=Counts(batch_tokens or int(data["mask"].sum()), 1),
     )
 
@@ -131,12 +133,12 @@ def test_clipped_tokens_have_no_gradient_and_others_do() -> None:
 def test_a_correction_scales_the_terms_and_is_reported() -> None:
     data = draw(200, seed=4)
     weight = data["log_ratio"].exp().clamp(max=1.1)
-    corrected = loss_of(data, data["new"], correction="tis", bounds=Bounds(high=1.1))
+    corrected = loss_of(data, data["new"], correction=CorrectionConfig(kind="tis", high=1.1))
     by_hand = {**data, "weights": data["weights"] * weight}
     assert corrected.loss.item() == pytest.approx(loss_of(by_hand, data["new"]).loss.item(), rel=1e-12)
     assert corrected.correction.item() == pytest.approx(float(weight[data["mask"]].sum()))
     assert corrected.dropped.item() == 0
-    masked = loss_of(data, data["new"], correction="icepop", bounds=Bounds(0.8, 1.2))
+    masked = loss_of(data, data["new"], correction=CorrectionConfig(kind="icepop", low=0.8, high=1.2))
     ratio = data["log_ratio"].exp()[data["mask"]]
     assert masked.dropped.item() == float(((ratio < 0.8) | (ratio > 1.2)).sum()) > 0
 

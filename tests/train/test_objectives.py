@@ -9,9 +9,9 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs the trainer environment")
 
+from agent_rl.config import Aggregation, Clip, Correction, CorrectionConfig, Objective  # noqa: E402
 from agent_rl.train.loss.corrections import correction_weights  # noqa: E402
 from agent_rl.train.loss.objectives import aggregation_weights, kl_estimate, objective_terms  # noqa: E402
-from agent_rl.train.settings import Aggregation, Bounds, Clip, Correction, Objective  # noqa: E402
 
 LENGTHS = (7, 1, 12, 5, 4)
 
@@ -135,7 +135,7 @@ def test_kl_estimators_equal_their_formulas_and_their_means_the_kl() -> None:
     assert (kl_estimate("k3", torch.randn(99), torch.randn(99)) >= 0).all()
 
 
-def reference_weight(correction: str | None, data: dict[str, Any], t: int, bounds: Bounds) -> float:
+def reference_weight(bounds: CorrectionConfig, data: dict[str, Any], t: int) -> float:
     own = members(data, int(data["sequence"][t]))
     logs = [float(data["new"][u] - data["old"][u]) for u in own]
     if bounds.veto is not None and min(logs) < math.log(bounds.veto):
@@ -153,7 +153,7 @@ def reference_weight(correction: str | None, data: dict[str, Any], t: int, bound
         "sequence_tis": min(whole, bounds.high),
         "sequence_mask": inside(whole),
         "geometric_mask": inside(mean),
-    }[correction]
+    }[bounds.kind]
 
 
 @pytest.mark.parametrize("veto", [None, 0.5])
@@ -161,12 +161,12 @@ def reference_weight(correction: str | None, data: dict[str, Any], t: int, bound
 def test_corrections_equal_their_formulas(correction: Correction | None, veto: float | None) -> None:
     seen = set()
     for seed in range(5):
-        data, bounds = draw(seed), Bounds(0.8, 1.25, veto)
-        weights = correction_weights(correction, data["new"] - data["old"], data["mask"], data["sequence"], bounds)
+        data, bounds = draw(seed), CorrectionConfig(kind=correction, low=0.8, high=1.25, veto=veto)
+        weights = correction_weights(bounds, data["new"] - data["old"], data["mask"], data["sequence"])
         assert not weights.requires_grad
         for t in range(len(weights)):
             if data["mask"][t]:
-                assert float(weights[t]) == pytest.approx(reference_weight(correction, data, t, bounds), rel=1e-12)
+                assert float(weights[t]) == pytest.approx(reference_weight(bounds, data, t), rel=1e-12)
                 seen.add(float(weights[t]) == 0.0)
     if correction not in (None, "tis", "sequence_tis"):
         assert seen == {True, False}, "the draw must meet both sides of the bounds"
@@ -176,5 +176,5 @@ def test_a_long_sequences_product_does_not_overflow() -> None:
     log_ratio, mask = torch.full((20_000,), 0.5), torch.ones(20_000, dtype=torch.bool)
     sequence = torch.zeros(20_000, dtype=torch.int64)
     for correction in ("sequence_tis", "sequence_mask"):
-        weights = correction_weights(correction, log_ratio, mask, sequence, Bounds())
+        weights = correction_weights(CorrectionConfig(kind=correction), log_ratio, mask, sequence)
         assert torch.isfinite(weights).all()

@@ -12,7 +12,7 @@ from trajectories import trajectory
 
 torch = pytest.importorskip("torch")
 
-from agent_rl.config import RunConfig  # noqa: E402
+from agent_rl.config import Correction, CorrectionConfig, OldLogprobSource, RunConfig  # noqa: E402
 from agent_rl.controller.advantages import samples_of  # noqa: E402
 from agent_rl.controller.preflight import check_lengths  # noqa: E402
 from agent_rl.engine.facts import read_facts  # noqa: E402
@@ -20,11 +20,10 @@ from agent_rl.errors import TrainerError, UserError  # noqa: E402
 from agent_rl.model.shipped import install_model  # noqa: E402
 from agent_rl.train.batching.packing import MicroBatch, pack  # noqa: E402
 from agent_rl.train.loss.corrections import correction_weights  # noqa: E402
-from agent_rl.train.settings import Bounds, Correction, OldLogprobs, StepSettings, step_settings  # noqa: E402
 from agent_rl.train.step import _training_input  # noqa: E402
 from agent_rl.types import Group, Rescored, Sample, StopReason  # noqa: E402
 
-SOURCES = get_args(OldLogprobs)
+SOURCES = get_args(OldLogprobSource)
 
 
 def rescored_group() -> Group:
@@ -62,11 +61,6 @@ def test_micro_batches_hold_them_or_none_and_never_some() -> None:
         pack([replace(first, old_logprobs=np.zeros(4, np.float32))], [0])
 
 
-def settings(source: str) -> StepSettings:
-    chosen = RunConfig.model_validate({"name": "n", "model": "m", "train": {"old_logprob": {"source": source}}})
-    return step_settings(chosen, measure_native=False)
-
-
 def made_batch(seed: int = 0) -> tuple[MicroBatch, torch.Tensor]:
     """Two packed samples whose rollout, rescored and trainer's log-probs all differ; and the trainer's."""
     rng = np.random.default_rng(seed)
@@ -81,12 +75,13 @@ def made_batch(seed: int = 0) -> tuple[MicroBatch, torch.Tensor]:
 
 def test_each_source_gives_its_own() -> None:
     batch, trainer = made_batch()
-    for source, expected in (
-        ("recompute", trainer),
-        ("rollout", torch.from_numpy(batch.logprobs_T)),
-        ("rescore", torch.from_numpy(batch.old_logprobs_T)),
-    ):
-        extras = _training_input(batch, trainer, settings(source)).extras
+    wanted: dict[OldLogprobSource, torch.Tensor] = {
+        "recompute": trainer,
+        "rollout": torch.from_numpy(batch.logprobs_T),
+        "rescore": torch.from_numpy(batch.old_logprobs_T),
+    }
+    for source, expected in wanted.items():
+        extras = _training_input(batch, trainer, source).extras
         torch.testing.assert_close(extras["old_logprobs"], expected, rtol=0, atol=0)
         torch.testing.assert_close(extras["log_ratio"], trainer - torch.from_numpy(batch.logprobs_T))
         torch.testing.assert_close(extras["log_weight"], expected - torch.from_numpy(batch.logprobs_T))
@@ -95,26 +90,25 @@ def test_each_source_gives_its_own() -> None:
 def test_what_was_not_rescored_is_refused() -> None:
     batch, trainer = made_batch()
     with pytest.raises(TrainerError, match="source is rescore and the engine did not evaluate sample 0 again"):
-        _training_input(replace(batch, old_logprobs_T=None), trainer, settings("rescore"))
+        _training_input(replace(batch, old_logprobs_T=None), trainer, "rescore")
 
 
 @pytest.mark.parametrize("correction", get_args(Correction))
 @pytest.mark.parametrize("source", SOURCES)
-def test_a_correction_asks_the_same_of_every_source(source: str, correction: Correction) -> None:
+def test_a_correction_asks_the_same_of_every_source(source: OldLogprobSource, correction: Correction) -> None:
     """Masks judge trainer against engine, whatever the source; rho times a weight is the ratio to the sampler, once."""
     batch, trainer = made_batch()
-    extras = _training_input(batch, trainer, settings(source)).extras
+    extras = _training_input(batch, trainer, source).extras
     mask_T, sequence_T = extras["mask"], extras["sequence"]
 
-    def factors(bounds: Bounds) -> torch.Tensor:
-        return correction_weights(
-            correction, extras["log_ratio"], mask_T, sequence_T, bounds, log_weight_T=extras["log_weight"]
-        )
+    def factors(bounds: CorrectionConfig) -> torch.Tensor:
+        log_weight_T = extras["log_weight"]
+        return correction_weights(bounds, extras["log_ratio"], mask_T, sequence_T, log_weight_T=log_weight_T)
 
     sampler_T = torch.from_numpy(batch.logprobs_T)
     now_T = trainer + 0.1
     log_rho_T = now_T - extras["old_logprobs"]
-    wide = factors(Bounds(low=0.0, high=1e9))
+    wide = factors(CorrectionConfig(kind=correction, low=0.0, high=1e9))
     if correction in ("tis", "icepop"):
         torch.testing.assert_close((log_rho_T.exp() * wide)[mask_T], (now_T - sampler_T).exp()[mask_T])
     elif correction == "sequence_tis":
@@ -123,8 +117,8 @@ def test_a_correction_asks_the_same_of_every_source(source: str, correction: Cor
     else:
         assert (wide == 1).all()
     if correction.endswith("mask") or correction == "icepop":
-        narrow = Bounds(low=0.9, high=1.1)
-        reference = correction_weights(correction, extras["log_ratio"], mask_T, sequence_T, narrow)
+        narrow = CorrectionConfig(kind=correction, low=0.9, high=1.1)
+        reference = correction_weights(narrow, extras["log_ratio"], mask_T, sequence_T)
         torch.testing.assert_close(factors(narrow) == 0, reference == 0, rtol=0, atol=0)
 
 

@@ -16,27 +16,32 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="needs the trainer environment")
 
-from agent_rl.config import RunConfig  # noqa: E402
+from agent_rl.config import (  # noqa: E402
+    Aggregation,
+    Clip,
+    Correction,
+    CorrectionConfig,
+    KlConfig,
+    Objective,
+    RunConfig,
+    TrainConfig,
+)
 from agent_rl.train.batching.packing import MicroBatch, pack  # noqa: E402
 from agent_rl.train.loss.objectives import aggregation_weights  # noqa: E402
 from agent_rl.train.loss.policy_loss import Counts, policy_loss  # noqa: E402
 from agent_rl.train.ray_trainer import split_step  # noqa: E402
-from agent_rl.train.settings import (  # noqa: E402
-    Aggregation,
-    Bounds,
-    Clip,
-    Correction,
-    KlPenalty,
-    LossSettings,
-    Objective,
-    advantage_scale,
-    loss_settings,
-)
 from agent_rl.types import Sample  # noqa: E402
 
 NAMES = ("new", "old", "log_ratio", "log_weight", "advantages", "weights", "reference", "entropy")
-PENALTIES = (None, KlPenalty(0.3, "k2"), KlPenalty(0.3, "k3"), KlPenalty(0.3, "k1", "reward"))
+PENALTIES = (
+    KlConfig(),
+    KlConfig(coefficient=0.3, estimator="k2"),
+    KlConfig(coefficient=0.3, estimator="k3"),
+    KlConfig(coefficient=0.3, estimator="k1", where="reward"),
+)
 CORRECTIONS = (None, *get_args(Correction))
+LENGTH = 50
+"""What the aggregation ``constant`` divides by."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,7 @@ def draw(lengths: list[int], seed: int) -> Case:
     return Case(values, generator.random(total) < 0.7, np.repeat(np.arange(len(lengths)), lengths))
 
 
-def ours(case: Case, chosen: LossSettings, counts: Counts) -> tuple[Any, Any, Any]:
+def computed(case: Case, chosen: TrainConfig, counts: Counts) -> tuple[Any, Any, Any]:
     """The result, and the tensors of log-probs and entropies that it has a gradient in."""
     tensors = {name: torch.tensor(case.values[name]) for name in NAMES}
     new, entropy = tensors["new"].requires_grad_(), tensors["entropy"].requires_grad_()
@@ -86,7 +91,8 @@ def ours(case: Case, chosen: LossSettings, counts: Counts) -> tuple[Any, Any, An
         torch.tensor(case.sequence),
         entropy_T=entropy,
         weights_T=tensors["weights"],
-        settings=chosen,
+        train=chosen,
+        length=LENGTH,
         counts=counts,
         reference_T=tensors["reference"],
         log_weight_T=tensors["log_weight"],
@@ -94,7 +100,7 @@ def ours(case: Case, chosen: LossSettings, counts: Counts) -> tuple[Any, Any, An
     return result, new, entropy
 
 
-def direct(case: Case, chosen: LossSettings, counts: Counts, frozen: np.ndarray | None = None) -> float:
+def direct(case: Case, chosen: TrainConfig, counts: Counts, frozen: np.ndarray | None = None) -> float:
     """The formula. ``frozen``: log-probs for whatever the formula has under a stop-gradient."""
     v, total = case.values, 0.0
     frozen = v["new"] if frozen is None else frozen
@@ -102,20 +108,20 @@ def direct(case: Case, chosen: LossSettings, counts: Counts, frozen: np.ndarray 
         own = [t for t in range(len(case.mask)) if case.mask[t] and case.sequence[t] == sequence]
         for t in own:
             term = direct_correction(case, chosen, own, t) * direct_term(case, chosen, own, t, frozen)
-            if chosen.kl is not None and chosen.kl.place == "loss":
+            if chosen.kl.coefficient and chosen.kl.where == "loss":
                 d = v["new"][t] - v["reference"][t]
                 term += chosen.kl.coefficient * {"k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[chosen.kl.estimator]
-            term -= chosen.entropy * v["entropy"][t]
+            term -= chosen.entropy_coefficient * v["entropy"][t]
             divisor = {
                 "token": counts.tokens,
                 "sequence": counts.sequences * len(own),
-                "constant": counts.sequences * chosen.length,
+                "constant": counts.sequences * LENGTH,
             }[chosen.aggregation]
             total += v["weights"][t] * term / divisor
     return total
 
 
-def direct_term(case: Case, chosen: LossSettings, own: list[int], t: int, frozen: np.ndarray) -> float:
+def direct_term(case: Case, chosen: TrainConfig, own: list[int], t: int, frozen: np.ndarray) -> float:
     v, clip, advantage = case.values, chosen.clip, case.values["advantages"][t]
     log_ratio = v["new"][t] - v["old"][t]
     if chosen.objective == "gspo":
@@ -130,37 +136,45 @@ def direct_term(case: Case, chosen: LossSettings, own: list[int], t: int, frozen
     return min(term, -clip.dual * advantage) if clip.dual is not None and advantage < 0 else term
 
 
-def direct_correction(case: Case, chosen: LossSettings, own: list[int], t: int) -> float:
-    ratios, bounds = case.values["log_ratio"], chosen.bounds
+def direct_correction(case: Case, chosen: TrainConfig, own: list[int], t: int) -> float:
+    ratios, bounds = case.values["log_ratio"], chosen.correction
     if bounds.veto is not None and min(math.exp(ratios[u]) for u in own) < bounds.veto:
         return 0.0
     weight = math.exp(case.values["log_weight"][t])
-    if chosen.correction == "tis":
+    if chosen.correction.kind == "tis":
         return min(weight, bounds.high)
-    if chosen.correction == "sequence_tis":
+    if chosen.correction.kind == "sequence_tis":
         return min(math.exp(sum(case.values["log_weight"][u] for u in own)), bounds.high)
-    if chosen.correction == "icepop":
+    if chosen.correction.kind == "icepop":
         return weight if bounds.low <= math.exp(ratios[t]) <= bounds.high else 0.0
-    if chosen.correction == "sequence_mask":
+    if chosen.correction.kind == "sequence_mask":
         return float(bounds.low <= math.exp(sum(ratios[u] for u in own)) <= bounds.high)
-    if chosen.correction == "geometric_mask":
+    if chosen.correction.kind == "geometric_mask":
         return float(bounds.low <= math.exp(sum(ratios[u] for u in own) / len(own)) <= bounds.high)
     return 1.0
 
 
-def all_settings() -> list[LossSettings]:
+CLIPS: dict[Objective, dict[str, float]] = {
+    "grpo": {"eps_low": 0.2, "eps_high": 0.28},
+    "gspo": {"eps_low": 0.08, "eps_high": 0.09},
+    "cispo": {"eps_low": 0.2, "eps_high": 0.28},
+    "reinforce": {},
+}
+"""So wide that many ratios are within, and as narrow as the config demands of gspo."""
+
+
+def all_settings() -> list[TrainConfig]:
     """Every objective with every aggregation, correction and penalty; dual clip, veto and entropy come in turns."""
     parts = itertools.product(get_args(Objective), get_args(Aggregation), CORRECTIONS, PENALTIES)
     return [
-        LossSettings(
-            objective,
-            Clip(0.2, 0.28, 1.3 if index % 2 and objective in ("grpo", "gspo") else None),
-            aggregation,
-            50,
-            correction,
-            Bounds(0.8, 1.25, 0.5 if index % 3 == 0 else None),
-            penalty,
-            0.05 if index % 5 else 0.0,
+        TrainConfig(
+            objective=objective,
+            **CLIPS[objective],
+            dual_clip=1.3 if index % 2 and objective in ("grpo", "gspo") else None,
+            aggregation=aggregation,
+            correction=CorrectionConfig(kind=correction, low=0.8, high=1.25, veto=0.5 if index % 3 == 0 else None),
+            kl=penalty,
+            entropy_coefficient=0.05 if index % 5 else 0.0,
         )
         for index, (objective, aggregation, correction, penalty) in enumerate(parts)
     ]
@@ -174,7 +188,7 @@ def test_every_combination_equals_the_formula() -> None:
     assert len(ALL) == 4 * 3 * 6 * 4
     for index, chosen in enumerate(ALL):
         case = draw(LENGTHS, seed=index)
-        result, *_ = ours(case, chosen, case.counts)
+        result, *_ = computed(case, chosen, case.counts)
         assert result.loss.item() == pytest.approx(direct(case, chosen, case.counts), rel=1e-10, abs=1e-12), chosen
 
 
@@ -183,7 +197,7 @@ def test_every_combinations_gradient_equals_finite_differences() -> None:
     step = 1e-6
     for index, chosen in enumerate(ALL[::5]):
         case = draw([3, 4], seed=index)
-        result, new, entropy = ours(case, chosen, case.counts)
+        result, new, entropy = computed(case, chosen, case.counts)
         slopes = torch.autograd.grad(result.loss, (new, entropy), allow_unused=True)
         for name, slope in zip(("new", "entropy"), slopes, strict=True):
             for t in range(len(case.mask)):
@@ -197,8 +211,8 @@ def test_every_combinations_gradient_equals_finite_differences() -> None:
                 assert got == pytest.approx((sides[0] - sides[1]) / (2 * step), rel=1e-5, abs=1e-8), (chosen, name)
 
 
-def gradient(case: Case, chosen: LossSettings, counts: Counts) -> tuple[float, np.ndarray]:
-    result, new, entropy = ours(case, chosen, counts)
+def gradient(case: Case, chosen: TrainConfig, counts: Counts) -> tuple[float, np.ndarray]:
+    result, new, entropy = computed(case, chosen, counts)
     slopes = torch.autograd.grad(result.loss, (new, entropy), allow_unused=True)
     return result.loss.item(), np.stack([np.zeros(len(new)) if s is None else s.numpy() for s in slopes])
 
@@ -209,7 +223,7 @@ batches = st.tuples(st.lists(st.integers(1, 9), min_size=1, max_size=7), st.inte
 @settings(deadline=None, max_examples=60)
 @given(batches, st.randoms(use_true_random=False))
 def test_neither_packing_order_nor_micro_batches_change_the_sum(
-    batch: tuple[list[int], int, LossSettings], random: Any
+    batch: tuple[list[int], int, TrainConfig], random: Any
 ) -> None:
     """Sequences in any order, in any number of micro-batches: each token's gradient and the loss stay the same."""
     lengths, seed, chosen = batch
@@ -231,7 +245,7 @@ def test_neither_packing_order_nor_micro_batches_change_the_sum(
 
 @settings(deadline=None, max_examples=60)
 @given(batches)
-def test_tokens_that_were_not_sampled_take_part_in_nothing(batch: tuple[list[int], int, LossSettings]) -> None:
+def test_tokens_that_were_not_sampled_take_part_in_nothing(batch: tuple[list[int], int, TrainConfig]) -> None:
     """Whatever stands at them, infinite or not a number, loss and gradients are as if they were not there."""
     lengths, seed, chosen = batch
     case = draw(lengths, seed)
@@ -244,29 +258,33 @@ def test_tokens_that_were_not_sampled_take_part_in_nothing(batch: tuple[list[int
     spoiled = {name: values.copy() for name, values in case.values.items()}
     for name, junk in (("old", -np.inf), ("log_ratio", np.nan), ("log_weight", np.inf), ("reference", np.nan)):
         spoiled[name][~case.mask] = junk
-    with_padding, theirs = gradient(replace(case, values=spoiled), chosen, case.counts)
+    with_padding, found = gradient(replace(case, values=spoiled), chosen, case.counts)
     assert with_padding == pytest.approx(loss, rel=1e-9, abs=1e-12)
-    np.testing.assert_allclose(theirs[:, kept], slopes, rtol=1e-9, atol=1e-12)
-    assert (theirs[:, ~case.mask] == 0).all()
+    np.testing.assert_allclose(found[:, kept], slopes, rtol=1e-9, atol=1e-12)
+    assert (found[:, ~case.mask] == 0).all()
 
 
-PAPER = Clip(0.2, 0.2)
-PRESETS: dict[str, tuple[LossSettings, str, str]] = {
-    "GRPO": (LossSettings("grpo", PAPER, "sequence", kl=KlPenalty(0.04, "k3")), "mean", "group"),
-    "DAPO": (LossSettings("grpo", Clip(0.2, 0.28), "token"), "mean", "group"),
-    "Dr.GRPO": (LossSettings("grpo", PAPER, "constant"), "mean", "none"),
-    "GSPO": (LossSettings("gspo", Clip(3e-4, 4e-4), "sequence"), "mean", "group"),
-    "CISPO": (LossSettings("cispo", Clip(1.0, 0.27), "token"), "mean", "group"),
+PAPER = {"eps_low": 0.2, "eps_high": 0.2}
+PRESETS: dict[str, tuple[TrainConfig, str]] = {
+    "GRPO": (TrainConfig(**PAPER, aggregation="sequence", kl=KlConfig(coefficient=0.04)), "group"),
+    "DAPO": (TrainConfig(eps_low=0.2, eps_high=0.28, aggregation="token"), "group"),
+    "Dr.GRPO": (TrainConfig(**PAPER, aggregation="constant", scale="none"), "none"),
+    "GSPO": (TrainConfig(objective="gspo", eps_low=3e-4, eps_high=4e-4, aggregation="sequence"), "group"),
+    "CISPO": (TrainConfig(objective="cispo", eps_low=1.0, eps_high=0.27), "group"),
     "REINFORCE++": (
-        LossSettings("grpo", PAPER, kl=KlPenalty(0.01, "k1", "reward", normalise=True)), "batch", "none"
+        TrainConfig(**PAPER, baseline="batch", scale="batch",
+                    kl=KlConfig(coefficient=0.01, estimator="k1", where="reward")), "none"
     ),
-    "REINFORCE++ with baseline": (LossSettings("grpo", PAPER, kl=KlPenalty(0.01, "k2")), "mean", "batch"),
+    "REINFORCE++ with baseline": (
+        TrainConfig(**PAPER, scale="batch", kl=KlConfig(coefficient=0.01, estimator="k2")), "batch"
+    ),
     "REINFORCE, leave-one-out": (
-        LossSettings("reinforce", Clip(0.2, 0.27), "constant"), "leave_one_out", "none"
+        TrainConfig(objective="reinforce", aggregation="constant", baseline="leave_one_out", scale="none"), "none"
     ),
-    "dual clip": (LossSettings("grpo", Clip(0.2, 0.27, 3.0)), "mean", "group"),
+    "dual clip": (TrainConfig(eps_low=0.2, eps_high=0.27, dual_clip=3.0), "group"),
 }  # fmt: skip
-"""What the config lines of docs/trainer.md must give: the loss, the baseline, and what ``samples_of`` divides by."""
+"""What the config lines of docs/trainer.md must give: the losses, and what ``samples_of`` divides by."""
+LOSS_KEYS = ("objective", "clip", "aggregation", "baseline", "correction", "kl", "entropy_coefficient")
 
 
 def documented() -> dict[str, dict[str, Any]]:
@@ -281,22 +299,18 @@ def documented() -> dict[str, dict[str, Any]]:
 def test_the_documented_config_lines_give_the_papers_losses() -> None:
     found = documented()
     assert found.keys() == PRESETS.keys()
-    for name, (wanted, baseline, scale) in PRESETS.items():
-        config = RunConfig.model_validate({"name": "test", "model": ".", "train": found[name]})
-        length = config.rollout.max_tokens
-        assert loss_settings(config) == replace(wanted, length=length), name
-        assert (config.train.baseline, advantage_scale(config.train)) == (baseline, scale), name
+    for name, (wanted, scale) in PRESETS.items():
+        train = RunConfig.model_validate({"name": "test", "model": ".", "train": found[name]}).train
+        assert [getattr(train, key) for key in LOSS_KEYS] == [getattr(wanted, key) for key in LOSS_KEYS], name
+        assert train.advantage_scale == scale, name
+        assert train.normalises_penalised == (name == "REINFORCE++")
         case = draw(LENGTHS, seed=3)
-        result, *_ = ours(case, loss_settings(config), case.counts)
-        expected = direct(case, replace(wanted, length=length), case.counts)
-        assert result.loss.item() == pytest.approx(expected, rel=1e-10), name
+        result, *_ = computed(case, train, case.counts)
+        assert result.loss.item() == pytest.approx(direct(case, wanted, case.counts), rel=1e-10), name
 
 
 def test_left_out_clip_bounds_are_the_objectives_own() -> None:
-    bounds = {
-        name: loss_settings(RunConfig.model_validate({"name": "t", "model": ".", "train": {"objective": name}})).clip
-        for name in get_args(Objective)
-    }
+    bounds = {name: TrainConfig(objective=name).clip for name in get_args(Objective)}
     assert bounds.pop("gspo") == Clip(3e-4, 4e-4)
     assert set(bounds.values()) == {Clip(0.2, 0.27)}
 
@@ -316,14 +330,14 @@ def test_every_mini_steps_weights_add_up_over_ranks(lengths: list[int], mini_ste
         assert len(counts) == 1, "every rank divides by the same"
         ((tokens, sequences),) = counts
         batches = [pack(samples, ids) for share in step for ids in share.micro_batches]
-        wanted = {"token": 1.0, "sequence": 1.0, "constant": tokens / (50 * max(1, sequences))}
+        wanted = {"token": 1.0, "sequence": 1.0, "constant": tokens / (LENGTH * max(1, sequences))}
         for aggregation in get_args(Aggregation):
             total = sum(shares_of(batch, aggregation, max(1, tokens), max(1, sequences)) for batch in batches)
             assert total == pytest.approx(wanted[aggregation] if tokens else 0.0, rel=1e-12)
 
 
 def shares_of(batch: MicroBatch, aggregation: Aggregation, tokens: int, sequences: int) -> float:
-    """The sum of a micro-batch's weights; ``constant`` divides by 50."""
+    """The sum of a micro-batch's weights; ``constant`` divides by LENGTH."""
     sequence = torch.from_numpy(np.repeat(np.arange(len(batch.sample_ids)), np.diff(batch.cu_seqlens)))
-    counts = {"tokens": tokens, "sequences": sequences, "length": 50, "dtype": torch.float64}
+    counts = {"tokens": tokens, "sequences": sequences, "length": LENGTH, "dtype": torch.float64}
     return aggregation_weights(aggregation, torch.from_numpy(batch.mask_T), sequence, **counts).sum().item()

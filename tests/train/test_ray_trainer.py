@@ -14,8 +14,8 @@ import pytest
 
 from agent_rl.config import RunConfig
 from agent_rl.errors import UserError
+from agent_rl.train.orders import OptimizerSpec
 from agent_rl.train.ray_trainer import RayTrainer
-from agent_rl.train.settings import OptimizerSettings
 from agent_rl.train.sft import SftConfig, SftProgress, sft
 from agent_rl.types import Sample
 
@@ -160,14 +160,14 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_trainer_alive(
 
 def test_an_update_starts_from_clean_gradients(runner: asyncio.Runner, trainer: RayTrainer, make_sample: Make) -> None:
     """With a vanishing learning rate the same step has the same gradient again, whatever was left in the buffers."""
-    runner.run(trainer.set_optimizer(OptimizerSettings(lr=1e-12)))
+    runner.run(trainer.set_optimizer(OptimizerSpec(lr=1e-12)))
     steps = [runner.run(trainer.step(samples(make_sample), measure_native=False)) for _ in range(2)]
     assert steps[1]["train/grad_norm"] == pytest.approx(steps[0]["train/grad_norm"], rel=1e-5)
 
 
 def test_a_spike_is_scaled_to_its_limit(runner: asyncio.Runner, trainer: RayTrainer, make_sample: Make) -> None:
     """A gradient this small is lost in Adam's epsilon: nearly nothing moves, and unscaled much would."""
-    runner.run(trainer.set_optimizer(OptimizerSettings(lr=1e-2)))
+    runner.run(trainer.set_optimizer(OptimizerSpec(lr=1e-2)))
     before = runner.run(trainer.logprobs(samples(make_sample), replay=False))
     spiked = runner.run(trainer.step(samples(make_sample), measure_native=False, spike_norm=1e-14))
     assert (spiked["train/spikes"], spiked["train/updates"], spiked["train/skipped_updates"]) == (2, 2, 0)

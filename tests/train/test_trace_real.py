@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from agent_rl.config import ParallelConfig, R3Config, RunConfig, TraceConfig
+from agent_rl.config import R3Config, RunConfig, TraceConfig, TrainConfig
 from agent_rl.errors import ConfigError, TrainerError
 from agent_rl.train import ray_trainer
+from agent_rl.train.orders import OptimizerSpec, RankOrder, StepOrder
 from agent_rl.train.ray_trainer import RayTrainer, split_step
 from agent_rl.train.route_shares import cut, without_routes
 from agent_rl.train.route_trace import begin_trace
-from agent_rl.train.settings import ModelSettings, OptimizerSettings, step_settings
 from agent_rl.types import Sample
 from r3.shard import RouteShard, ShardSpec
 from r3.trace.check import CheckReport, HandOver, check_folder
@@ -60,10 +60,11 @@ def rank(tiny_moe: Path) -> Iterator[TrainerRank]:
     from agent_rl.train.rank import TrainerRank
 
     threads, listener = torch.get_num_threads(), socket.create_server(("127.0.0.1", 0))
-    settings = ModelSettings(tiny_moe, ParallelConfig(), "float32", "cpu", "full", (), seed=0, threads=1)
+    config = RunConfig(name="test", model=tiny_moe, train=TrainConfig(recompute="full"))
+    order = RankOrder(config, tiny_moe, None, device="cpu", threads=1)
     port = listener.getsockname()[1]
-    optimizer = OptimizerSettings(lr=1e-3)
-    ready = TrainerRank(settings, optimizer, 0, master_addr="127.0.0.1", master_port=port, listener=listener.detach())
+    optimizer = OptimizerSpec(lr=1e-3)
+    ready = TrainerRank(order, optimizer, 0, master_addr="127.0.0.1", master_port=port, listener=listener.detach())
     yield ready
     ready.close()
     torch.set_num_threads(threads)
@@ -74,11 +75,10 @@ def traced_step(rank: TrainerRank, config: RunConfig, data: Sequence[Sample], st
     info = rank.info()
     shares = split_step(data, mini_steps=config.train.mini_steps, budget=config.train.microbatch_tokens, ranks=1)
     batches = [ids for share in shares[0] for ids in share.micro_batches]
-    order = begin_trace(config, step, data, [batches], [info])
+    trace = begin_trace(config, step, data, [batches], [info])
     routes = [cut(data, ids, info.shard) for ids in batches]
-    rank.grpo(
-        without_routes(data, batches), shares[0], step_settings(config, measure_native=True), order, *routes
-    )  # fmt: skip
+    order = StepOrder(config, measure_native=True, trace=trace)
+    rank.grpo(without_routes(data, batches), shares[0], order, *routes)
 
 
 def test_a_step_on_one_rank_holds(rank: TrainerRank, run_config: Config, make_sample: Make, tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
-"""Three shims without which sglang 0.5.23 does not start on a CPU-only torch. Imported before anything of sglang."""
+"""What sglang 0.5.23 needs to start on a CPU-only torch, and to start soon. Imported before anything of sglang."""
 
 from __future__ import annotations
 
 import importlib
+import multiprocessing
 from typing import Any
 
 import torch
@@ -11,9 +12,10 @@ _LIBRARIES: list[torch.library.Library] = []  # an operator lives as long as the
 
 
 def install() -> None:
-    """Define torchvision's operators and take the CUDA page locking out of the host buffers."""
+    """Define torchvision's operators, take the CUDA page locking out of the host buffers, and fork the workers."""
     _define_torchvision_operators()
     _skip_page_locking()
+    _fork_workers()
 
 
 def _define_torchvision_operators() -> None:
@@ -32,3 +34,14 @@ def _skip_page_locking() -> None:
         return None
 
     common._cuda_host_register = no_page_locking
+
+
+def _fork_workers() -> None:
+    # SGLang starts its workers afresh ("spawn"), as CUDA wants it, and each imports everything once more: 8 s of
+    # processor time a worker. Without CUDA they are forked, before the server has started a thread that computes.
+    multiprocessing.set_start_method("fork", force=True)
+
+    def keep(method: str | None, force: bool = False) -> None:
+        return None
+
+    vars(multiprocessing)["set_start_method"] = keep

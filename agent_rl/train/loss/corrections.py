@@ -27,55 +27,55 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from agent_rl.config import Correction, CorrectionConfig
 from agent_rl.train.loss.objectives import sequence_mean
-from agent_rl.train.settings import Bounds, Correction
 
 _LOG_LIMIT = 20.0
 """Log-ratios of whole sequences are cut here before exp, as a product over thousands of tokens would overflow."""
 
 
 def correction_weights(
-    correction: Correction | None,
+    correction: CorrectionConfig,
     log_ratio_T: Tensor,
     mask_T: Tensor,
     sequence_T: Tensor,
-    bounds: Bounds,
     *,
     log_weight_T: Tensor | None = None,
 ) -> Tensor:
-    """``[T]`` factors of the tokens' terms, without a gradient; 1 everywhere for no correction.
+    """``[T]`` factors of the tokens' terms, without a gradient; 1 everywhere for no kind of correction and no veto.
 
     ``log_ratio_T``: the trainer's log-prob before the update minus the rollout's; ``log_weight_T``: the old log-prob
     minus the rollout's, None where the old ones are the trainer's; ``mask_T`` bool; ``sequence_T`` int64.
     """
     log_T = torch.where(mask_T, log_ratio_T.detach(), torch.zeros_like(log_ratio_T))
     old_T = log_T if log_weight_T is None else torch.where(mask_T, log_weight_T.detach(), torch.zeros_like(log_T))
-    weights_T = (
-        torch.ones_like(log_T) if correction is None else _weights(correction, log_T, old_T, mask_T, sequence_T, bounds)
-    )
-    if bounds.veto is None or not len(log_T):
+    weights_T = torch.ones_like(log_T)
+    if correction.kind is not None:
+        weights_T = _weights(correction.kind, log_T, old_T, mask_T, sequence_T, correction)
+    if correction.veto is None or not len(log_T):
         return weights_T
     low_n = torch.full((int(sequence_T.max()) + 1,), torch.inf, dtype=log_T.dtype, device=log_T.device)
     low_n = low_n.scatter_reduce(0, sequence_T, torch.where(mask_T, log_T, torch.inf), "amin")
-    return torch.where((low_n < torch.log(torch.tensor(bounds.veto, dtype=log_T.dtype)))[sequence_T], 0.0, weights_T)
+    vetoed_n = low_n < torch.log(torch.tensor(correction.veto, dtype=log_T.dtype))
+    return torch.where(vetoed_n[sequence_T], 0.0, weights_T)
 
 
 def _weights(
-    correction: Correction, log_T: Tensor, old_T: Tensor, mask_T: Tensor, sequence_T: Tensor, bounds: Bounds
+    kind: Correction, log_T: Tensor, old_T: Tensor, mask_T: Tensor, sequence_T: Tensor, bounds: CorrectionConfig
 ) -> Tensor:
-    if correction == "tis":
+    if kind == "tis":
         return old_T.exp().clamp(max=bounds.high)
-    if correction == "icepop":
+    if kind == "icepop":
         return _inside(log_T.exp(), bounds, value=old_T.exp())
-    if correction == "sequence_tis":
+    if kind == "sequence_tis":
         return _whole(old_T, sequence_T).clamp(max=bounds.high)
     mean_T = sequence_mean(log_T, mask_T, sequence_T)[sequence_T]
-    if correction == "geometric_mask":
+    if kind == "geometric_mask":
         return _inside(mean_T.exp(), bounds)
     return _inside(_whole(log_T, sequence_T), bounds)
 
 
-def _inside(ratio_T: Tensor, bounds: Bounds, value: Tensor | None = None) -> Tensor:
+def _inside(ratio_T: Tensor, bounds: CorrectionConfig, value: Tensor | None = None) -> Tensor:
     kept_T = (ratio_T >= bounds.low) & (ratio_T <= bounds.high)
     return torch.where(kept_T, torch.ones_like(ratio_T) if value is None else value, 0.0)
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from agent_rl.train.settings import Aggregation, Clip, KlEstimator, Objective
+from agent_rl.config import Aggregation, Clip, KlEstimator, Objective
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from agent_rl.config import KlConfig, TrainConfig
 from agent_rl.train.loss.corrections import correction_weights
 from agent_rl.train.loss.objectives import aggregation_weights, kl_estimate, objective_terms
-from agent_rl.train.settings import LossSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,8 @@ def policy_loss(
     *,
     entropy_T: Tensor,
     weights_T: Tensor,
-    settings: LossSettings,
+    train: TrainConfig,
+    length: int,
     counts: Counts,
     reference_T: Tensor | None = None,
     log_weight_T: Tensor | None = None,
@@ -69,34 +70,30 @@ def policy_loss(
     minus the rollout's (None: the old ones are the trainer's); ``w`` the samples' weights
     ``weights_T``, 1 by default, which scale a token's term and not what is divided by; ``k`` the estimated KL to the
     reference, whose log-probs are ``reference_T`` (GRPO, arXiv 2402.03300, eq. 3; only of place "loss"); ``H`` the
-    entropy ``entropy_T``, of which a gradient is wanted where ``settings.entropy``, eta, is not 0. A correction leaves
-    KL and entropy alone: they are about the policy, whoever sampled. ``mask_T`` bool, ``sequence_T`` int64: the
-    sequence of the micro-batch that a token is of.
+    entropy ``entropy_T``; a gradient of it is wanted where ``train.entropy_coefficient``, eta, is not 0. A correction
+    leaves KL and entropy alone: they are about the policy, whoever sampled. ``mask_T`` bool, ``sequence_T`` int64: the
+    sequence of the micro-batch that a token is of. ``length``: what the aggregation ``constant`` divides by.
     """
-    terms = objective_terms(
-        settings.objective, logprobs_T, old_logprobs_T, advantages_T, mask_T, sequence_T, settings.clip
-    )
-    factors_T = correction_weights(
-        settings.correction, log_ratio_T, mask_T, sequence_T, settings.bounds, log_weight_T=log_weight_T
-    )
+    terms = objective_terms(train.objective, logprobs_T, old_logprobs_T, advantages_T, mask_T, sequence_T, train.clip)
+    factors_T = correction_weights(train.correction, log_ratio_T, mask_T, sequence_T, log_weight_T=log_weight_T)
     shares_T = aggregation_weights(
-        settings.aggregation,
+        train.aggregation,
         mask_T,
         sequence_T,
         tokens=max(1, counts.tokens),
         sequences=max(1, counts.sequences),
-        length=settings.length,
+        length=length,
         dtype=logprobs_T.dtype,
     )
     sampled_T = mask_T.to(logprobs_T.dtype)
     # Where the mask is 0 the old log-prob means nothing, and its estimate may be infinite.
     kl_T = torch.where(mask_T, kl_estimate("k3", old_logprobs_T, logprobs_T.detach()), torch.zeros_like(sampled_T))
-    penalty_T = _kl_to_reference(logprobs_T, reference_T, mask_T, settings)
+    penalty_T = _kl_to_reference(logprobs_T, reference_T, mask_T, train.kl)
     terms_T = terms.loss_T * factors_T
-    if settings.kl is not None and settings.kl.place == "loss":
-        terms_T = terms_T + settings.kl.coefficient * penalty_T
-    if settings.entropy:
-        terms_T = terms_T - settings.entropy * entropy_T
+    if train.kl.coefficient and train.kl.where == "loss":
+        terms_T = terms_T + train.kl.coefficient * penalty_T
+    if train.entropy_coefficient:
+        terms_T = terms_T - train.entropy_coefficient * entropy_T
     return PolicyLoss(
         loss=(terms_T * weights_T * shares_T).sum(),
         clipped=(terms.clipped_T * sampled_T).sum(),
@@ -108,14 +105,14 @@ def policy_loss(
     )
 
 
-def _kl_to_reference(logprobs_T: Tensor, reference_T: Tensor | None, mask_T: Tensor, settings: LossSettings) -> Tensor:
+def _kl_to_reference(logprobs_T: Tensor, reference_T: Tensor | None, mask_T: Tensor, kl: KlConfig) -> Tensor:
     """Each sampled token's estimate, ``[T]``; 0 elsewhere, and everywhere without a penalty."""
-    if settings.kl is None or reference_T is None:
+    if not kl.coefficient or reference_T is None:
         return torch.zeros_like(logprobs_T)
     # The first token of a sequence has no log-prob to compare: masked before, so that no gradient is 0 * inf.
     own_T = torch.where(mask_T, logprobs_T, torch.zeros_like(logprobs_T))
-    theirs_T = torch.where(mask_T, reference_T, torch.zeros_like(logprobs_T))
-    return kl_estimate(settings.kl.estimator, own_T, theirs_T)
+    compared_T = torch.where(mask_T, reference_T, torch.zeros_like(logprobs_T))
+    return kl_estimate(kl.estimator, own_T, compared_T)
 
 
 def weighted_cross_entropy(logprobs_T: Tensor, weights_T: Tensor, *, batch_weight: float) -> Tensor:

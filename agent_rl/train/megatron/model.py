@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -13,7 +13,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from agent_rl.config import ParallelConfig
+from agent_rl.config import ParallelConfig, Recompute
 from agent_rl.train.layouts import shares_optimizer
 from agent_rl.train.megatron import hf
 from agent_rl.train.megatron.batch import LossFn, PackedBatch, PassOutput, Routes
@@ -75,7 +75,7 @@ class PolicyModel:
         *,
         device: torch.device,
         dtype: torch.dtype = torch.float32,
-        recompute: Literal["none", "selective", "full"] = "none",
+        recompute: Recompute = "none",
         recompute_modules: Sequence[str] = ("core_attn",),
         load: bool = True,
     ) -> PolicyModel:

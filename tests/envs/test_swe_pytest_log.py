@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envs import GradingError
-from envs.swe.grading import judge, name_of, parse_summary, worst
+from envs.swe.pytest_log import judge, name_of, parse_summary, worst
 from envs.swe.records import STATUSES
 
 HEADER = "=========================== short test summary info ============================"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from envs.context import EnvContext
 from envs.swe.boxes import TestRun, box_spec, run_tests
-from envs.swe.grading import Verdict, as_summary, count_summaries, judge
+from envs.swe.pytest_log import Verdict, as_summary, count_summaries, judge
 from envs.swe.records import SweRecord
 from envs.swe.swebench import as_log, read_log
 from envs.swe.witness import NO_REPORT
@@ -82,8 +82,8 @@ def _doubts(record: SweRecord, run: TestRun, verdict: Verdict | None) -> tuple[s
     lines = [f"{status} {test}" for test, status in run.report.statuses.items()]
     seen = _read(record, as_log(lines) if record.swebench else as_summary(lines))
     differing = [test for test in record.expected if seen is None or seen.tests.get(test) != verdict.tests.get(test)]
-    told = [f"{test}: the summary and the test run's own report differ" for test in differing[:3]]
-    return (*run.report.tampering, *several, *told)
+    differences = [f"{test}: the summary and the test run's own report differ" for test in differing[:3]]
+    return (*run.report.tampering, *several, *differences)
 
 
 async def _control(

@@ -1,0 +1,128 @@
+"""From the log of a test run to a verdict.
+
+The verdict is read from pytest's "short test summary info" section (``-rA``). Tests run in one process with the code
+under test, so a log alone is no proof against code that sets out to forge it: where a log holds several summaries, a
+test's worst status counts; what a patch does to the tests' surroundings is undone before they run (:mod:`.patches`);
+a claim of success is checked against a report that never was on the screen (:mod:`.witness`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from envs.types import GradingError
+
+KeyMode = Literal["node", "name"]
+"""A test's key: pytest's full node id, or (R2E-Gym's rows) the node id's parts after the file, joined by dots."""
+
+_WORST_FIRST = ("ERROR", "FAILED", "XPASS", "XFAIL", "SKIPPED", "PASSED")
+_ANSI = re.compile(r"\x1b\[[\d;]*m")
+_HEADER = re.compile(r"^=+ short test summary info =+\s*$", re.MULTILINE)
+_LINE = re.compile(r"^(PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS|SUBFAILED(?:\(.*?\)|\[.*?\])?) (\S.*)$")
+_FOLDED_SKIP = re.compile(r"^\[\d+\] ")
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the hidden tests say: whether the task is resolved, every test's status, and the first difference."""
+
+    resolved: bool
+    tests: Mapping[str, str]
+    difference: str = ""
+
+
+def parse_summary(log: str, expected: Collection[str] = ()) -> dict[str, str] | None:
+    """Status by full node id from every summary section of a pytest log, or None where the log holds no section.
+
+    A node id may hold spaces, brackets and " - "; ``expected`` ids settle where it ends. The worst status of a test
+    that is named twice counts (a test that passes and whose teardown errs has both). Folded skips have no node id
+    and are left out.
+    """
+    sections = _HEADER.split(_ANSI.sub("", log))[1:]
+    if not sections:
+        return None
+    statuses: dict[str, str] = {}
+    for section in sections:
+        for line in section.split("\n"):
+            _take_line(line.rstrip("\r"), statuses, expected)
+    return statuses
+
+
+def count_summaries(log: str) -> int:
+    """How many summary sections a log holds; pytest prints one."""
+    return len(_HEADER.findall(_ANSI.sub("", log)))
+
+
+def _take_line(line: str, statuses: dict[str, str], expected: Collection[str]) -> None:
+    match = _LINE.match(line)
+    if match is None:
+        return
+    word, rest = match.groups()
+    status = "FAILED" if word.startswith("SUBFAILED") else word
+    if status == "SKIPPED" and _FOLDED_SKIP.match(rest):
+        return
+    node = rest if status == "PASSED" else _node_id(rest, expected)  # pytest gives a passed test no message
+    node = node.rstrip(" ")  # old versions end an XPASS without a reason with a space
+    statuses[node] = worst(status, statuses.get(node, status))
+
+
+def _node_id(rest: str, expected: Collection[str]) -> str:
+    """The node id at the start of ``rest``, which may go on with " - message"."""
+    cuts = [match.start() for match in re.finditer(" - ", rest)] + [len(rest)]
+    for cut in reversed(cuts):
+        if rest[:cut] in expected:
+            return rest[:cut]
+    for cut in cuts:
+        candidate = rest[:cut]
+        if "[" not in candidate or candidate.endswith("]"):
+            return candidate
+    return rest[: cuts[0]]
+
+
+def worst(first: str, second: str) -> str:
+    """The worse of two statuses."""
+    return min(first, second, key=_WORST_FIRST.index)
+
+
+def name_of(node: str) -> str:
+    """R2E-Gym's key of a node id: ``tests/test_a.py::TestX::test_y`` is ``TestX.test_y``; a file's own key is empty."""
+    return ".".join(node.split("::")[1:])
+
+
+def judge(log: str, expected: Mapping[str, str], keys: KeyMode = "node") -> Verdict | None:
+    """The verdict on a log: resolved iff every expected test has exactly its expected status.
+
+    Tests that nobody expects are not looked at. None where the log holds no summary: such a run says nothing.
+    Raises ``GradingError`` if, in key mode "name", two files hold a test of the same expected name: which one the
+    row means cannot be known.
+    """
+    statuses = parse_summary(log, expected if keys == "node" else ())
+    if statuses is None:
+        return None
+    if keys == "name":
+        statuses = _by_name(statuses, expected)
+    for test, status in expected.items():
+        if (got := statuses.get(test, "absent")) != status:
+            return Verdict(False, statuses, f"{test}: {got}, expected {status}")
+    return Verdict(True, statuses)
+
+
+def as_summary(lines: Sequence[str]) -> str:
+    """Lines of statuses and node ids as a log that :func:`judge` reads."""
+    return "\n".join([f"{'=' * 25} short test summary info {'=' * 25}", *lines, ""])
+
+
+def _by_name(statuses: Mapping[str, str], expected: Collection[str]) -> dict[str, str]:
+    named: dict[str, str] = {}
+    owner: dict[str, str] = {}
+    for node, status in statuses.items():
+        name = name_of(node)
+        if not name:
+            continue
+        if (other := owner.setdefault(name, node)) != node and name in expected:
+            raise GradingError(f"test name {name!r} is both {other} and {node}: the row's keys cannot tell them apart")
+        named[name] = status
+    return named
