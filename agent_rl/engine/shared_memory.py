@@ -1,50 +1,83 @@
 """Removes the shared memory of dead SGLang servers.
 
 A server that is killed, and one that is stopped too (its processes end each other with SIGKILL), leaves its files in
-``/dev/shm``: 16 KiB of load figures and Python's semaphores, with no process id in their names. SGLang's own sweep runs
-only in its CI. So what counts is whether any process still has a file mapped or open.
+``/dev/shm``: 16 KiB of load figures and Python's semaphores, most of them with no process id in their names. SGLang's
+own sweep runs only in its CI. So what counts is whether any process still has a file mapped or open. Files are told by
+their inodes: a semaphore is mapped under a temporary name before it gets its own.
 """
 
 from __future__ import annotations
 
 import contextlib
-import time
+import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 SHARED_MEMORY = Path("/dev/shm")
-_NAMES = ("sglang_loads_*.shm", "sgl_shm_*", "sem.mp-*")
-_YOUNG_SECONDS = 60.0
+_NAMES = (
+    "sglang_loads_*.shm",
+    "sglang_host_pool_*.mmap",
+    "sgl_shm_*",
+    "multi_tokenizer_args_*",
+    "nccl-*",
+    "sem.mp-*",
+)
+_MAKER = re.compile(r"(?:sgl_shm_.*_(\d+)_[^_]*|multi_tokenizer_args_(\d+))")
+
+
+class FileId(NamedTuple):
+    """A file, whatever its name is: the major and minor number of its device, and its inode."""
+
+    major: int
+    minor: int
+    inode: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> FileId:
+        return cls(os.major(status.st_dev), os.minor(status.st_dev), status.st_ino)
 
 
 def remove_stale(folder: Path = SHARED_MEMORY) -> int:
-    """Remove what dead servers left in ``folder``; returns how many files. Files younger than a minute stay: a process
-    may be between making one and mapping it."""
-    now = time.time()
-    old = [path for pattern in _NAMES for path in folder.glob(pattern) if _age(path, now) > _YOUNG_SECONDS]
-    if not old:
+    """Remove what this user's dead servers left in ``folder``; returns how many files."""
+    # Listed before it is looked who uses them: a maker has its file open from the moment the name is there.
+    found = dict(_files_of_servers(folder))
+    if not found:
         return 0
-    used = set(_used(str(folder)))
-    stale = [path for path in old if str(path) not in used]
+    used = {file for process in Path("/proc").glob("[0-9]*") for file in files_used_by(int(process.name))}
+    stale = [path for path, file in found.items() if file not in used and not _maker_lives(path.name)]
     for path in stale:
         path.unlink(missing_ok=True)
     return len(stale)
 
 
-def _age(path: Path, now: float) -> float:
-    try:
-        return now - path.stat().st_mtime
-    except FileNotFoundError:
-        return 0.0
+def _files_of_servers(folder: Path) -> Iterator[tuple[Path, FileId]]:
+    for path in (path for pattern in _NAMES for path in folder.glob(pattern)):
+        with contextlib.suppress(FileNotFoundError):  # removed while we looked
+            status = path.stat()
+            if status.st_uid == os.geteuid():
+                yield path, FileId.of(status)
 
 
-def _used(folder: str) -> Iterator[str]:
-    """Every file in ``folder`` that a process has mapped or open."""
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it ended while we looked
-            for line in (process / "maps").read_text().splitlines():
-                if (at := line.find(f"{folder}/")) >= 0:
-                    yield line[at:]
-            for descriptor in (process / "fd").iterdir():
-                with contextlib.suppress(OSError):
-                    yield str(descriptor.readlink())
+def _maker_lives(name: str) -> bool:
+    """Whether the process runs that ``name`` names as its file's maker: it may have closed what another reads later."""
+    match = _MAKER.fullmatch(name)
+    return match is not None and Path(f"/proc/{match[1] or match[2]}").exists()
+
+
+def files_used_by(process: int) -> Iterator[FileId]:
+    """Every file that a process has mapped or open, as far as it lets us look; none where it has ended."""
+    folder = Path("/proc", str(process))
+    with contextlib.suppress(OSError):
+        yield from _mapped((folder / "maps").read_text())
+        for descriptor in (folder / "fd").iterdir():
+            with contextlib.suppress(OSError):
+                yield FileId.of(descriptor.stat())
+
+
+def _mapped(maps: str) -> Iterator[FileId]:
+    for line in maps.splitlines():
+        _, _, _, device, inode, *_ = line.split()
+        major, minor = device.split(":")
+        yield FileId(int(major, 16), int(minor, 16), int(inode))
