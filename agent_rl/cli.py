@@ -121,7 +121,9 @@ def evaluate(
 
 @app.command()
 def doctor(
-    config: ConfigPath,
+    config: Annotated[
+        Path | None, typer.Argument(metavar="[CONFIG]", help="As for train; without one the parts alone are looked at.")
+    ] = None,
     overrides: Overrides = None,
     tasks: Annotated[int | None, typer.Option(help="Tasks to examine; all of the split by default.")] = None,
     split: Annotated[str, typer.Option(help="Split to examine.")] = "train",
@@ -133,11 +135,15 @@ def doctor(
 ) -> None:
     """Examine a config's parts and tasks: does the true fix win, does nothing else? Exit code 1 if something is wrong.
 
-    Writes quarantine.json, the list of tasks to leave out, for the config key env.quarantine.
+    Without a config: what this machine lacks for a run, each with the command that mends it. With one it also writes
+    quarantine.json, the list of tasks to leave out, for the config key env.quarantine.
     """
     from agent_rl.commands.doctor import run_doctor
+    from agent_rl.commands.health import check_installation
     from agent_rl.config import load_config
 
+    if config is None:
+        raise typer.Exit(0 if _run_async(check_installation()) else 1)
     loaded = load_config(config, overrides or ())
     work = run_doctor(loaded, tasks=tasks, split=split, repeats=repeats, audit=audit, out=out)
     if not _run_async(work):

@@ -18,7 +18,7 @@ from typing import cast
 from rich.table import Table
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
-from agent_rl.commands.health import Check, check_parts
+from agent_rl.commands.health import Check, check_parts, checks_table
 from agent_rl.config import RunConfig
 from agent_rl.controller.preflight import check_room
 from agent_rl.controller.world import Workshop, open_workshop
@@ -32,7 +32,7 @@ from agent_rl.observe.folder_lock import hold_folder
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.group import RolloutEvent
 from agent_rl.rollout.limiter import Limiter
-from agent_rl.rollout.solvers import solver_runner
+from agent_rl.rollout.solvers import has_gold, solver_runner
 from agent_rl.types import Trajectory
 from envs import Audited, Finding, GradingError, Task
 from sandbox import SandboxError
@@ -62,8 +62,11 @@ async def run_doctor(
     folder = out or config.run_dir / "doctor"
     display = Display(f"doctor {config.name}")
     with hold_folder(folder), display:
+        checks = await check_parts(config)
+        display.table(checks_table(checks))
+        if any(check.name == "sandbox" and not check.ok for check in checks):
+            return False
         async with open_workshop(config, display) as workshop:
-            checks = await check_parts(config, workshop.backend)
             await workshop.env.prepare(split)
             # All tasks, also those in quarantine: they may have recovered.
             chosen = list(workshop.env.tasks(split))[:tasks]
@@ -82,7 +85,7 @@ async def _repeat(
     config: RunConfig, workshop: Workshop, policy: str, tasks: Sequence[Task], repeats: int, folder: Path, out: Display
 ) -> dict[str, list[EpisodeResult]]:
     """``repeats`` runs of ``policy`` on every task that it can be run on, by task."""
-    able = [_as_new(task) for task in tasks if policy != "gold" or workshop.env.gold(task)]
+    able = [_as_new(task) for task in tasks if policy != "gold" or has_gold(workshop.env, task)]
     place = EvalFolder(folder / policy, {"policy": policy, "env": config.env.name, "options": _plain(config)})
     known = {task.id for task in able}
     results = [r for r in place.results() if r.task_id in known and r.sample < repeats]
@@ -191,7 +194,7 @@ def diagnose(
     reasons: list[str] = []
     undecided: list[str] = []
     if task_id not in gold:
-        undecided.append("no gold patch to try")
+        undecided.append("the environment knows no true fix or solution to try")
     for name, results, right in (("gold", gold.get(task_id, ()), True), ("no-op", noop.get(task_id, ()), False)):
         outcomes = [result.resolved for result in results]
         broken = next((result.error for result in results if result.resolved is None), None)
@@ -200,7 +203,7 @@ def diagnose(
         if {True, False} <= set(outcomes):
             reasons.append(f"flaky: {name} resolved in {outcomes.count(True)} of {len(outcomes)} runs")
         elif (not right) in outcomes:
-            reasons.append("the gold patch does not resolve it" if right else "resolved by doing nothing")
+            reasons.append("its true fix or solution does not resolve it" if right else "resolved by doing nothing")
     if isinstance(findings, str):
         undecided.append(f"audit: {findings}")
     kept = () if findings is None or isinstance(findings, str) else tuple(findings)
@@ -224,7 +227,6 @@ def _tell(display: Display, folder: Path, checks: Sequence[Check], diagnoses: Se
         {"checks": [asdict(check) for check in checks], "tasks": [asdict(item) for item in diagnoses]},
     )
     write_quarantine(folder / "quarantine.json", sick)
-    display.table(_checks_table(checks))
     healthy = len(diagnoses) - len(sick) - len(undecided)
     display.note(f"{healthy} of {len(diagnoses)} tasks healthy, {len(sick)} sick, {len(undecided)} undecided")
     if sick or undecided:
@@ -233,13 +235,6 @@ def _tell(display: Display, folder: Path, checks: Sequence[Check], diagnoses: Se
     if sick:
         display.note(f"leave the sick tasks out: env.quarantine={folder / 'quarantine.json'}")
     return not sick and not undecided and all(check.ok for check in checks)
-
-
-def _checks_table(checks: Sequence[Check]) -> Table:
-    table = Table("part", "", "found")
-    for check in checks:
-        table.add_row(check.name, "ok" if check.ok else "WRONG", check.detail)
-    return table
 
 
 def _tasks_table(sick: Mapping[str, Sequence[str]], undecided: Sequence[Diagnosis]) -> Table:

@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
-from agent_rl.config import EngineConfig, RunConfig
+from rich.console import Console
+from rich.table import Table
+
+from agent_rl.config import EngineConfig, RunConfig, load_config
 from agent_rl.controller import preflight
-from agent_rl.controller.world import box_limits
+from agent_rl.controller.world import box_limits, open_pool
 from agent_rl.engine.facts import read_facts
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import AgentRlError, EngineError, UserError
-from sandbox import SandboxBackend, SandboxError
+from sandbox import SandboxError
 
 _VERSION = "import importlib.metadata as m; print(m.version('sglang'))"
 _SECONDS = 60.0
@@ -30,12 +34,28 @@ class Check:
     detail: str
 
 
-async def check_parts(config: RunConfig, backend: SandboxBackend) -> list[Check]:
+async def check_installation() -> bool:
+    """Look at the parts that a run on this machine takes and print them; True if nothing is missing."""
+    checks = await check_parts(load_config(Path("quickstart"), ["sandbox.backend=auto"]))
+    Console().print(checks_table(checks))
+    return all(check.ok for check in checks)
+
+
+def checks_table(checks: Sequence[Check]) -> Table:
+    """The parts, a row each, for a terminal."""
+    table = Table("part", "", "found")
+    for check in checks:
+        table.add_row(check.name, "ok" if check.ok else "WRONG", check.detail)
+    return table
+
+
+async def check_parts(config: RunConfig) -> list[Check]:
     """Look at every part; a part that is wrong keeps none of the others from being looked at."""
     return [
         await _check("model", lambda: _model(config)),
         await _check("engine", lambda: _engine(config)),
-        await _check("sandbox", lambda: _sandbox(config, backend)),
+        await _check("trainer", _trainer),
+        await _check("sandbox", lambda: _sandbox(config)),
         await _check("disk", lambda: _disk(config)),
     ]
 
@@ -72,18 +92,28 @@ def _installed(engine: EngineConfig) -> str:
     return f"SGLang {run.stdout.strip()} in {engine.python}"
 
 
-async def _sandbox(config: RunConfig, backend: SandboxBackend) -> str:
+async def _trainer() -> str:
+    preflight.check_trainer()
+    return ", ".join(f"{name} {version(name)}" for name in preflight.TRAINER_PACKAGES)
+
+
+async def _sandbox(config: RunConfig) -> str:
     """Start a box of the config's image, run a command in it, close it."""
-    started = time.perf_counter()
-    box = await backend.start(box_limits(config.sandbox))
+    backend = open_pool(config.sandbox)
     try:
-        result = await box.exec("python3 --version && git --version", timeout=_SECONDS)
+        started = time.perf_counter()
+        box = await backend.start(box_limits(config.sandbox))
+        try:
+            result = await box.exec("python3 --version && git --version", timeout=_SECONDS)
+        finally:
+            await box.close()
+        seconds = time.perf_counter() - started
     finally:
-        await box.close()
+        await backend.close()
     if not result.ok:
         raise SandboxError(f"python3 and git do not run in a box: {result.text.strip()[-200:]}")
     versions = ", ".join(result.text.split("\n")[:2])
-    return f"{backend.name}: {versions}; started, used and closed in {time.perf_counter() - started:.2f} s"
+    return f"{backend.name}: {versions}; started, used and closed in {seconds:.2f} s"
 
 
 async def _disk(config: RunConfig) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from agent_rl.families import check_alike, read_config
 from agent_rl.train.batching.dealing import over_budget
 
 FREE_BYTES_WANTED = 1 << 30
+TRAINER_PACKAGES = ("torch", "megatron-core", "ray")
 
 
 def check(config: RunConfig) -> None:
@@ -22,6 +24,13 @@ def check(config: RunConfig) -> None:
     if not config.engine.urls and not Path(config.engine.python).exists():
         raise UserError(f"engine.python: no interpreter {config.engine.python}; `agent-rl install engine` makes it")
     check_room(config.runs_dir)
+
+
+def check_trainer() -> None:
+    """Raises UserError where the trainer's packages are not installed."""
+    missing = [name for name in TRAINER_PACKAGES if importlib.util.find_spec(name.partition("-")[0]) is None]
+    if missing:
+        raise UserError(f"not installed: {', '.join(missing)}; `agent-rl install trainer` installs them")
 
 
 def check_lengths(config: RunConfig) -> None:

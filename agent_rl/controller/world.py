@@ -61,7 +61,7 @@ class World:
 async def open_workshop(config: RunConfig, display: Display) -> AsyncIterator[Workshop]:
     """Open the sandbox backend and the environment, removing first what dead runs left behind."""
     quarantined = frozenset(read_quarantine(config.env.quarantine) if config.env.quarantine else ())
-    backend = _pool(config.sandbox)
+    backend = open_pool(config.sandbox)
     try:
         if reaped := await backend.reap():
             display.note(f"removed {reaped} sandbox(es) that a killed run had left behind")
@@ -80,7 +80,8 @@ def box_limits(config: SandboxConfig) -> SandboxSpec:
     return limits if config.image is None else replace(limits, image=config.image)
 
 
-def _pool(config: SandboxConfig) -> SandboxPool:
+def open_pool(config: SandboxConfig) -> SandboxPool:
+    """The config's sandbox backend, within its limits. Raises SandboxUnavailableError where this machine lacks it."""
     images = ImagePolicy(pull=config.pull, budget_gb=config.image_budget_gb)
     backend = open_backend(config.backend, run_id=uuid.uuid4().hex[:12], images=images)
     return SandboxPool(backend, max_starts=config.max_starts, max_execs=config.max_execs, warm=config.warm)

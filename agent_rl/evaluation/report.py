@@ -211,15 +211,15 @@ def _outcome(task: Task, results: Sequence[EpisodeResult]) -> TaskOutcome:
 
 
 def repository(task: Task) -> str:
-    """The repository a task is about, where its record names one (R2E-Gym's and SWE-bench's field), else its
-    environment."""
-    return str(task.record.get("repo_name") or task.record.get("repo") or task.env)
+    """The repository that a task's record names (R2E-Gym's and SWE-bench's field); empty where it names none."""
+    return str(task.record.get("repo_name") or task.record.get("repo") or "")
 
 
 def _by_repo(outcomes: Sequence[TaskOutcome]) -> dict[str, RepoOutcome]:
     found: dict[str, list[TaskOutcome]] = defaultdict(list)
     for outcome in outcomes:
-        found[outcome.repo].append(outcome)
+        if outcome.repo:
+            found[outcome.repo].append(outcome)
     if len(found) == len(outcomes):
         return {}  # a repository a task says nothing that the outcomes don't
     return {

@@ -45,7 +45,7 @@ def gold(env: Environment, task: Task) -> Sequence[ToolCall]:
     The patch goes through as base64 in a file under ``.git``, which no shell quoting, tool-call format or diff of the
     working tree can touch. Raises UserError for a task without a gold patch.
     """
-    if isinstance(env, Solvable) and (calls := env.solution(task)):
+    if calls := _solution(env, task):
         return [*calls, *noop(env, task)]
     patch = env.gold(task)
     if not patch:
@@ -55,6 +55,15 @@ def gold(env: Environment, task: Task) -> Sequence[ToolCall]:
     writes = [f"printf %s {shlex.quote(chunk)} >> {_PATCH_FILE}" for chunk in chunks]
     apply = f"base64 -d {_PATCH_FILE} | git apply --whitespace=nowarn && rm {_PATCH_FILE}"
     return [*(ToolCall("execute_bash", {"cmd": cmd}) for cmd in [*writes, apply]), *noop(env, task)]
+
+
+def has_gold(env: Environment, task: Task) -> bool:
+    """Whether :func:`gold` has something to do: the environment knows a solution of ``task``, or its true fix."""
+    return bool(_solution(env, task) or env.gold(task))
+
+
+def _solution(env: Environment, task: Task) -> Sequence[ToolCall]:
+    return env.solution(task) if isinstance(env, Solvable) else ()
 
 
 SOLVERS: Mapping[str, Solver] = {"gold": gold, "noop": noop}

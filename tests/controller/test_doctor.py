@@ -10,6 +10,7 @@ import pytest
 
 from agent_rl.commands.doctor import diagnose, run_doctor
 from agent_rl.commands.eval import EvalOptions, run_evaluation
+from agent_rl.commands.health import check_installation, check_parts
 from agent_rl.config import load_config
 from agent_rl.errors import ConfigError
 from agent_rl.evaluation.quarantine import read_quarantine, write_quarantine
@@ -19,6 +20,7 @@ from envs.mini.generator import generate
 from envs.mini.records import to_record
 from envs.swe.patches import diff_files
 from envs.swe.records import SweRecord, write_jsonl
+from envs.template import write_template
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -38,14 +40,14 @@ FINE = Finding("history", True, "one commit")
     ("gold", "noop", "findings", "reasons", "undecided"),
     [
         (runs(True, True), runs(False, False), [FINE], (), ()),
-        (runs(False, False), runs(False), [], ("the gold patch does not resolve it",), ()),
+        (runs(False, False), runs(False), [], ("its true fix or solution does not resolve it",), ()),
         (runs(True), runs(True, True), [], ("resolved by doing nothing",), ()),
         (runs(True, False, True), runs(False), None, ("flaky: gold resolved in 2 of 3 runs",), ()),
         (runs(True), runs(True, False), None, ("flaky: no-op resolved in 1 of 2 runs",), ()),
         (runs(True), runs(False), [FINE, LEAK], ("history: commits: 2",), ()),
         (runs(True, None), runs(False), [], (), ("gold could not be graded: SandboxError: x",)),
         (runs(True), runs(False), "SandboxError: gone", (), ("audit: SandboxError: gone",)),
-        (None, runs(False), [], (), ("no gold patch to try",)),
+        (None, runs(False), [], (), ("the environment knows no true fix or solution to try",)),
     ],
 )
 def test_a_diagnosis(gold: Any, noop: Any, findings: Any, reasons: Any, undecided: Any) -> None:
@@ -82,11 +84,11 @@ async def test_sick_tasks_are_found_once_and_left_out_afterwards(
     assert not await run_doctor(config, out=out, **options)  # type: ignore[arg-type]
     healthy, wrong, done = (json.loads(line)["task_id"] for line in (tasks / "heldout.jsonl").read_text().splitlines())
     quarantined = read_quarantine(out / "quarantine.json")
-    assert quarantined[wrong] == ["the gold patch does not resolve it"]
+    assert quarantined[wrong] == ["its true fix or solution does not resolve it"]
     assert quarantined[done][0] == "resolved by doing nothing"
     assert healthy not in quarantined
     told = json.loads((out / "doctor.json").read_text())
-    assert {check["name"] for check in told["checks"]} == {"model", "engine", "sandbox", "disk"}
+    assert {check["name"] for check in told["checks"]} == {"model", "engine", "trainer", "sandbox", "disk"}
     (row,) = [row for row in told["tasks"] if row["task_id"] == healthy]
     assert (row["gold"], row["noop"]) == ([True, True], [False, False])
     assert row["findings"]
@@ -103,6 +105,37 @@ async def test_sick_tasks_are_found_once_and_left_out_afterwards(
     assert await run_evaluation(config, EvalOptions(policy="gold", out=tmp_path / "eval")) is None
     report = json.loads((tmp_path / "eval" / "report.json").read_text())
     assert [(row["task_id"], row["resolved"]) for row in report["outcomes"]] == [(healthy, 1)]
+
+
+@pytest.mark.bubblewrap
+async def test_an_environment_without_patches_is_tried_by_its_own_solution(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config_file = write_template("letters", tmp_path).config
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = load_config(config_file, ["sandbox.backend=bubblewrap", "env.options.count=2"])
+    await run_doctor(config, tasks=None, split="train", repeats=1, audit=True, out=tmp_path / "out")
+    assert "2 of 2 tasks healthy, 0 sick, 0 undecided" in capsys.readouterr().out
+    await run_evaluation(config, EvalOptions(policy="gold", out=tmp_path / "eval"))
+    assert "repository" not in capsys.readouterr().out
+
+
+async def test_what_the_machine_lacks_is_told_with_the_command_that_mends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr("agent_rl.controller.preflight.TRAINER_PACKAGES", ("torch", "notthere"))
+    config = load_config(Path("quickstart"), ["engine.python=/nowhere/python", "model=/nowhere/model"])
+    found = {check.name: check for check in await check_parts(config)}
+    assert {name for name, check in found.items() if not check.ok} == {"model", "engine", "trainer", "sandbox"}
+    assert "`agent-rl install engine`" in found["engine"].detail
+    assert found["trainer"].detail == "not installed: notthere; `agent-rl install trainer` installs them"
+    assert "apt-get install bubblewrap" in found["sandbox"].detail
+    assert not await check_installation()
+    assert "notthere" in capsys.readouterr().out
 
 
 def test_what_is_no_quarantine_file_is_told(tmp_path: Path) -> None:
