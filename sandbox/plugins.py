@@ -42,14 +42,15 @@ class Registry:
             raise self.error(f"unknown {self.kind} {name!r}: {self._hint(name)}")
         module_name, _, attribute = target.partition(":")
         try:
-            part: Any = importlib.import_module(module_name)
+            module = importlib.import_module(module_name)
         except (ImportError, SyntaxError) as error:
             raise self.error(f"{self.kind} {name!r}: {module_name} does not import: {error}") from error
+        part: Any = module
         for step in attribute.split("."):
             if not hasattr(part, step):
                 near = difflib.get_close_matches(step, dir(part), n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
-                place = getattr(part, "__file__", "no file")
+                place = getattr(module, "__file__", "no file")
                 raise self.error(f"{self.kind} {name!r}: {module_name} ({place}) has no {attribute!r}{hint}")
             part = getattr(part, step)
         return part
