@@ -121,6 +121,7 @@ class Trajectory:
     ``tokens`` int32 ``[S]``, ``loss_mask`` bool ``[S]`` (True where sampled), ``logprobs`` float32 ``[S]`` (0 where not
     sampled), ``routing`` of S rows (the last absent) or None. ``reward`` is None iff ``stop.infrastructure``.
     ``tests`` and ``test_log`` are the grading's, for a person to read; they are not written with a run's trajectories.
+    ``recovered``: it was sampled by an earlier start of the run, so this process's clock says nothing of it.
     """
 
     task_id: str
@@ -143,6 +144,7 @@ class Trajectory:
     tests: Mapping[str, str] = field(default_factory=dict)
     test_log: str = ""
     rescored: Rescored | None = None
+    recovered: bool = False
 
     @property
     def routes_needed(self) -> int:

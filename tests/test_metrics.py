@@ -41,7 +41,7 @@ def made_by_calling() -> Mapping[str, set[str]]:
     """File -> the metrics that its functions give for a step in which everything there is to measure happened."""
     routing = Routing(np.zeros((5, 1, 1), np.uint8), np.ones(5, np.bool_), (), 4)
     won = replace(trajectory(1.0), routing=routing, rescored=Rescored(np.zeros((2, 2), np.float32), 1.0))
-    group = Group("t", (won, trajectory(0.0)))
+    group = Group("t", (won, replace(trajectory(0.0), recovered=True)))
     return {
         "agent_rl/rollout/stats.py": set(rollout_metrics(Rollout((group,), (), seconds=1.0))),
         "agent_rl/rollout/filters.py": set(filter_metrics([group], [Group("u", (won, won))])),

@@ -4,6 +4,7 @@ import io
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from agent_rl.observe.display import Display, sparkline
@@ -70,7 +71,33 @@ def test_display_shows_the_step_it_was_given(terminal: bool) -> None:
     assert "0.250" in text
 
 
-def test_picture_is_a_png(tmp_path: Path) -> None:
-    rows = [{"step": s, "reward/mean": s / 4, "mismatch/k3_kl": 1e-4, "mismatch_native/k3_kl": 1e-3} for s in (1, 2, 3)]
+def run_picture(rows: list[dict[str, float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Figure:
+    """The figure that is drawn of ``rows``, as it was saved."""
+    drawn: list[Figure] = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **how: (drawn.append(self), save(self, *args, **how)))
     draw_run(rows, tmp_path / "run.png", title="t", evaluations={0: (0.2, 0.1, 0.3), 3: (0.6, 0.5, 0.7)})
     assert (tmp_path / "run.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    return drawn[0]
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3, 36])
+def test_a_picture_has_whole_steps_and_legends_that_cover_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    values = {"mismatch/k3_kl": 1e-4, "mismatch_native/k3_kl": 1e-3, "time/rollout": 9.0, "time/update": 2.0}
+    rows = [{"step": step, "reward/mean": step / steps, **values} for step in range(1, steps + 1)]
+    figure = run_picture(rows, tmp_path, monkeypatch)
+    for axes in figure.axes:
+        assert all(tick == round(tick) for tick in axes.get_xticks()), axes.get_title()
+        if (legend := axes.get_legend()) is not None:
+            assert legend.get_window_extent().y1 <= axes.get_window_extent().y0, axes.get_title()
+
+
+def test_a_step_taken_up_from_the_journal_is_not_in_the_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"step": step, "reward/mean": 0.5, "time/rollout": 9.0} for step in (1, 2, 3)]
+    rows[1] |= {"time/rollout": 1e-4, "time/rollout_recovered": 1.0}
+    figure = run_picture(rows, tmp_path, monkeypatch)
+    bars = figure.axes[2].patches
+    assert [round(bar.get_x() + bar.get_width() / 2) for bar in bars] == [1, 3]
+    assert [bar.get_height() for bar in bars] == [9.0, 9.0]

@@ -26,6 +26,7 @@ from asyncio import to_thread
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
@@ -120,7 +121,7 @@ class StepJournal:
             if not _same(said, header):
                 return 0
             for payload, after in frames:
-                trajectory = decode_trajectory(payload, str(self.path))
+                trajectory = replace(decode_trajectory(payload, str(self.path)), recovered=True)
                 self._waiting[trajectory.task_id].append(trajectory)
                 end = after
         return end

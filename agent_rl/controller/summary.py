@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
+from agent_rl.controller.idle_steps import idle_steps
 from agent_rl.controller.state import RunState, evaluation_step
 from agent_rl.observe.files import write_json
 from agent_rl.observe.picture import draw_run
@@ -42,7 +43,8 @@ def summarize(
         "greedy_before": _rate(evaluations, "step-0/greedy"),
         "greedy_after": _rate(evaluations, f"step-{steps}/greedy"),
         "infrastructure_failures": {key: report["infrastructure_failures"] for key, report in evaluations.items()},
-        "means": {name: statistics.fmean(values) for name in MEANS if (values := [r[name] for r in rows if name in r])},
+        "steps_without_update": idle_steps(rows),
+        "means": {name: statistics.fmean(values) for name in MEANS if (values := _values(rows, name))},
     }
     write_json(state.dir / "summary.json", summary)
     draw_run(rows, state.dir / "run.png", title=state.dir.name, evaluations=_points(evaluations))
@@ -59,11 +61,19 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         if (rate := summary[f"greedy_{side}"]) is not None:
             table.add_row(f"Pass@1 {side}, greedy", f"{100 * rate:.1f} %")
     table.add_row("infrastructure failures in evaluation", str(sum(summary["infrastructure_failures"].values())))
+    for reason, count in summary["steps_without_update"].items():
+        table.add_row("steps without an update", f"{count} of {summary['steps']}: {reason}")
     for name, value in summary["means"].items():
         table.add_row(f"mean {name}", f"{value:.4g}")
     for name in ("sandbox", "engine"):
         table.add_row(name, str(summary[name]))
     return table
+
+
+def _values(rows: Sequence[Mapping[str, float]], name: str) -> list[float]:
+    """The metric in every step that has it; times only of steps that were run whole, not taken from the journal."""
+    whole = [row for row in rows if not (name.startswith("time/") and "time/rollout_recovered" in row)]
+    return [row[name] for row in whole if name in row]
 
 
 def _rate(evaluations: Mapping[str, Mapping[str, Any]], key: str) -> float | None:

@@ -26,6 +26,7 @@ from agent_rl.controller.advantages import samples_of
 from agent_rl.controller.batch import Batch, Collector
 from agent_rl.controller.checkpoints import Checkpoints, Progress
 from agent_rl.controller.guard import Guard
+from agent_rl.controller.idle_steps import why_idle
 from agent_rl.controller.journal import Journal
 from agent_rl.controller.routes import check_budget, probe_engines
 from agent_rl.controller.schedule import check_enough
@@ -174,6 +175,8 @@ class TrainingRun:
         self.metrics.append(step, values)
         self.progress = self.progress.after(step, batch.position, values)
         self.display.step(step, values)
+        if (reason := why_idle(values)) is not None:
+            self.display.note(f"step {step}: no update: {reason}")
         self._report_filters(step)
 
     async def _rollout(self, step: int, collector: Collector) -> Batch:

@@ -21,6 +21,8 @@ def draw_run(rows: Rows, path: Path, *, title: str, evaluations: Mapping[int, tu
     _draw_reward(reward, rows, evaluations)
     _draw_mismatch(mismatch, rows)
     _draw_times(times, rows)
+    for axes in (reward, mismatch, times):
+        _finish(axes)
     figure.suptitle(title)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=120)
@@ -33,7 +35,7 @@ def _series(rows: Rows, key: str) -> tuple[list[float], list[float]]:
 
 
 def _draw_reward(axes: Any, rows: Rows, evaluations: Mapping[int, tuple[float, float, float]]) -> None:
-    axes.plot(*_series(rows, "reward/mean"), color="tab:blue", label="training reward (mean)")
+    axes.plot(*_series(rows, "reward/mean"), marker=".", color="tab:blue", label="training reward (mean)")
     if evaluations:
         steps = sorted(evaluations)
         values = [evaluations[step][0] for step in steps]
@@ -42,9 +44,7 @@ def _draw_reward(axes: Any, rows: Rows, evaluations: Mapping[int, tuple[float, f
         axes.errorbar(
             steps, values, yerr=[below, above], fmt="o", color="tab:red", capsize=4, label="held-out Pass@1, 95 %"
         )
-    axes.set(xlabel="global step", ylim=(0, 1), title="reward")
-    axes.legend(loc="lower right", fontsize=8)
-    axes.grid(alpha=0.3)
+    axes.set(ylim=(0, 1), title="reward")
 
 
 def _draw_mismatch(axes: Any, rows: Rows) -> None:
@@ -54,23 +54,29 @@ def _draw_mismatch(axes: Any, rows: Rows) -> None:
     ):
         steps, values = _series(rows, key)
         if any(value > 0 for value in values):
-            axes.plot(steps, values, color=colour, label=label)
+            axes.plot(steps, values, marker=".", color=colour, label=label)
             axes.set_yscale("log")
-    axes.set(xlabel="global step", title="k3-KL, trainer against engine")
-    if axes.lines:
-        axes.legend(fontsize=8)
-    axes.grid(alpha=0.3)
+    axes.set(title="k3-KL, trainer against engine")
 
 
 def _draw_times(axes: Any, rows: Rows) -> None:
-    stages = [
-        stage for stage in ("rollout", "old_logprob", "update", "weight_sync") if _series(rows, f"time/{stage}")[0]
-    ]
-    if stages:
-        steps = [row["step"] for row in rows]
-        axes.stackplot(
-            steps, *[[row.get(f"time/{stage}", 0.0) for row in rows] for stage in stages], labels=stages, alpha=0.8
-        )
-        axes.legend(loc="upper right", fontsize=8)
-    axes.set(xlabel="global step", ylabel="seconds", title="time of a step")
+    """Only of steps that were run whole: one taken up from the journal shows the time of its last start alone."""
+    rows = [row for row in rows if "time/rollout_recovered" not in row]
+    bottom = [0.0] * len(rows)
+    for stage in ("rollout", "old_logprob", "update", "weight_sync"):
+        if any(f"time/{stage}" in row for row in rows):
+            seconds = [row.get(f"time/{stage}", 0.0) for row in rows]
+            axes.bar([row["step"] for row in rows], seconds, bottom=bottom, width=1.0, label=stage, alpha=0.8)
+            bottom = [below + own for below, own in zip(bottom, seconds, strict=True)]
+    axes.set(ylabel="seconds", title="time of a step")
+
+
+def _finish(axes: Any) -> None:
+    """Whole steps on the axis, and the legend below it, where it covers nothing."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set(xlabel="global step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.grid(alpha=0.3)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, fontsize=8, frameon=False)

@@ -51,8 +51,6 @@ def _work_metrics(rollout: Rollout, trajectories: Sequence[Trajectory]) -> dict[
         "rollout/turns_mean": len(turns) / len(trajectories),
         "rollout/tokens_mean": tokens / len(trajectories),
         "rollout/sampled_tokens_mean": sampled / len(trajectories),
-        "rollout/tokens_per_second": tokens / rollout.seconds,
-        "rollout/sampled_tokens_per_second": sampled / rollout.seconds,
         "rollout/parse_failures": float(sum(turn.parse_failure is not None for turn in turns)),
         "rollout/generate_seconds_mean": _mean(turn.generate_seconds for turn in turns),
         "rollout/tool_seconds_mean": _mean(turn.tool_seconds for turn in turns),
@@ -61,7 +59,20 @@ def _work_metrics(rollout: Rollout, trajectories: Sequence[Trajectory]) -> dict[
     for reason in StopReason:
         if not reason.infrastructure:
             metrics[f"rollout/stop/{reason}"] = _mean(trajectory.stop is reason for trajectory in trajectories)
-    return metrics
+    return metrics | _speeds(trajectories, rollout.seconds)
+
+
+def _speeds(trajectories: Sequence[Trajectory], seconds: float) -> dict[str, float]:
+    """Tokens a second of the episodes that were run in these ``seconds``; those of an earlier start were not."""
+    run = [trajectory for trajectory in trajectories if not trajectory.recovered]
+    recovered = {"time/rollout_recovered": 1 - len(run) / len(trajectories)} if len(run) < len(trajectories) else {}
+    if not run:
+        return recovered
+    sampled = sum(turn.completion_tokens for trajectory in run for turn in trajectory.turns)
+    return recovered | {
+        "rollout/tokens_per_second": sum(len(trajectory.tokens) for trajectory in run) / seconds,
+        "rollout/sampled_tokens_per_second": sampled / seconds,
+    }
 
 
 def reward_of(trajectory: Trajectory) -> float:

@@ -34,11 +34,12 @@ def trajectory(task: str, seed: int, stop: StopReason = StopReason.SUBMITTED) ->
 
 
 def same(a: Trajectory, b: Trajectory) -> bool:
+    """Whether they are the same but for which start ran them."""
     assert a.routing is not None
     assert b.routing is not None
     arrays = [(a.tokens, b.tokens), (a.loss_mask, b.loss_mask), (a.logprobs, b.logprobs)]
     arrays += [(a.routing.experts, b.routing.experts), (a.routing.present, b.routing.present)]
-    plain = [replace(t, tokens=None, loss_mask=None, logprobs=None, routing=None) for t in (a, b)]  # type: ignore[arg-type]
+    plain = [replace(t, tokens=None, loss_mask=None, logprobs=None, routing=None, recovered=False) for t in (a, b)]  # type: ignore[arg-type]
     return (
         all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in arrays)
         and [str(plain[0])] == [str(plain[1])]
@@ -81,6 +82,7 @@ async def test_what_finished_is_given_again_bit_for_bit_and_once(tmp_path: Path)
     found = [await journal.runner(run)(task(name)) for name in ("a", "b", "a", "a")]
     assert all(map(same, found, (FIRST, OTHER, SECOND, fresh)))
     assert asked == ["a"], "only the fourth was sampled"
+    assert [trajectory.recovered for trajectory in found] == [True, True, True, False]
     journal.close()
     again = Journal(tmp_path, "run").open(8, "w7")
     assert again.found == 4, "and written down too"

@@ -79,6 +79,19 @@ def test_what_a_step_did() -> None:
     )
 
 
+def test_episodes_of_an_earlier_start_are_in_no_speed() -> None:
+    now = trajectory(1.0, StopReason.SUBMITTED, (turn(10),), 60)
+    before = replace(trajectory(0.0, StopReason.SUBMITTED, (turn(30),), 40), recovered=True)
+    metrics = rollout_metrics(Rollout((Group("a", (now, before, before, before)),), (), seconds=2.0))
+    assert metrics["rollout/tokens_per_second"] == 60 / 2
+    assert metrics["rollout/sampled_tokens_per_second"] == 10 / 2
+    assert metrics["time/rollout_recovered"] == 0.75
+    assert metrics["rollout/tokens_mean"] == 180 / 4
+    metrics = rollout_metrics(Rollout((Group("a", (before, before)),), (), seconds=1e-4))
+    assert metrics["time/rollout_recovered"] == 1.0
+    assert not [name for name in metrics if "per_second" in name]
+
+
 def test_a_step_that_lost_every_group_has_only_counts() -> None:
     metrics = rollout_metrics(Rollout((), (DroppedGroup("c", ("x",)),), seconds=2.0))
     assert metrics == {"rollout/infrastructure_failures": 1, "rollout/groups_dropped": 1}
