@@ -1,0 +1,220 @@
+"""Every command in README, CONTRIBUTING and docs is read by the program it names, and is run or listed as not run."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import doc_pages as pages
+import pytest
+import typer
+from doc_pages import ROOT
+from traced_step import Layout, trace_step
+
+from agent_rl.cli import app
+from agent_rl.config import load_config
+
+AGENT_RL: Any = typer.main.get_command(app)
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command line of a page, without its comment and its environment variables."""
+
+    place: str
+    words: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return " ".join(self.words)
+
+
+def commands() -> Iterator[Command]:
+    for page in pages.PAGES:
+        for block in pages.blocks(page):
+            if block.language == "bash":
+                for line in block.text.replace("\\\n", " ").splitlines():
+                    words = [word for word in shlex.split(line, comments=True) if not re.match(r"[A-Z_]+=", word)]
+                    if words:
+                        yield Command(str(block), (words[0].removeprefix(".venv/bin/"), *words[1:]))
+
+
+COMMANDS = {str(command): command for command in commands()}
+
+RUN: Mapping[str, str] = {
+    "agent-rl config show configs/quickstart.yaml": "describe_tools: false",
+    "agent-rl envs list": "mini",
+    "agent-rl envs new letters": "letters.yaml",
+    "agent-rl envs check letters:Letters": "kept",
+    "agent-rl eval configs/quickstart.yaml --policy gold --tasks 2": "100.0%",
+    "agent-rl eval configs/quickstart.yaml --policy noop --tasks 2": " 0.0%",
+    "agent-rl model init OUT": "made",
+    "agent-rl plan configs/paper-swe.yaml": "GPU",
+    "agent-rl plan configs/paper-swe.yaml hardware.gpu_memory_gb=141 train.parallel.world_size=16": "GPU",
+    "agent-rl plan configs/paper-swe.yaml --tokens 20000 --json": "{",
+    "agent-rl r3 check runs/traced/r3_trace --require-forward-verify --require-shard-identity": "holds",
+    "python -m sandbox.reap --list": "",
+}
+"""Commands that the test runs as they are printed, one after another in one folder, and a part of their output."""
+
+NOT_RUN: Mapping[str, tuple[str, ...]] = {
+    "sets up environments, or runs the suite or all benchmarks": (
+        "make quickstart",
+        "make test",
+        "make setup",
+        "make check",
+        "make docs",
+        "make real-tasks",
+    ),
+    "needs an engine and minutes: tests/integration and tests/engine run the same commands smaller": (
+        "agent-rl train configs/quickstart.yaml name=mine train.lr=1e-4",
+        "agent-rl train configs/quickstart.yaml name=traced train.steps=1 eval.tasks=0 r3.trace.steps=[1]",
+        "agent-rl train letters.yaml",
+        "agent-rl eval configs/quickstart.yaml",
+        "agent-rl eval configs/quickstart.yaml --greedy --tasks 64",
+        "agent-rl eval configs/quickstart.yaml --samples 8",
+        "agent-rl r3 compare configs/quickstart.yaml --tasks 96 --out runs/compare",
+        "agent-rl r3 compare runs/quickstart",
+        "agent-rl r3 compare configs/quickstart.yaml train.dtype=bfloat16 --trajectories runs/compare "
+        "--out runs/compare-bf16",
+    ),
+    "needs a server or an endpoint": (
+        "agent-rl r3 probe http://127.0.0.1:30000",
+        "agent-rl eval configs/quickstart.yaml --policy https://host/v1 --model NAME",
+    ),
+    "needs the trajectories of a finished run": (
+        "agent-rl eval configs/quickstart.yaml --policy replay:runs/quickstart/trajectories/step-000010.jsonl",
+    ),
+    "runs hundreds of episodes": (
+        "agent-rl doctor configs/quickstart.yaml --tasks 64",
+        "agent-rl doctor configs/quickstart.yaml --split heldout --tasks 200 --repeats 3",
+    ),
+    "takes half an hour": ("agent-rl model init OUT --from-scratch",),
+    "removes boxes of other runs, or never ends": ("python -m sandbox.reap", "python -m sandbox.reap --every 60"),
+    "needs root, debootstrap and minutes": (
+        "python -m sandbox.base_image",
+        "python -m sandbox.base_image --pip pytest==8.3.5",
+        "python -m sandbox.base_image --rootfs FOLDER",
+        "python -m sandbox.base_image --engine podman",
+    ),
+    "downloads sources of real releases": ("python -m envs.swe.real --out .cache/tasks/real.jsonl",),
+    "measures for minutes": (
+        "python tests/bench/bench_codec.py",
+        "python tests/bench/bench_step.py --rounds 9",
+        "python tests/bench/kills.py --kills 50",
+    ),
+    "runs tests, which would run this one": (
+        "python -m pytest tests/rollout -q",
+        "python -m pytest tests/train -q -m not slow",
+    ),
+    "is a program that is not installed with the project": ("pre-commit install",),
+}
+
+
+def test_every_command_is_run_or_listed_with_the_reason_why_not() -> None:
+    listed = [text for texts in (RUN, *NOT_RUN.values()) for text in texts]
+    assert len(listed) == len(set(listed)), "a command is listed twice"
+    new = [f"{command.place}: {text}" for text, command in COMMANDS.items() if text not in listed]
+    assert not new, "neither run nor listed here:\n" + "\n".join(new)
+    assert not (gone := set(listed) - set(COMMANDS)), f"in no page any more: {gone}"
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=str)
+def test_every_command_is_one_that_its_program_takes(command: Command) -> None:
+    program, *arguments = command.words
+    readers = {"agent-rl": read_agent_rl, "make": read_make, "python": read_python}
+    if program in readers:
+        readers[program](arguments)
+    else:
+        assert program in ("pre-commit",), f"{command.place}: what is {program}?"
+
+
+def find(words: list[str]) -> tuple[Any, list[str]]:
+    """The command that the first words name, and the words after it."""
+    command, rest = AGENT_RL, list(words)
+    while (subcommands := getattr(command, "commands", None)) and rest and not rest[0].startswith("-"):
+        name = rest.pop(0)
+        assert name in subcommands, f"no command {name}"
+        command = subcommands[name]
+    return command, rest
+
+
+def read_agent_rl(arguments: list[str]) -> None:
+    """Parse with the real command line, without running; configs are loaded with the overrides."""
+    command, rest = find(arguments)
+    given = command.make_context(command.name, rest).params
+    config = given.get("config") or given.get("source")
+    if config is not None and Path(config).suffix == ".yaml":
+        load_config(ROOT / config, given.get("overrides") or ())
+
+
+def read_make(arguments: list[str]) -> None:
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert set(arguments) <= set(targets)
+
+
+def read_python(arguments: list[str]) -> None:
+    """The file or module is there, takes the options, and the folders it is given are there."""
+    if arguments[0] != "-m":
+        source = ROOT / arguments[0]
+    elif arguments[1] == "pytest":
+        assert all((ROOT / word).exists() for word in arguments if word.startswith("tests"))
+        return
+    else:
+        spec = importlib.util.find_spec(arguments[1])
+        assert spec is not None, f"no module {arguments[1]}"
+        source = Path(str(spec.origin))
+    text = source.read_text()
+    assert not (unknown := [word for word in arguments if word.startswith("--") and f'"{word}"' not in text]), unknown
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the repository's configs and caches, and the trace of a step, but without its runs."""
+    folder = tmp_path_factory.mktemp("commands")
+    for name in ("configs", ".cache"):
+        (ROOT / name).mkdir(exist_ok=True)
+        (folder / name).symlink_to(ROOT / name)
+    trace_step(folder / "runs/traced/r3_trace", Layout(context=2))
+    return folder
+
+
+@pytest.mark.bubblewrap
+@pytest.mark.parametrize("text", RUN)
+def test_the_command_runs_as_it_is_printed(text: str, folder: Path) -> None:
+    if "letters" in text and "new" not in text and not (folder / "letters.py").exists():
+        run("agent-rl envs new letters", folder)
+    assert RUN[text] in run(text, folder)
+
+
+def run(text: str, folder: Path) -> str:
+    words = shlex.split(text)
+    program = [sys.executable, "-m", "agent_rl.cli"] if words[0] == "agent-rl" else [sys.executable]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "120", "NO_COLOR": "1"}
+    done = subprocess.run(
+        [*program, *words[1:]], cwd=folder, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
+    return done.stdout + done.stderr
+
+
+SPANS = [
+    pytest.param(span, id=f"{page.name}:{line} {span}")
+    for page in pages.PAGES
+    for line, span in pages.code_spans(page)
+    if span.startswith("agent-rl ")
+]
+
+
+@pytest.mark.parametrize("span", SPANS)
+def test_commands_and_options_named_in_a_sentence_exist(span: str) -> None:
+    command, rest = find(span.split()[1:])
+    known = {option for parameter in command.params for option in parameter.opts} | {"--help", "--version"}
+    assert not (unknown := [word for word in rest if word.startswith("--") and word not in known]), unknown
