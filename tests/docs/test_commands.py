@@ -25,6 +25,9 @@ from agent_rl.config import load_config
 AGENT_RL: Any = typer.main.get_command(app)
 
 
+WRITTEN_BY_COMMANDS = ("letters.yaml",)
+
+
 @dataclass(frozen=True)
 class Command:
     """One command line of a page, without its comment and its environment variables."""
@@ -151,7 +154,7 @@ def read_agent_rl(arguments: list[str]) -> None:
     command, rest = find(arguments)
     given = command.make_context(command.name, rest).params
     config = given.get("config") or given.get("source")
-    if config is not None and Path(config).suffix == ".yaml":
+    if config is not None and Path(config).suffix == ".yaml" and Path(config).name not in WRITTEN_BY_COMMANDS:
         load_config(ROOT / config, given.get("overrides") or ())
 
 
