@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import re
 import sys
+import tomllib
 import types
 import typing
 from collections.abc import Awaitable, Callable
@@ -34,7 +35,7 @@ from tools import ToolCall
 from tools.formats import tool_format
 
 ALL = [block for page in pages.PAGES for block in pages.blocks(page)]
-KNOWN_LANGUAGES = {"", "bash", "python", "yaml", "text", "{toctree}"}
+KNOWN_LANGUAGES = {"", "bash", "python", "yaml", "toml", "text", "{toctree}"}
 TESTED_ELSEWHERE = {"docs/environments.md": 2}
 """How many Python blocks of a page ``tests/envs/test_docs_example.py`` runs."""
 
@@ -113,6 +114,14 @@ def test_every_block_says_its_language() -> None:
 def test_the_yaml_block_is_a_part_of_a_config(block: Block) -> None:
     for document in yaml.safe_load_all(block.text):
         RunConfig.model_validate({"name": "x", "model": "m"} | document)
+
+
+@pytest.mark.parametrize("block", [block for block in ALL if block.language == "toml"], ids=str)
+def test_the_toml_block_names_groups_of_entry_points_that_are_looked_for(block: Block) -> None:
+    groups = tomllib.loads(block.text)["project"]["entry-points"]
+    files = [path for package in ("envs", "tools", "sandbox", "agent_rl") for path in (ROOT / package).rglob("*.py")]
+    sources = "".join(path.read_text() for path in files)
+    assert [group for group in groups if f'"{group}"' not in sources] == []
 
 
 def models(annotation: Any) -> list[type[BaseModel]]:
