@@ -178,7 +178,7 @@ def plan(
 
     Exit code 1: something does not fit, or the layout is not possible; the last line says what, and what would help.
     """
-    from agent_rl.capacity.plan import make_plan
+    from agent_rl.capacity.advice import make_plan
     from agent_rl.capacity.report import print_plan
     from agent_rl.config import load_config
 
@@ -360,12 +360,12 @@ def probe(
     """
     from rich.console import Console
 
-    from agent_rl.engine.facts import read_facts
     from agent_rl.engine.probe.run import ProbeReport, table
     from agent_rl.engine.probe.run import probe as probe_server
+    from agent_rl.model_facts import read_routed_facts
     from agent_rl.observe.files import write_json
 
-    report = _run_async(probe_server(url, read_facts(model) if model else None, retract=retract))
+    report = _run_async(probe_server(url, read_routed_facts(model) if model else None, retract=retract))
     assert isinstance(report, ProbeReport)
     Console().print(table(report))
     typer.echo(report.line())

@@ -105,47 +105,26 @@ _HARMLESS = frozenset(
 )
 
 
-def read_config(folder: Path) -> tuple[Family, dict[str, Any]]:
-    """The family and the config of the checkpoint in ``folder``, under Qwen3-MoE's key names.
+def read_config(folder: Path) -> dict[str, Any]:
+    """The config of the checkpoint in ``folder`` under Qwen3-MoE's key names, with its ``model_type``.
 
     ``rope_scaling`` is None or a checked mapping (see :func:`_rope`). Raises ConfigError, one line, for a missing file
     or key, an unknown architecture, and every key or value that changes what the model computes in a way we do not.
     """
     path = folder / "config.json"
-    if not path.is_file():
-        raise ConfigError(f"{folder}: no model folder with a config.json (a Hugging Face checkpoint is needed)")
-    said = json.loads(path.read_text())
-    family = family_of(said, path)
-    _check_keys(said, family, path)
-    _check_values(said, family, path)
-    config = {name: _take(said, family, name, path) for name in _NEEDED + (_EXPERTS if family.experts else ())}
-    config |= {name: said.get(name, default) for name, default in _OPTIONAL.items()}
+    raw = _read(path)
+    family = _family_of(raw, path)
+    _check_keys(raw, family, path)
+    _check_values(raw, family, path)
+    needed = _NEEDED + (_EXPERTS if family.experts else ())
+    config = {"model_type": raw["model_type"], **{name: _take(raw, family, name, path) for name in needed}}
+    config |= {name: raw.get(name, default) for name, default in _OPTIONAL.items()}
     if family.shared_expert:
-        config["shared_expert_intermediate_size"] = _take(said, family, "shared_expert_intermediate_size", path)
-    config["qkv_bias"] = said.get("qkv_bias", family.qkv_bias)
-    config["rope_theta"], config["rope_scaling"] = _rope(said, path)
-    return family, config
-
-
-def check_alike(model: Path, other: Path, key: str) -> None:
-    """Refuse a checkpoint ``other`` of another architecture than that of ``model``; ``key`` is the config key told."""
-    (family, mine), (their_family, theirs) = read_config(model), read_config(other)
-    for config in (mine, theirs):
-        config["head_dim"] = config["head_dim"] or config["hidden_size"] // config["num_attention_heads"]
-    names = sorted({*mine, *theirs} - {"initializer_range"})
-    name = next((name for name in names if mine.get(name) != theirs.get(name)), None)
-    if name is None and family == their_family:
-        return
-    what = f"has {name} {theirs.get(name)!r}, not {mine.get(name)!r} as" if name else "is of another family than"
-    raise ConfigError(f"{key}: {other} {what} {model}: name a checkpoint of the same architecture")
-
-
-def family_of(config: Mapping[str, Any], path: Path) -> Family:
-    """The family of a config's ``model_type``. Raises ConfigError naming those there are."""
-    kind = config.get("model_type")
-    if not isinstance(kind, str) or kind not in FAMILIES:
-        raise ConfigError(f"{path}: model_type {kind!r} is not supported; supported: {', '.join(sorted(FAMILIES))}")
-    return FAMILIES[kind]
+        config["shared_expert_intermediate_size"] = _take(raw, family, "shared_expert_intermediate_size", path)
+    _check_sizes(config, family, path)
+    config["qkv_bias"] = raw.get("qkv_bias", family.qkv_bias)
+    config["rope_theta"], config["rope_scaling"] = _rope(raw, path)
+    return config
 
 
 def is_moe(config: Mapping[str, Any], layer: int) -> bool:
@@ -154,53 +133,85 @@ def is_moe(config: Mapping[str, Any], layer: int) -> bool:
     return layer not in (config.get("mlp_only_layers") or ()) and step > 0 and (layer + 1) % step == 0
 
 
-def _take(said: Mapping[str, Any], family: Family, name: str, path: Path) -> Any:
+def _read(path: Path) -> dict[str, Any]:
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path.parent} is not a folder; name a Hugging Face checkpoint's, with config.json in it")
+    try:
+        raw = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"{path.parent} has no config.json; name a Hugging Face checkpoint's folder") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} holds a {type(raw).__name__}, expected an object")
+    return raw
+
+
+def _family_of(config: Mapping[str, Any], path: Path) -> Family:
+    """The family of a config's ``model_type``. Raises ConfigError naming those there are."""
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise ConfigError(f"{path}: model_type {kind!r} is not supported; supported: {', '.join(sorted(FAMILIES))}")
+    return FAMILIES[kind]
+
+
+def _take(raw: Mapping[str, Any], family: Family, name: str, path: Path) -> Any:
     if name in family.fixed:
         return family.fixed[name]
     key = family.key(name)
-    value = said.get(key)
+    value = raw.get(key)
     if value is None:
         value = family.defaults.get(name)
     if value is None:
-        raise ConfigError(f"{path}: {key} is missing, and a {said['model_type']} needs it")
+        raise ConfigError(f"{path}: {key} is missing, and a {raw['model_type']} needs it")
     return value
 
 
-def _check_keys(said: Mapping[str, Any], family: Family, path: Path) -> None:
+def _check_keys(raw: Mapping[str, Any], family: Family, path: Path) -> None:
     own = {family.key(name) for name in _EXPERTS if name not in family.fixed} if family.experts else set()
     if family.shared_expert:
         own.add("shared_expert_intermediate_size")
     if family.qkv_bias:
         own.add("qkv_bias")
     known = own | {*_NEEDED, *_OPTIONAL, *_ROPE, *_MUST, *_HARMLESS, "layer_types"}
-    unknown = sorted(key for key in said if key not in known and not key.startswith("_") and said[key] is not None)
+    unknown = sorted(key for key in raw if key not in known and not key.startswith("_") and raw[key] is not None)
     if unknown:
         raise ConfigError(
-            f"{path}: {unknown[0]}={said[unknown[0]]!r} is not known for {said['model_type']} and may change what the "
+            f"{path}: {unknown[0]}={raw[unknown[0]]!r} is not known for {raw['model_type']} and may change what the "
             "model computes; take it out if it does not"
         )
 
 
-def _check_values(said: Mapping[str, Any], family: Family, path: Path) -> None:
+def _check_values(raw: Mapping[str, Any], family: Family, path: Path) -> None:
     for key, allowed in _MUST.items():
-        if key in said and said[key] not in allowed:
-            raise ConfigError(f"{path}: {key}={said[key]!r} is not supported, only {allowed[0]!r} is")
-    if any(kind != "full_attention" for kind in said.get("layer_types") or ()):
+        if key in raw and raw[key] not in allowed:
+            raise ConfigError(f"{path}: {key}={raw[key]!r} is not supported, only {allowed[0]!r} is")
+    if any(kind != "full_attention" for kind in raw.get("layer_types") or ()):
         raise ConfigError(
-            f"{path}: layer_types={sorted(set(said['layer_types']))} is not supported, only full_attention"
+            f"{path}: layer_types={sorted(set(raw['layer_types']))} is not supported, only full_attention"
         )
     # Only families with a use_sliding_window can have a window that is not in use.
-    if said["model_type"] == "mixtral" and said.get("sliding_window"):
-        raise ConfigError(f"{path}: sliding_window={said['sliding_window']!r} is not supported, only None is")
+    if raw["model_type"] == "mixtral" and raw.get("sliding_window"):
+        raise ConfigError(f"{path}: sliding_window={raw['sliding_window']!r} is not supported, only None is")
 
 
-def _rope(said: Mapping[str, Any], path: Path) -> tuple[float, dict[str, float] | None]:
+def _check_sizes(config: Mapping[str, Any], family: Family, path: Path) -> None:
+    experts = ("num_experts", "num_experts_per_tok", "moe_intermediate_size") if family.experts else ()
+    for name in (*_SIZES, "num_key_value_heads", "max_position_embeddings", *experts):
+        value = config[name]
+        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+            raise ConfigError(f"{path}: {family.key(name)} must be a positive integer, got {value!r}")
+    if experts and config["num_experts_per_tok"] > config["num_experts"]:
+        raise ConfigError(f"{path} takes {config['num_experts_per_tok']} experts a token of {config['num_experts']}")
+
+
+def _rope(raw: Mapping[str, Any], path: Path) -> tuple[float, dict[str, float] | None]:
     """Theta and the YaRN scaling, from ``rope_theta`` and ``rope_scaling`` or, as newer files say it, from
     ``rope_parameters``."""
-    scaling = dict(said.get("rope_parameters") or said.get("rope_scaling") or {})
-    theta = scaling.pop("rope_theta", said.get("rope_theta"))
+    scaling = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    theta = scaling.pop("rope_theta", raw.get("rope_theta"))
     if not theta:
-        raise ConfigError(f"{path}: rope_theta is missing, and a {said['model_type']} needs it")
+        raise ConfigError(f"{path}: rope_theta is missing, and a {raw['model_type']} needs it")
     kinds = {scaling.pop(key) for key in ("rope_type", "type") if key in scaling} or {"default"}
     if kinds == {"default"} and not scaling:
         return float(theta), None
@@ -208,10 +219,10 @@ def _rope(said: Mapping[str, Any], path: Path) -> tuple[float, dict[str, float] 
         raise ConfigError(
             f"{path}: rope_scaling of type {'/'.join(sorted(kinds))} is not supported; yarn and default are"
         )
-    return float(theta), _yarn(scaling, said, path)
+    return float(theta), _yarn(scaling, raw, path)
 
 
-def _yarn(scaling: dict[str, Any], said: Mapping[str, Any], path: Path) -> dict[str, float]:
+def _yarn(scaling: dict[str, Any], raw: Mapping[str, Any], path: Path) -> dict[str, float]:
     found = {"beta_fast": 32.0, "beta_slow": 1.0}
     for key in ("factor", "original_max_position_embeddings", *found):
         if key in scaling:
@@ -221,7 +232,7 @@ def _yarn(scaling: dict[str, Any], said: Mapping[str, Any], path: Path) -> dict[
     if scaling:  # attention_factor, mscale, truncate: engine and reference read them differently
         raise ConfigError(f"{path}: rope_scaling.{min(scaling)} is not supported with yarn")
     # SGLang's fused CUDA kernel takes the ratio of the two lengths for the factor, its other kernels the factor itself.
-    length, reach = said.get("max_position_embeddings"), found["factor"] * found["original_max_position_embeddings"]
+    length, reach = raw.get("max_position_embeddings"), found["factor"] * found["original_max_position_embeddings"]
     if length != reach:
         raise ConfigError(
             f"{path}: max_position_embeddings={length} must be rope_scaling's factor x "

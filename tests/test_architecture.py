@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "agent_rl": {"sandbox", "tools", "envs", "r3"},
 }
 
-BASE = {"types", "config", "errors", "aio", "observe", "families"}
+BASE = {"types", "config", "errors", "aio", "observe", "families", "model_facts"}
 INSIDE_AGENT_RL = {
     "errors": set(),
     "aio": set(),
@@ -33,6 +33,7 @@ INSIDE_AGENT_RL = {
     "packaged": set(),
     "config": {"errors", "bootstrap", "packaged"},
     "families": {"errors"},
+    "model_facts": {"errors", "families"},
     "observe": BASE,
     "render": BASE,
     "engine": BASE,

@@ -1,13 +1,15 @@
-"""What would make a plan fit: every knob is turned, the run planned again, and what it brings is told."""
+"""A plan with advice: where it does not fit, every knob is turned, the run planned again, and the gain noted."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
 
-from agent_rl.capacity.plan import Advice, Place, Plan, plan_once
+from agent_rl.capacity.plan import Advice, PlannedPlace, RunPlan
+from agent_rl.capacity.planning import plan_once
 from agent_rl.config import RunConfig
 
 LEAST_GAIN = 0.02
@@ -16,7 +18,16 @@ MOST_KNOBS = 4
 """Knobs that are turned together at most."""
 
 
-def advise(config: RunConfig, plan: Plan, *, tokens: int | None) -> Iterator[Advice]:
+def make_plan(config: RunConfig, *, tokens: int | None = None) -> RunPlan:
+    """RunPlan ``config``; ``tokens``: the mean length of its trajectories (the longest allowed by default).
+
+    Raises UserError where the model is not known or the hardware cannot be found out.
+    """
+    plan = plan_once(config, tokens=tokens)
+    return plan if plan.problems else replace(plan, advice=tuple(advise(config, plan, tokens=tokens)))
+
+
+def advise(config: RunConfig, plan: RunPlan, *, tokens: int | None) -> Iterator[Advice]:
     """For every place that is too small the knobs that help: those that are enough, the gentlest change first; then,
     where no single one is, several together; then the others, what brings most first."""
     for place in plan.places:
@@ -28,7 +39,7 @@ def advise(config: RunConfig, plan: Plan, *, tokens: int | None) -> Iterator[Adv
         yield from sorted((advice for advice in found if not advice.enough), key=lambda advice: advice.total)
 
 
-def _turned(config: RunConfig, place: Place, tokens: int | None) -> Iterator[tuple[Advice, RunConfig]]:
+def _turned(config: RunConfig, place: PlannedPlace, tokens: int | None) -> Iterator[tuple[Advice, RunConfig]]:
     """Every knob that makes ``place`` noticeably smaller, and the config with it turned."""
     for change, other in _variants(config):
         changed = plan_once(other, tokens=tokens).place(place.name)
@@ -36,7 +47,7 @@ def _turned(config: RunConfig, place: Place, tokens: int | None) -> Iterator[tup
             yield Advice(place.name, change, changed.total, changed.fits), other
 
 
-def _together(config: RunConfig, place: Place, tokens: int | None) -> Iterator[Advice]:
+def _together(config: RunConfig, place: PlannedPlace, tokens: int | None) -> Iterator[Advice]:
     """The knob that brings most, then on top of it the next, until it fits; nothing where a few do not."""
     changes: list[str] = []
     for _ in range(MOST_KNOBS):
@@ -76,7 +87,7 @@ def _variants(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
         if key == "rollout.max_tokens":
             changes["train.microbatch_tokens"] = min(after, config.train.microbatch_tokens)
         try:
-            yield " ".join(f"{name}={_told(value)}" for name, value in changes.items()), _with(config, changes)
+            yield " ".join(f"{name}={_yaml(value)}" for name, value in changes.items()), _with(config, changes)
         except ValidationError:
             continue  # a knob that this config cannot take
 
@@ -89,7 +100,7 @@ def _half(value: int) -> int:
     return value // 2
 
 
-def _told(value: object) -> str:
+def _yaml(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from agent_rl.errors import UserError
-from agent_rl.families import read_config
+from agent_rl.model_facts import ModelFacts, read_facts
 
 _QWEN3_MOE = {
+    "model_type": "qwen3_moe",
     "head_dim": 128,
     "num_key_value_heads": 4,
     "num_experts": 128,
@@ -31,27 +31,27 @@ _235B = _QWEN3_MOE | {
 }  # fmt: skip
 _LONG = {"max_position_embeddings": 262144}
 
-KNOWN: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+KNOWN: Mapping[str, ModelFacts] = MappingProxyType(
     {
-        "Qwen3-30B-A3B": _30B,
-        "Qwen3-30B-A3B-Base": _30B | {"max_position_embeddings": 32768},
-        "Qwen3-30B-A3B-Instruct-2507": _30B | _LONG,
-        "Qwen3-30B-A3B-Thinking-2507": _30B | _LONG,
-        "Qwen3-Coder-30B-A3B-Instruct": _30B | _LONG,
-        "Qwen3-235B-A22B": _235B,
-        "Qwen3-235B-A22B-Instruct-2507": _235B | _LONG,
-        "Qwen3-235B-A22B-Thinking-2507": _235B | _LONG,
+        name: ModelFacts.of(config)
+        for name, config in {
+            "Qwen3-30B-A3B": _30B,
+            "Qwen3-30B-A3B-Base": _30B | {"max_position_embeddings": 32768},
+            "Qwen3-30B-A3B-Instruct-2507": _30B | _LONG,
+            "Qwen3-30B-A3B-Thinking-2507": _30B | _LONG,
+            "Qwen3-Coder-30B-A3B-Instruct": _30B | _LONG,
+            "Qwen3-235B-A22B": _235B,
+            "Qwen3-235B-A22B-Instruct-2507": _235B | _LONG,
+            "Qwen3-235B-A22B-Thinking-2507": _235B | _LONG,
+        }.items()
     }
 )
 
 
-def model_config(folder: Path) -> Mapping[str, Any]:
-    """The config of the checkpoint in ``folder``, or of the known model of its name, under Qwen3-MoE's key names.
-
-    Raises UserError, one line.
-    """
+def planned_model(folder: Path) -> ModelFacts:
+    """The facts of the checkpoint in ``folder``, or of the known model of its name. Raises UserError, one line."""
     if (folder / "config.json").is_file():
-        return read_config(folder)[1]
+        return read_facts(folder)
     if folder.name in KNOWN:
         return KNOWN[folder.name]
     raise UserError(

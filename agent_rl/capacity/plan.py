@@ -1,56 +1,13 @@
-"""What a run will take, said before it is started: memory by rank and host, disk, and the bytes that travel.
-
-::
-
-    config ─ model's shape ─┬─ places: a trainer rank's GPU, an engine's, hosts, disk: items against a capacity
-                            ├─ traffic: the object store of a step, a weight sync
-                            └─ problems: layouts that are not possible, sequences that fit nowhere
-    what does not fit ─ every knob tried by planning again ─> advice
-
-Upper bounds: every trajectory is taken to be as long as allowed, unless the caller knows their mean. The formulas are
-those of :mod:`agent_rl.capacity.sizes`; docs/planning.md compares them with measurements.
-"""
+"""What a run will take: a plan's parts, sizes in bytes."""
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from agent_rl.capacity.known_models import model_config
-from agent_rl.capacity.sizes import (
-    BYTES,
-    ModelSize,
-    RankBytes,
-    kv_bytes_per_token,
-    rank_bytes,
-    route_slot_bytes,
-)
-from agent_rl.config import RunConfig
-from agent_rl.errors import UserError
-from agent_rl.train.layouts import layout_problems
+from agent_rl.capacity.sizes import RankBytes
+from agent_rl.model_facts import ModelFacts
 
 GIB = 1 << 30
-TRAINER_SHARE, ENGINE_SHARE, HOST_SHARE = 0.95, 0.88, 0.9
-"""Of a GPU or host what a run may fill: the rest goes to fragments, an engine's activations and graphs, the system."""
-CUDA_BYTES = 3 * GIB
-"""A CUDA context, the libraries' workspaces and NCCL's buffers on one GPU."""
-RANK_PROCESS, ENGINE_PROCESS, DRIVER_PROCESS = int(0.6 * GIB), int(2.1 * GIB), int(0.5 * GIB)
-"""Host memory of a process that holds nothing yet, measured on a CPU."""
-GLIBC_SLACK = {"full": 1.5, "selective": 0.5, "none": 0.5}
-"""Freed memory that glibc keeps on a CPU, over what comes and goes at the peak (tests/bench/bench_plan.py): more does
-where layers are run again."""
-STATE_BYTES = 12
-"""A parameter in a checkpoint: Adam's two moments and the master weight, float32 whatever the training's precision."""
-SAMPLE_BYTES = 9
-"""A token of a sample: id, log-prob, mask."""
-IDENTITY_BYTES = 5
-"""A row of routes that travels: whose it is, and whether it is there."""
-ARCHIVE_SHARE = 0.66
-"""An archived expert id over its byte (README, 253 bytes for 48 x top-8)."""
-TEXT_BYTES = 16
-"""A token in trajectories/*.jsonl: messages, calls, observations (measured on 2,880 quickstart trajectories)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +20,7 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PlannedPlace:
     """Where items lie. ``count`` places are alike; ``capacity`` in bytes, None where none is known."""
 
     name: str
@@ -91,20 +48,20 @@ class Advice:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RunPlan:
     """``rank`` is the fullest trainer rank's memory; ``problems`` forbid the run on any hardware, and leave it out."""
 
     name: str
     device: str
-    model: ModelSize
+    model: ModelFacts
     rank: RankBytes | None
-    places: tuple[Place, ...]
+    places: tuple[PlannedPlace, ...]
     traffic: tuple[Item, ...]
     problems: tuple[str, ...]
     notes: tuple[str, ...]
     advice: tuple[Advice, ...] = ()
 
-    def place(self, name: str) -> Place | None:
+    def place(self, name: str) -> PlannedPlace | None:
         return next((place for place in self.places if place.name == name), None)
 
     def refusal(self) -> str | None:
@@ -113,277 +70,12 @@ class Plan:
             return self.problems[0]
         for place in self.places:
             if not place.fits and place.capacity is not None:
-                told = f"{place.name}: {gib(place.total)} do not fit in {gib(place.capacity)}"
+                misfit = f"{place.name}: {gib(place.total)} do not fit in {gib(place.capacity)}"
                 help_ = [f"{one.change} ({gib(one.total)})" for one in self.advice if one.place == place.name]
-                return f"{told}; what helps: {', or '.join(help_[:3])}" if help_ else told
+                return f"{misfit}; what helps: {', or '.join(help_[:3])}" if help_ else misfit
         return None
 
 
 def gib(size: float) -> str:
     """Bytes for people: GiB, or MiB below one."""
     return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / 2**20:.1f} MiB"
-
-
-def make_plan(config: RunConfig, *, tokens: int | None = None) -> Plan:
-    """Plan ``config``; ``tokens``: the mean length of its trajectories (the longest allowed by default).
-
-    Raises UserError where the model is not known or the hardware cannot be found out.
-    """
-    from agent_rl.capacity.advice import advise  # it plans again
-
-    plan = plan_once(config, tokens=tokens)
-    return plan if plan.problems else replace(plan, advice=tuple(advise(config, plan, tokens=tokens)))
-
-
-def plan_once(config: RunConfig, *, tokens: int | None = None) -> Plan:
-    """As :func:`make_plan`, without advice."""
-    facts, device = model_config(config.model), planned_device(config)
-    model, load = ModelSize.of(facts), Load.of(config, tokens)
-    problems = (*layout_problems(config, facts), *_problems(config))
-    rank = None if problems else rank_bytes(model, config.train, microbatches=load.microbatches)
-    places = () if rank is None else tuple(_places(config, model, rank, load, device))
-    return Plan(
-        name=config.name,
-        device=device,
-        model=model,
-        rank=rank,
-        places=places,
-        traffic=tuple(_traffic(config, model, load)),
-        problems=tuple(problems),
-        notes=tuple(_notes(config, model, load)),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What a step brings: ``tokens`` of all trajectories, and a data rank's ``microbatches`` a mini step."""
-
-    trajectories: int
-    tokens: int
-    microbatches: int
-
-    @classmethod
-    def of(cls, config: RunConfig, mean: int | None) -> Load:
-        trajectories = config.rollout.tasks_per_step * config.rollout.group_size
-        tokens = trajectories * min(mean or config.rollout.max_tokens, config.rollout.max_tokens)
-        parallel = config.train.parallel
-        data = max(1, parallel.world_size // (parallel.tensor * parallel.pipeline * parallel.context))
-        budget = config.train.microbatch_tokens * data * config.train.mini_steps
-        return cls(trajectories, tokens, max(1, -(-tokens // budget)))
-
-
-def planned_device(config: RunConfig) -> str:
-    """``cuda`` or ``cpu``. Raises UserError for GPUs of unknown size."""
-    wanted, memory = config.train.device, config.hardware.gpu_memory_gb
-    if wanted == "cpu" or (wanted == "auto" and memory is None):
-        return "cpu"
-    if memory is None:
-        raise UserError("hardware.gpu_memory_gb: train.device is cuda, so say what memory a GPU has, in GiB")
-    return "cuda"
-
-
-def engines(config: RunConfig) -> int:
-    return config.hardware.engines or len(config.engine.urls) or 1
-
-
-def _problems(config: RunConfig) -> Iterator[str]:
-    longest = config.rollout.max_tokens
-    if config.train.microbatch_tokens < longest:
-        yield (
-            f"train.microbatch_tokens={config.train.microbatch_tokens} is less than rollout.max_tokens={longest}: a "
-            f"trajectory may be longer than a micro-batch; set it to {longest} or more, or rollout.max_tokens lower"
-        )
-    if config.engine.max_total_tokens < longest:
-        yield (
-            f"engine.max_total_tokens={config.engine.max_total_tokens} is less than rollout.max_tokens={longest}: no "
-            f"trajectory could grow to its limit; set it to {longest} or more"
-        )
-
-
-def _places(config: RunConfig, model: ModelSize, rank: RankBytes, load: Load, device: str) -> Iterator[Place]:
-    if device == "cuda":
-        yield from _gpu_places(config, model, rank, load)
-    else:
-        yield from _cpu_places(config, model, rank, load)
-    yield Place("disk of runs_dir", tuple(_disk(config, model, load)), _disk_capacity(config))
-
-
-def _gpu_places(config: RunConfig, model: ModelSize, rank: RankBytes, load: Load) -> Iterator[Place]:
-    hardware, parallel = config.hardware, config.train.parallel
-    assert hardware.gpu_memory_gb is not None
-    gpu, world, span = hardware.gpu_memory_gb * GIB, parallel.world_size, hardware.engine_gpus
-    context = Item("CUDA", CUDA_BYTES, "context, workspaces, NCCL")
-    yield Place("GPU of a trainer rank", (*_rank_items(config, rank), context), int(gpu * TRAINER_SHARE), world)
-    yield Place(
-        "GPU of an engine",
-        (*_engine_items(config, model, span), context),
-        int(gpu * ENGINE_SHARE),
-        engines(config) * span,
-    )
-    host = int(_host_memory(config) * HOST_SHARE)
-    hosts = hardware.trainer_hosts or -(-world // hardware.gpus_per_host)
-    per_host = -(-world // hosts)
-    if per_host > hardware.gpus_per_host:
-        yield Place("GPUs of the trainer hosts, as ranks", (Item("ranks", per_host),), hardware.gpus_per_host, hosts)
-    yield Place("memory of a trainer host", tuple(_rank_host_items(config, model, rank, load, per_host)), host, hosts)
-    per_engine_host = min(engines(config) * span, hardware.gpus_per_host)
-    engine_hosts = -(-engines(config) * span // hardware.gpus_per_host)
-    yield Place(
-        "memory of an engine host",
-        (
-            Item("processes", per_engine_host * ENGINE_PROCESS, f"{per_engine_host} GPUs, one each"),
-            _route_slots(config, model, per_engine_host),
-        ),
-        host,
-        engine_hosts,
-    )
-    yield Place("memory of the driver's host", tuple(_driver_items(config, model, load)), host)
-
-
-def _cpu_places(config: RunConfig, model: ModelSize, rank: RankBytes, load: Load) -> Iterator[Place]:
-    world = config.train.parallel.world_size
-    slack = Item("allocator", glibc_slack(rank, config.train.recompute), "what glibc keeps of freed memory")
-    rank_items = (Item("process", RANK_PROCESS), *_rank_items(config, rank), slack)
-    yield Place("trainer rank", rank_items, count=world)
-    engine_items: tuple[Item, ...] = ()
-    if not config.engine.urls:
-        engine_items = (
-            Item("process", ENGINE_PROCESS),
-            *_engine_items(config, model, 1),
-            _route_slots(config, model, 1),
-        )
-        yield Place("engine", engine_items)
-    ranks = Item("trainer ranks", world * sum(item.size for item in rank_items), f"{world} x a rank")
-    engine = (Item("engine", sum(item.size for item in engine_items)),) if engine_items else ()
-    routes = [item for item in _rank_host_items(config, model, rank, load, world) if item.what != "processes"]
-    items = (ranks, *engine, *routes, *_driver_items(config, model, load))
-    yield Place("memory of this machine", items, int(_host_memory(config) * HOST_SHARE))
-
-
-def glibc_slack(rank: RankBytes, recompute: str) -> int:
-    """What a rank on a CPU keeps of freed memory, in bytes."""
-    return int(rank.peak * GLIBC_SLACK[recompute])
-
-
-def _rank_items(config: RunConfig, rank: RankBytes) -> Iterator[Item]:
-    train = config.train
-    shared = rank.optimizer < rank.optimizer_unshared
-    other = f"; {gib(rank.optimizer_unshared)} if not shared" if shared else "; held whole"
-    yield Item("weights", rank.weights, train.dtype)
-    yield Item("gradients", rank.gradients, "float32 buffers")
-    yield Item("optimizer", rank.optimizer, f"Adam's moments{_master(config)}{other}")
-    yield Item("activations", rank.activations, f"{train.microbatch_tokens} tokens, recompute {train.recompute}")
-    yield Item("at the peak", rank.peak, "a chunk of logits" if rank.peak == rank.logits else "a layer's backward pass")
-
-
-def _master(config: RunConfig) -> str:
-    return " and float32 weights" if config.train.dtype == "bfloat16" else ""
-
-
-def _engine_items(config: RunConfig, model: ModelSize, span: int) -> Iterator[Item]:
-    width, slots = BYTES[config.engine.dtype], config.engine.max_total_tokens
-    per_token = kv_bytes_per_token(model, config.engine.dtype, span)
-    # SGLang's own models hold the output layer apart from the embedding.
-    parameters = model.parameters + (model.vocab * model.hidden if model.tied else 0)
-    yield Item("weights", parameters * width // span, f"{config.engine.dtype}, cut in {span}")
-    yield Item("KV cache", slots * per_token, f"{slots} tokens x {per_token} bytes")
-
-
-def _route_slots(config: RunConfig, model: ModelSize, processes: int) -> Item:
-    slots, size = config.engine.max_total_tokens, route_slot_bytes(model)
-    return Item("routes", processes * slots * size, f"{processes} x {slots} slots x {size} bytes, pinned")
-
-
-def _rank_host_items(config: RunConfig, model: ModelSize, rank: RankBytes, load: Load, ranks: int) -> Iterator[Item]:
-    parallel = config.train.parallel
-    share = ranks / parallel.world_size
-    passes = 1 + 1 + (config.train.replay == "r3" and config.train.native_every > 0)
-    yield Item("processes", ranks * RANK_PROCESS, f"{ranks} ranks")
-    yield Item("samples", int(share * load.tokens * SAMPLE_BYTES), "of a step, in the object store")
-    routes = int(share * load.tokens * model.route_bytes * passes)
-    yield Item("routes", routes, f"given, and recorded by {passes - 1} pass(es), of a step")
-    if config.train.kl.coefficient:
-        yield Item("reference", ranks * rank.weights, "the KL penalty's weights")
-    masters = 4 if config.train.dtype == "float32" else 0  # the weights themselves; else counted with the optimizer
-    copied = rank.optimizer * STATE_BYTES // (STATE_BYTES - masters)
-    yield Item("checkpoint", ranks * copied, "a copy that is written while training goes on")
-
-
-def _driver_items(config: RunConfig, model: ModelSize, load: Load) -> Iterator[Item]:
-    per_token = model.route_bytes + SAMPLE_BYTES
-    yield Item("driver's process", DRIVER_PROCESS)
-    yield Item("trajectories", load.tokens * (per_token + TEXT_BYTES), f"{load.trajectories} of a step, with routes")
-
-
-def _disk(config: RunConfig, model: ModelSize, load: Load) -> Iterator[Item]:
-    per_token = int(model.route_bytes * ARCHIVE_SHARE) + SAMPLE_BYTES + TEXT_BYTES
-    steps, train = config.train.steps, config.train
-    yield Item("trajectories", steps * load.tokens * per_token, f"{steps} steps of {gib(load.tokens * per_token)}")
-    # The former steps' are removed when the checkpoint is written, during the step after it.
-    journaled = min(steps, train.checkpoint_every + 1) if train.checkpoint_every else steps
-    ordered = per_token + int(model.route_bytes * ARCHIVE_SHARE / 3)  # routes keep their order there: a third more
-    yield Item("journal", journaled * load.tokens * ordered, "episodes since the last checkpoint")
-    kept = train.keep_checkpoints + 1  # the next is written before the oldest goes
-    one = model.parameters * STATE_BYTES
-    yield Item("checkpoints", kept * one, f"{train.keep_checkpoints} kept and one being written, {gib(one)} each")
-    yield Item("model", model.parameters * BYTES[train.dtype], "exported at the end")
-    if config.sandbox.pull and config.sandbox.image_budget_gb:
-        yield Item("images", int(config.sandbox.image_budget_gb * 1e9), "sandbox.image_budget_gb, on the boxes' disk")
-
-
-def _traffic(config: RunConfig, model: ModelSize, load: Load) -> Iterator[Item]:
-    parallel, count = config.train.parallel, engines(config)
-    rows = load.tokens * IDENTITY_BYTES * parallel.pipeline
-    size = load.tokens * (SAMPLE_BYTES + model.route_bytes) + rows
-    yield Item(
-        "object store, a step", size, f"{load.tokens} tokens: samples {SAMPLE_BYTES} B, routes {model.route_bytes} B"
-    )
-    weights = model.parameters * BYTES[config.engine.dtype]
-    yield Item("weight sync, a step", weights * count, f"{gib(weights)} to each of {count} engine(s)")
-    wire = load.tokens * model.layers * model.top_k * 4 * 4 // 3
-    yield Item("routes from the engines, a step", wire, "int32 in base64, each row once")
-
-
-def _notes(config: RunConfig, model: ModelSize, load: Load) -> Iterator[str]:
-    slots, longest = config.engine.max_total_tokens * engines(config), config.rollout.max_tokens
-    running = min(config.rollout.concurrency, load.trajectories)
-    whole = slots // longest
-    if whole < running:
-        yield (
-            f"the engines' KV cache holds {whole} trajectories of {longest} tokens and {running} run at once: where "
-            "they grow that long, prefixes are evicted and computed again"
-        )
-    if longest > model.max_positions:
-        yield (
-            f"rollout.max_tokens={longest} is more than the model's max_position_embeddings={model.max_positions}: "
-            "trajectories end there unless its config is extended (YaRN) or a long-context release is taken"
-        )
-    if config.train.parallel.context > 1 and planned_device(config) == "cuda":
-        yield (
-            f"train.parallel.context={config.train.parallel.context}: its attention is masked, and which of torch's "
-            "kernels takes that on a GPU was not tried; the slowest would hold all scores, which are not counted here"
-        )
-    if not config.train.ray_address:
-        from agent_rl.train.cluster import OBJECT_STORE_BYTES
-
-        size = next(_traffic(config, model, load)).size
-        if size > OBJECT_STORE_BYTES:
-            yield (
-                f"a local Ray's object store has {gib(OBJECT_STORE_BYTES)} and a step brings {gib(size)}: Ray would "
-                "spill the rest to disk; on a cluster (train.ray_address) its own size counts"
-            )
-
-
-def _host_memory(config: RunConfig) -> int:
-    if config.hardware.host_memory_gb is not None:
-        return int(config.hardware.host_memory_gb * GIB)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _disk_capacity(config: RunConfig) -> int:
-    if config.hardware.disk_gb is not None:
-        return int(config.hardware.disk_gb * GIB)
-    folder = config.runs_dir.absolute()
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free

@@ -9,10 +9,11 @@ import orjson
 from rich.console import Console
 from rich.table import Table
 
-from agent_rl.capacity.plan import Item, Place, Plan, gib
+from agent_rl.capacity.plan import Item, PlannedPlace, RunPlan, gib
+from agent_rl.capacity.sizes import parameters
 
 
-def print_plan(plan: Plan, *, json: bool) -> None:
+def print_plan(plan: RunPlan, *, json: bool) -> None:
     """Print ``plan`` to standard output."""
     if json:
         print(orjson.dumps(as_json(plan), option=orjson.OPT_INDENT_2).decode())
@@ -20,27 +21,27 @@ def print_plan(plan: Plan, *, json: bool) -> None:
     console = Console(soft_wrap=True)
     model = plan.model
     console.print(
-        f"{plan.name}: {model.parameters / 1e6:,.1f} million parameters, {model.layers} layers, {model.moe_layers} "
-        f"with {model.experts} experts, top-{model.top_k}; {plan.device}",
+        f"{plan.name}: {parameters(model) / 1e6:,.1f} million parameters, {model.num_layers} layers, "
+        f"{len(model.moe_layer_ids)} with {model.num_experts} experts, top-{model.top_k}; {plan.device}",
         highlight=False,
     )
     for place in plan.places:
         console.print(_place_table(place))
     console.print(_table("what travels", plan.traffic))
     for advice in plan.advice:
-        told = "fits" if advice.enough else "is still too much"
-        console.print(f"{advice.place}: {advice.change} makes it {gib(advice.total)}, which {told}", highlight=False)
+        outcome = "fits" if advice.enough else "is still too much"
+        console.print(f"{advice.place}: {advice.change} makes it {gib(advice.total)}, which {outcome}", highlight=False)
     for note in plan.notes:
         console.print(f"note: {note}", highlight=False)
 
 
-def as_json(plan: Plan) -> dict[str, Any]:
+def as_json(plan: RunPlan) -> dict[str, Any]:
     """The plan with its totals, sizes in bytes."""
     places = [asdict(place) | {"total": place.total, "fits": place.fits} for place in plan.places]
-    return asdict(plan) | {"parameters": plan.model.parameters, "places": places, "refusal": plan.refusal()}
+    return asdict(plan) | {"parameters": parameters(plan.model), "places": places, "refusal": plan.refusal()}
 
 
-def _place_table(place: Place) -> Table:
+def _place_table(place: PlannedPlace) -> Table:
     many = f" (x {place.count})" if place.count > 1 else ""
     table = _table(f"{place.name}{many}", place.items)
     limit = "" if place.capacity is None else f"of {gib(place.capacity)}"

@@ -8,13 +8,10 @@ layers (agent_rl/train/megatron); Korthikanti et al., arXiv 2205.05198, do the s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from agent_rl.config import ParallelConfig, TrainConfig
-from agent_rl.families import is_moe, read_config
+from agent_rl.model_facts import ModelFacts
 from agent_rl.train.layouts import expert_copies, shares_optimizer, weight_copies
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -26,90 +23,28 @@ ROUTER_BYTES = 17
 """Bytes a token and expert that a router keeps: float32 logits, scores and dense gates, a mask and their copy."""
 
 
-@dataclass(frozen=True, slots=True)
-class ModelSize:
-    """What of a model decides about memory. ``moe[i]``: layer i has experts; ``inner``: width of a dense layer's MLP,
-    ``expert_inner`` and ``shared_inner`` of an expert's and a shared expert's (0: none)."""
-
-    moe: tuple[bool, ...]
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    inner: int
-    vocab: int
-    tied: bool
-    max_positions: int
-    experts: int = 0
-    top_k: int = 0
-    expert_inner: int = 0
-    shared_inner: int = 0
-
-    @classmethod
-    def read(cls, folder: Path) -> ModelSize:
-        """From a Hugging Face folder's ``config.json``. Raises ConfigError for one that is missing or unknown."""
-        return cls.of(read_config(folder)[1])
-
-    @classmethod
-    def of(cls, config: Mapping[str, Any]) -> ModelSize:
-        """From a config under Qwen3-MoE's key names, as :func:`agent_rl.families.read_config` gives it."""
-        layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
-        moe = tuple(bool(config.get("num_experts")) and is_moe(config, layer) for layer in range(layers))
-        return cls(
-            moe=moe,
-            hidden=config["hidden_size"],
-            heads=heads,
-            kv_heads=config["num_key_value_heads"],
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-            inner=config["intermediate_size"],
-            vocab=config["vocab_size"],
-            tied=bool(config.get("tie_word_embeddings", False)),
-            max_positions=config["max_position_embeddings"],
-            experts=config["num_experts"] if any(moe) else 0,
-            top_k=config["num_experts_per_tok"] if any(moe) else 0,
-            expert_inner=config["moe_intermediate_size"] if any(moe) else 0,
-            shared_inner=config.get("shared_expert_intermediate_size") or 0,
-        )
-
-    @property
-    def layers(self) -> int:
-        return len(self.moe)
-
-    @property
-    def moe_layers(self) -> int:
-        return sum(self.moe)
-
-    @property
-    def q_width(self) -> int:
-        return self.heads * self.head_dim
-
-    @property
-    def kv_width(self) -> int:
-        return self.kv_heads * self.head_dim
-
-    @property
-    def route_bytes(self) -> int:
-        """Bytes of a token's routes in the narrowest type that holds the expert ids."""
-        return self.moe_layers * self.top_k * (1 if self.experts <= 256 else 2)
-
-    @property
-    def parameters(self) -> int:
-        """All parameters, an untied output layer included."""
-        dense, experts = rank_parameters(self, ParallelConfig())
-        return dense + experts
+def parameters(model: ModelFacts) -> int:
+    """All parameters of a model, an untied output layer included."""
+    dense, experts = rank_parameters(model, ParallelConfig())
+    return dense + experts
 
 
-def rank_parameters(model: ModelSize, parallel: ParallelConfig) -> tuple[int, int]:
+def route_bytes(model: ModelFacts) -> int:
+    """Bytes of a token's routes in the narrowest type that holds the expert ids."""
+    return len(model.moe_layer_ids) * model.top_k * (1 if model.num_experts <= 256 else 2)
+
+
+def rank_parameters(model: ModelFacts, parallel: ParallelConfig) -> tuple[int, int]:
     """``(dense, experts)``: parameters on the rank that has most; dense ones are all that are no expert's."""
     stages = parallel.pipeline
-    per_stage = model.layers // stages
+    per_stage = model.num_layers // stages
     best = (0, 0)
     for stage in range(stages):
         dense = experts = 0
         for index in range(stage * per_stage, (stage + 1) * per_stage):
             dense += _dense_of_layer(model, index, parallel.tensor)
-            experts += 3 * model.hidden * model.expert_inner * (model.experts // parallel.expert) * model.moe[index]
-        embedding = model.vocab * model.hidden // parallel.tensor
+            experts += 3 * model.hidden * model.expert_inner * (model.num_experts // parallel.expert) * model.moe[index]
+        embedding = model.vocab_size * model.hidden // parallel.tensor
         dense += embedding * (stage == 0)
         # A tied output layer on another stage is a copy of the embedding there.
         dense += (embedding * (not model.tied or stages > 1) + model.hidden) * (stage == stages - 1)
@@ -117,12 +52,12 @@ def rank_parameters(model: ModelSize, parallel: ParallelConfig) -> tuple[int, in
     return best
 
 
-def _dense_of_layer(model: ModelSize, index: int, tensor: int) -> int:
+def _dense_of_layer(model: ModelFacts, index: int, tensor: int) -> int:
     attention = model.hidden * (2 * model.q_width + 2 * model.kv_width) // tensor
     norms = 2 * model.hidden + 2 * model.head_dim
     if model.moe[index]:
         shared = 3 * model.hidden * model.shared_inner // tensor + model.hidden * bool(model.shared_inner)
-        return attention + norms + model.experts * model.hidden + shared
+        return attention + norms + model.num_experts * model.hidden + shared
     return attention + norms + 3 * model.hidden * model.inner // tensor
 
 
@@ -153,7 +88,7 @@ class RankBytes:
         return self.weights + self.gradients + self.optimizer + self.activations + self.peak
 
 
-def rank_bytes(model: ModelSize, train: TrainConfig, *, microbatches: int) -> RankBytes:
+def rank_bytes(model: ModelFacts, train: TrainConfig, *, microbatches: int) -> RankBytes:
     """The memory of the fullest rank; ``microbatches``: how many a data rank has in a mini step (a pipeline holds as
     many as it has stages at most)."""
     parallel, width = train.parallel, BYTES[train.dtype]
@@ -173,10 +108,10 @@ def rank_bytes(model: ModelSize, train: TrainConfig, *, microbatches: int) -> Ra
     )
 
 
-def _activations(model: ModelSize, train: TrainConfig, tokens: int, microbatches: int) -> int:
+def _activations(model: ModelFacts, train: TrainConfig, tokens: int, microbatches: int) -> int:
     """What the backward pass finds kept when it starts: every layer's, or the layers' inputs where all is run again."""
     parallel, width = train.parallel, BYTES[train.dtype]
-    chunk = model.moe[: model.layers // parallel.pipeline]  # the first stage holds most micro-batches
+    chunk = model.moe[: model.num_layers // parallel.pipeline]  # the first stage holds most micro-batches
     in_flight = min(parallel.pipeline, max(1, microbatches))
     if parallel.virtual_pipeline > 1:  # arXiv 2104.04473: a part more for the interleaved schedule
         in_flight = min(max(1, microbatches), in_flight + -(-(parallel.pipeline - 1) // parallel.virtual_pipeline))
@@ -189,7 +124,7 @@ def _activations(model: ModelSize, train: TrainConfig, tokens: int, microbatches
     return in_flight * sum(kept[moe] for moe in chunk) + final
 
 
-def layer_bytes(model: ModelSize, train: TrainConfig, tokens: int, *, moe: bool) -> int:
+def layer_bytes(model: ModelFacts, train: TrainConfig, tokens: int, *, moe: bool) -> int:
     """What autograd keeps of one layer for ``tokens`` tokens (of one context rank), selective recomputation heeded."""
     width, tensor = BYTES[train.dtype], train.parallel.tensor
     again = train.recompute_modules if train.recompute == "selective" else ()
@@ -210,25 +145,25 @@ def layer_bytes(model: ModelSize, train: TrainConfig, tokens: int, *, moe: bool)
         mlp = 0
     else:
         rows = own * model.top_k
-        mlp = rows * (model.hidden + 5 * model.expert_inner) * width + own * model.experts * ROUTER_BYTES
+        mlp = rows * (model.hidden + 5 * model.expert_inner) * width + own * model.num_experts * ROUTER_BYTES
         mlp += 4 * model.shared_inner * width * tokens // tensor
     return residual + attention + mlp
 
 
-def _logits(model: ModelSize, parallel: ParallelConfig, tokens: int) -> int:
+def _logits(model: ModelFacts, parallel: ParallelConfig, tokens: int) -> int:
     """A chunk of logits, what is made of it, and the output weight's gradient over all chunks."""
-    share = model.vocab // parallel.tensor
+    share = model.vocab_size // parallel.tensor
     return min(tokens, max(1, LOGITS_CHUNK // share)) * share * 4 * LOGITS_COPIES + share * model.hidden * 4
 
 
-def _one_layer(model: ModelSize, train: TrainConfig, tokens: int) -> int:
+def _one_layer(model: ModelFacts, train: TrainConfig, tokens: int) -> int:
     """What lives for a moment of the backward pass: one layer's activations where they are made again, gradients of its
     widest, and of the largest weight."""
     width, parallel = BYTES[train.dtype], train.parallel
     rows = tokens // parallel.tensor * max(1, model.top_k)
     inner = model.expert_inner or model.inner // parallel.tensor
-    weight = 2 * model.hidden * inner * max(1, model.experts // parallel.expert)
-    embedding = model.vocab * model.hidden // parallel.tensor
+    weight = 2 * model.hidden * inner * max(1, model.num_experts // parallel.expert)
+    embedding = model.vocab_size * model.hidden // parallel.tensor
     sent = 2 * rows * model.hidden * (parallel.expert > 1)  # before and after the exchange between expert ranks
     passing = (rows * (2 * model.hidden + 3 * inner) + sent + max(weight, embedding)) * width
     if train.recompute != "full":
@@ -236,11 +171,11 @@ def _one_layer(model: ModelSize, train: TrainConfig, tokens: int) -> int:
     return passing + max(layer_bytes(model, train, tokens, moe=moe) for moe in set(model.moe))
 
 
-def kv_bytes_per_token(model: ModelSize, dtype: str, tensor: int = 1) -> int:
+def kv_bytes_per_token(model: ModelFacts, dtype: str, tensor: int = 1) -> int:
     """Key and value of a token on one GPU of an engine; with more GPUs than heads, heads are held twice."""
-    return 2 * model.layers * max(1, model.kv_heads // tensor) * model.head_dim * BYTES[dtype]
+    return 2 * model.num_layers * max(1, model.kv_heads // tensor) * model.head_dim * BYTES[dtype]
 
 
-def route_slot_bytes(model: ModelSize) -> int:
+def route_slot_bytes(model: ModelFacts) -> int:
     """Host memory of a KV slot's routes in one engine process: int32, dense layers included (SGLang 0.5.23)."""
-    return model.layers * model.top_k * 4
+    return model.num_layers * model.top_k * 4

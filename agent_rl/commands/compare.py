@@ -27,6 +27,7 @@ from agent_rl.commands.rollout import roll_out
 from agent_rl.config import RunConfig, load_config, load_recorded
 from agent_rl.controller.preflight import check_lengths, check_model
 from agent_rl.errors import ConfigError
+from agent_rl.model_facts import read_facts
 from agent_rl.observe.display import Display
 from agent_rl.observe.files import write_atomic, write_json
 from agent_rl.rollout.records import read_trajectories, steps_on_disk
@@ -73,7 +74,7 @@ async def run_compare(
     """
     config = config_of(source, overrides)
     check_model(config.model)
-    check_lengths(config)
+    check_lengths(config, read_facts(config.model))
     out = out or _folder(source, config) / "compare"
     display = Display(f"r3 compare {config.name}")
     with display:

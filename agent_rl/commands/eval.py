@@ -203,8 +203,8 @@ async def _policy(config: RunConfig, options: EvalOptions, folder: Path, display
     """Open what the policy needs."""
     rules = options.rules(config)
     if options.policy == "engine":
-        preflight.check(config)
-        async with open_world(config, folder, display) as world:
+        facts = preflight.check(config)
+        async with open_world(config, facts, folder, display) as world:
             yield Policy(world.workshop, world.runner(rules))
     elif (endpoint := options.endpoint) is not None:
         engine = ChatEngine(endpoint, timeout=config.engine.request_timeout, retries=config.engine.retries)

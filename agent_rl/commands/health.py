@@ -16,9 +16,9 @@ from rich.table import Table
 from agent_rl.config import EngineConfig, RunConfig, load_config
 from agent_rl.controller import preflight
 from agent_rl.controller.world import box_limits, open_pool
-from agent_rl.engine.facts import read_facts
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import AgentRlError, EngineError, UserError
+from agent_rl.model_facts import read_facts
 from sandbox import SandboxError
 
 _VERSION = "import importlib.metadata as m; print(m.version('sglang'))"

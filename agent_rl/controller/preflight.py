@@ -8,22 +8,25 @@ from pathlib import Path
 
 from agent_rl.config import RunConfig
 from agent_rl.errors import UserError
-from agent_rl.families import check_alike, read_config
+from agent_rl.model_facts import ModelFacts, check_alike, read_facts
 from agent_rl.train.batching.dealing import over_budget
 
 FREE_BYTES_WANTED = 1 << 30
 TRAINER_PACKAGES = ("torch", "megatron-core", "ray")
 
 
-def check(config: RunConfig) -> None:
-    """Raises UserError for what would fail later: no model, no engine environment, no room on the disk."""
+def check(config: RunConfig) -> ModelFacts:
+    """The facts of the config's model. Raises UserError for what would fail later: no model, no engine environment, no
+    room on the disk."""
     check_model(config.model)
+    facts = read_facts(config.model)
     if config.train.kl.reference is not None:
         check_model(config.train.kl.reference, key="train.kl.reference")
-        check_alike(config.model, config.train.kl.reference, "train.kl.reference")
+        check_alike(facts, config.model, config.train.kl.reference, "train.kl.reference")
     if not config.engine.urls and not Path(config.engine.python).exists():
         raise UserError(f"engine.python: no interpreter {config.engine.python}; `agent-rl install engine` makes it")
     check_room(config.runs_dir)
+    return facts
 
 
 def check_trainer() -> None:
@@ -33,7 +36,7 @@ def check_trainer() -> None:
         raise UserError(f"not installed: {', '.join(missing)}; `agent-rl install trainer` installs them")
 
 
-def check_lengths(config: RunConfig) -> None:
+def check_lengths(config: RunConfig, facts: ModelFacts) -> None:
     """Raises UserError where a trajectory may grow beyond what the trainer's micro-batch or the model's context holds.
 
     A longer sequence is never cut and its budget never raised: this is where it is told, before anything starts.
@@ -41,7 +44,7 @@ def check_lengths(config: RunConfig) -> None:
     longest, budget = config.rollout.max_tokens, config.train.microbatch_tokens
     if longest > budget:
         raise UserError(f"rollout.max_tokens is {longest} and {over_budget(budget, longest)}")
-    positions = read_config(config.model)[1]["max_position_embeddings"]
+    positions = facts.max_positions
     if longest > positions:
         raise UserError(
             f"rollout.max_tokens is {longest} and {config.model}/config.json has max_position_embeddings={positions}: "

@@ -34,6 +34,7 @@ from agent_rl.controller.state import RunState
 from agent_rl.controller.summary import summarize, summary_table
 from agent_rl.controller.world import World, open_world
 from agent_rl.evaluation.report import EvalReport, evaluate
+from agent_rl.model_facts import ModelFacts
 from agent_rl.observe.display import Display
 from agent_rl.observe.folder_lock import hold_folder
 from agent_rl.observe.metrics_log import MetricsLog
@@ -62,12 +63,12 @@ class Clock:
 
 async def train(config: RunConfig) -> None:
     """Run ``config`` to its last step, from its last checkpoint if it has one; write and show the summary."""
-    preflight.check(config)
-    preflight.check_lengths(config)
+    facts = preflight.check(config)
+    preflight.check_lengths(config, facts)
     display = Display(config.name)
     with hold_folder(config.run_dir), display:
         state = RunState(config)
-        async with _parts(config, state, display) as (world, trainer):
+        async with _parts(config, facts, state, display) as (world, trainer):
             run = TrainingRun(config, state, display, world, trainer)
             try:
                 summary = await run.run()
@@ -78,14 +79,16 @@ async def train(config: RunConfig) -> None:
 
 
 @asynccontextmanager
-async def _parts(config: RunConfig, state: RunState, display: Display) -> AsyncIterator[tuple[World, RayTrainer]]:
+async def _parts(
+    config: RunConfig, facts: ModelFacts, state: RunState, display: Display
+) -> AsyncIterator[tuple[World, RayTrainer]]:
     """The world and the trainer, started side by side: each takes many seconds, mostly of imports."""
     async with AsyncExitStack() as stack:
         trainer = RayTrainer(config)
         stack.push_async_callback(trainer.close)
         async with asyncio.TaskGroup() as starting:
             starting.create_task(trainer.start())
-            world = await stack.enter_async_context(open_world(config, state.dir / "logs", display))
+            world = await stack.enter_async_context(open_world(config, facts, state.dir / "logs", display))
             await probe_engines(config, world.engine, display)
             display.stage("starting the trainer")
         cancel_on_sigterm()

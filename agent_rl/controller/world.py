@@ -12,6 +12,7 @@ from agent_rl.config import RunConfig, SandboxConfig
 from agent_rl.engine.open import open_engine
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.evaluation.quarantine import read_quarantine
+from agent_rl.model_facts import ModelFacts
 from agent_rl.observe.display import Display
 from agent_rl.render import ChatRenderer
 from agent_rl.rollout.episode import EpisodeRules, run_episode
@@ -98,16 +99,17 @@ def _context(config: RunConfig, backend: SandboxBackend) -> EnvContext:
 
 
 @asynccontextmanager
-async def open_world(config: RunConfig, log_dir: Path, display: Display) -> AsyncIterator[World]:
+async def open_world(config: RunConfig, facts: ModelFacts, log_dir: Path, display: Display) -> AsyncIterator[World]:
     """Open a workshop, and an engine that serves ``config.model``: running ones by url, or a server of our own.
 
-    Raises ConfigError, SandboxError or EngineStartError, each one line; leaving stops what was started.
+    ``facts`` are that model's. Leaving stops what was started. Raises ConfigError, SandboxError or EngineStartError,
+    each one line.
     """
     async with AsyncExitStack() as stack:
         workshop = await stack.enter_async_context(open_workshop(config, display))
         renderer = ChatRenderer(config.model)
         display.stage("starting the engine")
-        engine = await stack.enter_async_context(open_engine(config.engine, config.model, log_dir))
+        engine = await stack.enter_async_context(open_engine(config.engine, config.model, facts, log_dir))
         info = await engine.info()
         display.fact("engine", f"SGLang, {info.dtype}, {', '.join(engine.urls)}")
         yield World(

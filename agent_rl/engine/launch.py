@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -23,10 +22,9 @@ import httpx
 
 from agent_rl.aio import shielded
 from agent_rl.config import EngineConfig
-from agent_rl.engine.facts import read_facts
 from agent_rl.engine.shared_memory import remove_stale
 from agent_rl.errors import ConfigError, EngineStartError
-from agent_rl.families import family_of
+from agent_rl.model_facts import ModelFacts
 
 _SERVE = Path(__file__).resolve().parent / "server" / "serve.py"
 _PORT_ATTEMPTS = 3
@@ -112,9 +110,6 @@ class EngineServer:
             )
 
     def _command(self) -> list[str]:
-        _refuse_dense_layers(self._model)
-        if self.device == "cpu":
-            _refuse_shared_experts(self._model)
         python = shutil.which(self._config.python)
         if python is None:
             raise ConfigError(
@@ -207,19 +202,17 @@ def reason_in_log(log: str) -> str:
     return detail or (lines[-1].strip() if lines else "its log is empty")
 
 
-def _refuse_dense_layers(model: Path) -> None:
-    """SGLang 0.5.23 takes every layer of a qwen2_moe or qwen3_moe for one with experts: a dense layer's weights are
-    dropped without a word, and whatever lies in memory routes its tokens."""
-    facts = read_facts(model)
-    dense = sorted(set(range(facts.num_layers)) - set(facts.moe_layer_ids))
+def refuse_unservable(facts: ModelFacts, model: Path, device: str) -> None:
+    """Raises ConfigError for the checkpoint in folder ``model`` where SGLang 0.5.23 on ``device`` would go wrong.
+
+    It takes every layer of a qwen2_moe or qwen3_moe for one with experts: a dense layer's weights are dropped without a
+    word, and whatever lies in memory routes its tokens. It adds a shared expert with a Triton kernel, also on a CPU,
+    and dies of it with the first request.
+    """
+    dense = [layer for layer, moe in enumerate(facts.moe) if not moe]
     if dense:
         raise ConfigError(f"model: {model} has dense layers {dense}, which SGLang would not load")
-
-
-def _refuse_shared_experts(model: Path) -> None:
-    """SGLang 0.5.23 adds a shared expert with a Triton kernel, also on a CPU, and dies of it with the first request."""
-    path = model / "config.json"
-    if family_of(json.loads(path.read_text()), path).shared_expert:
+    if device == "cpu" and facts.family.shared_expert:
         raise ConfigError(
             f"model: {model} has a shared expert, which SGLang serves on GPUs only (engine.device is cpu)"
         )

@@ -27,11 +27,11 @@ import tenacity
 from agent_rl.aio import shielded
 from agent_rl.config import EngineConfig
 from agent_rl.engine.answer import Asked, read_answer, read_scores, split_body
-from agent_rl.engine.facts import ModelFacts
 from agent_rl.engine.homes import SessionHomes
 from agent_rl.engine.http import get_json, post
 from agent_rl.engine.types import Scores
 from agent_rl.errors import EngineAborted, EngineOverloaded, EngineRejected, EngineUnreachable, RoutesMissingError
+from agent_rl.model_facts import ModelFacts
 from agent_rl.types import Completion, SamplingParams, TokenIds
 
 _ABORT_SECONDS = 5.0

@@ -6,22 +6,17 @@ Everything that starts ranks asks here, and so does everything that only looks a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 from agent_rl.config import ParallelConfig, RunConfig
 from agent_rl.errors import ConfigError
-from agent_rl.families import is_moe, read_config
-
-Model = Mapping[str, Any]
+from agent_rl.model_facts import ModelFacts, read_facts
 
 
-def layout_problems(config: RunConfig, model: Model | None = None) -> list[str]:
+def layout_problems(config: RunConfig, model: ModelFacts | None = None) -> list[str]:
     """Why this config's layout can't be trained in, a line each; empty where it can.
 
-    ``model`` is the checkpoint's config as :func:`agent_rl.families.read_config` gives it; None leaves out what depends
-    on it.
+    ``model`` None leaves out what depends on it.
     """
     train = config.train
     problems = parallel_problems(train.parallel)
@@ -35,7 +30,7 @@ def layout_problems(config: RunConfig, model: Model | None = None) -> list[str]:
 def check_layout(config: RunConfig) -> None:
     """Raises ConfigError with the first of :func:`layout_problems`; looks at the model where its folder is there."""
     known = (config.model / "config.json").is_file()
-    refuse(layout_problems(config, read_config(Path(config.model))[1] if known else None))
+    refuse(layout_problems(config, read_facts(config.model) if known else None))
 
 
 def refuse(problems: list[str]) -> None:
@@ -49,27 +44,27 @@ def parallel_problems(parallel: ParallelConfig) -> list[str]:
     return [f"train.parallel: {found}" for rule in _RULES if (found := rule(parallel)) is not None]
 
 
-def model_problems(parallel: ParallelConfig, model: Model) -> list[str]:
+def model_problems(parallel: ParallelConfig, model: ModelFacts) -> list[str]:
     """What of ``model`` a layout can't cut."""
-    moe, problems = _moe(model), []
-    for name, key in _CUTS:
-        size, parts = model.get(key) or 0, getattr(parallel, name)
-        if size % parts and not (key == "intermediate_size" and all(moe)):  # no layer has an MLP of that size
+    problems = []
+    for name, field, key in _CUTS:
+        size, parts = getattr(model, field), getattr(parallel, name)
+        if size % parts and not (field == "inner" and all(model.moe)):  # no layer has an MLP of that size
             problems.append(f"train.parallel.{name}={parts} does not divide the model's {key}={size}")
-    stages, layers = parallel.pipeline * parallel.virtual_pipeline, model["num_hidden_layers"]
+    stages, layers = parallel.pipeline * parallel.virtual_pipeline, model.num_layers
     if layers % stages:
         problems.append(
             f"train.parallel: pipeline x virtual_pipeline = {parallel.pipeline} x {parallel.virtual_pipeline} does "
             f"not divide the model's num_hidden_layers={layers}"
         )
-    if parallel.expert > 1 and not any(moe):
+    if parallel.expert > 1 and not any(model.moe):
         problems.append(f"train.parallel.expert={parallel.expert}: this model has no experts; set it to 1")
     return problems
 
 
-def recompute_problems(modules: tuple[str, ...], model: Model) -> list[str]:
+def recompute_problems(modules: tuple[str, ...], model: ModelFacts) -> list[str]:
     """Modules of a selective recomputation that ``model`` does not have, so that nothing would be run again."""
-    there = {"core_attn": True, "moe": any(_moe(model)), "mlp": not all(_moe(model))}
+    there = {"core_attn": True, "moe": any(model.moe), "mlp": not all(model.moe)}
     return [
         f"train.recompute_modules: {name} would run nothing again, this model has {_LACKS[name]}"
         for name in modules
@@ -77,14 +72,14 @@ def recompute_problems(modules: tuple[str, ...], model: Model) -> list[str]:
     ]
 
 
-def expert_problems(dtype: str, model: Model) -> list[str]:
+def expert_problems(dtype: str, model: ModelFacts) -> list[str]:
     """Widths that the experts' grouped matrix product can't take: it wants rows of a multiple of 16 bytes."""
     unit = 16 // {"float32": 4, "bfloat16": 2}[dtype]
     return [
-        f"model: {key}={model[key]} must be a multiple of {unit} with train.dtype {dtype} (the experts' grouped matrix "
+        f"model: {key}={size} must be a multiple of {unit} with train.dtype {dtype} (the experts' grouped matrix "
         "product wants rows of a multiple of 16 bytes)"
-        for key in ("hidden_size", "moe_intermediate_size")
-        if any(_moe(model)) and model[key] % unit
+        for key, size in (("hidden_size", model.hidden), ("moe_intermediate_size", model.expert_inner))
+        if any(model.moe) and size % unit
     ]
 
 
@@ -147,18 +142,14 @@ _RULES: tuple[Callable[[ParallelConfig], str | None], ...] = (
     _virtual_stages_of_a_pipeline,
     _allgather_in_one_stage,
 )
-# What is cut into how many equal parts. Experts are never cut over tensor ranks.
+# What is cut into how many equal parts: the layout's key, the fact, and the fact's key in config.json. Experts are
+# never cut over tensor ranks.
 _CUTS = (
-    ("tensor", "num_attention_heads"),
-    ("tensor", "num_key_value_heads"),
-    ("tensor", "vocab_size"),
-    ("tensor", "intermediate_size"),
-    ("tensor", "shared_expert_intermediate_size"),
-    ("expert", "num_experts"),
+    ("tensor", "heads", "num_attention_heads"),
+    ("tensor", "kv_heads", "num_key_value_heads"),
+    ("tensor", "vocab_size", "vocab_size"),
+    ("tensor", "inner", "intermediate_size"),
+    ("tensor", "shared_inner", "shared_expert_intermediate_size"),
+    ("expert", "num_experts", "num_experts"),
 )
 _LACKS = {"moe": "no layer with experts", "mlp": "no layer without experts"}
-
-
-def _moe(model: Model) -> list[bool]:
-    experts = bool(model.get("num_experts"))
-    return [experts and is_moe(model, layer) for layer in range(model["num_hidden_layers"])]

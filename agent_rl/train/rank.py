@@ -95,7 +95,7 @@ class TrainerRank:
             parameters=parameters,
             vocab_size=self._model.vocab_size,
             moe_layers=self._model.moe_layers,
-            layer_numbers=tuple(self._model.shape.moe_layers),
+            layer_numbers=self._model.layer_numbers,
         )
 
     @property

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from agent_rl.config import RunConfig
 from agent_rl.errors import AgentRlError, TrainerError, WeightSyncError
-from agent_rl.families import read_config
+from agent_rl.model_facts import read_facts
 from agent_rl.train.batching.cost import TOKENS, SequenceCost, expert_loads, sequence_cost
 from agent_rl.train.batching.dealing import Plan, check_lengths, lockstep_ranks, plan
 from agent_rl.train.checkpoint import folder as checkpoint
@@ -89,7 +89,7 @@ class RayTrainer:
             await asyncio.shield(self._boot)
             places = await self._gather([actor.place.remote() for actor in self._actors], START_SECONDS)
             order = self._rank_order()
-            self._cost = sequence_cost(read_config(self._config.model)[1])
+            self._cost = sequence_cost(read_facts(self._config.model))
             refs = [
                 actor.start.remote(order, self._optimizer, rank, places[0]) for rank, actor in enumerate(self._actors)
             ]

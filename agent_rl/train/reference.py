@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from agent_rl.config import KlConfig, TrainConfig
-from agent_rl.families import check_alike
+from agent_rl.model_facts import check_alike
 from agent_rl.train.loss.objectives import advantage_moments, kl_estimate, normalised_advantages, penalised_advantages
 from agent_rl.train.megatron.batch import PackedBatch, PassOutput, Routes
 
@@ -54,7 +54,7 @@ class Reference:
     @classmethod
     def load(cls, model: PolicyModel, folder: Path) -> Reference:
         """The checkpoint in ``folder``; ``model`` keeps its weights. Raises ConfigError where it does not fit."""
-        check_alike(model.folder, folder, "train.kl.reference")
+        check_alike(model.facts, model.folder, folder, "train.kl.reference")
         reference = cls(model)
         try:
             model.load_hf(folder)

@@ -35,10 +35,10 @@ from numpy.typing import NDArray
 
 from agent_rl.config import EngineConfig, RunConfig
 from agent_rl.controller.advantages import samples_of
-from agent_rl.engine.facts import read_facts
 from agent_rl.engine.launch import EngineServer
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.model.shipped import install_model
+from agent_rl.model_facts import read_facts
 from agent_rl.observe.metrics_log import read_metrics
 from agent_rl.rollout.records import read_trajectories
 from agent_rl.rollout.rescore import rescore_metrics

@@ -27,10 +27,13 @@ import torch
 from one_rank import arguments, free_port, one_rank, policy, timed, world
 
 from agent_rl.config import ParallelConfig
+from agent_rl.model_facts import ModelFacts
 from agent_rl.train.batching.cost import TOKENS, SequenceCost, sequence_cost
 from agent_rl.train.batching.dealing import Plan, plan
 
 QWEN3_30B: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "max_position_embeddings": 262_144,
     "vocab_size": 151_936,
     "hidden_size": 2048,
     "intermediate_size": 6144,
@@ -56,6 +59,7 @@ SMALL: dict[str, Any] = {
 }
 """Attention costs as much as the rest at 514 tokens, in Qwen3-30B-A3B at 15,471: a 30th."""
 LONGEST, SHRINK = 65_536, 32
+SMALL_FACTS = ModelFacts.of({"model_type": "qwen3_moe", "max_position_embeddings": LONGEST, **SMALL})
 
 
 def lengths_of(count: int, seed: int) -> list[int]:
@@ -92,7 +96,7 @@ def row_imbalance(planned: Plan, costs: Sequence[float]) -> float:
 
 
 def report_plans(count: int, ranks: int, draws: int = 5) -> None:
-    cost = sequence_cost(QWEN3_30B)
+    cost = sequence_cost(ModelFacts.of(QWEN3_30B))
     print(f"\n{count} sequences over {ranks} ranks, budget {LONGEST}: imbalance (worst of {draws} draws) and seconds")
     for lockstep, measure in ((1, rank_imbalance), (ranks, row_imbalance)):
         plans: dict[str, Callable[[list[int]], Plan]] = {
@@ -145,7 +149,10 @@ def train(model: Any, batches: list[Any]) -> None:
 
 
 def report_step(rounds: int) -> None:
-    cost, budget = sequence_cost(SMALL), LONGEST // SHRINK
+    cost, budget = (
+        sequence_cost(SMALL_FACTS),
+        LONGEST // SHRINK,
+    )
     lengths = [max(2, n // SHRINK) for n in lengths_of(24, seed=3)]
     plans = {
         "cost": plan(lengths, budget=budget, ranks=2, cost=cost),
@@ -172,7 +179,7 @@ def report_step(rounds: int) -> None:
 
 
 def report_model(device: torch.device) -> None:
-    cost: SequenceCost = sequence_cost(SMALL)
+    cost: SequenceCost = sequence_cost(SMALL_FACTS)
     _, model = policy(device, SMALL)
     print("\nprocessor time over cost, by length, 1 at the first:")
     first = None

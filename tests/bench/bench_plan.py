@@ -28,9 +28,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from agent_rl.capacity.plan import glibc_slack
-from agent_rl.capacity.sizes import ModelSize, kv_bytes_per_token, rank_bytes, route_slot_bytes
+from agent_rl.capacity.planning import glibc_slack
+from agent_rl.capacity.sizes import kv_bytes_per_token, rank_bytes, route_slot_bytes
 from agent_rl.config import EngineConfig, ParallelConfig, TrainConfig
+from agent_rl.model_facts import read_facts
 
 FIXED = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "norm_topk_prob": True, "hidden_act": "silu",
@@ -130,7 +131,7 @@ def rank_rows(folder: Path) -> Iterator[tuple[str, int, int]]:
     for model, tokens, recompute, dtype in CASES:
         where = write_config(folder / model.replace(" ", "_"), model)
         train = TrainConfig(microbatch_tokens=tokens, recompute=recompute, dtype=dtype)  # type: ignore[arg-type]
-        predicted = rank_bytes(ModelSize.read(where), train, microbatches=1)
+        predicted = rank_bytes(read_facts(where), train, microbatches=1)
         case = f"{model}, {tokens} tokens, {dtype}, recompute {recompute}"
         for kind, more in (("in use", 0), ("resident", glibc_slack(predicted, recompute))):
             measured = measured_rank(where, tokens, recompute, dtype, in_use=kind == "in use")
@@ -148,7 +149,7 @@ async def engine_rows(folder: Path) -> list[tuple[str, float, float]]:
     )
     async with EngineServer(config, where, log):
         pass
-    text, size = log.read_text(), ModelSize.read(where)
+    text, size = log.read_text(), read_facts(where)
     kv = re.search(r"#tokens: (\d+), K size: ([\d.]+) GB, V size: ([\d.]+) GB", text)
     routes = re.search(r"HostCache\[routed_experts\] allocated: shape=\((\d+), (\d+), (\d+)\)", text)
     assert kv is not None, text[-2000:]

@@ -21,6 +21,7 @@ from agent_rl.config import EngineConfig
 from agent_rl.engine.open import open_engine
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.model.init import TinyMoe, initial_weights, save_checkpoint
+from agent_rl.model_facts import read_facts
 from agent_rl.types import SamplingParams
 from r3.routing import validate
 from r3.stitch import RouteStitcher
@@ -57,7 +58,8 @@ async def converse(engine: SGLangEngine, turns: int, sampled: int, observed: int
 
 
 async def measure(model: Path, run_dir: Path, turns: int, sampled: int, observed: int) -> dict[str, float]:
-    async with open_engine(EngineConfig(max_total_tokens=16384, max_running_requests=4), model, run_dir) as engine:
+    config = EngineConfig(max_total_tokens=16384, max_running_requests=4)
+    async with open_engine(config, model, read_facts(model), run_dir) as engine:
         return await converse(engine, turns, sampled, observed)
 
 

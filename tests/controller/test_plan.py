@@ -13,23 +13,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent_rl.capacity.known_models import KNOWN, model_config
-from agent_rl.capacity.plan import GIB, Place, Plan, make_plan
-from agent_rl.capacity.sizes import ModelSize, kv_bytes_per_token, layer_bytes, rank_bytes, rank_parameters
+from agent_rl.capacity.advice import make_plan
+from agent_rl.capacity.known_models import KNOWN, planned_model
+from agent_rl.capacity.plan import GIB, PlannedPlace, RunPlan
+from agent_rl.capacity.sizes import kv_bytes_per_token, layer_bytes, rank_bytes, rank_parameters, route_bytes
+from agent_rl.capacity.sizes import parameters as parameters_of
 from agent_rl.config import ParallelConfig, RunConfig, TrainConfig, load_config
 from agent_rl.errors import ConfigError, UserError
 from agent_rl.train.layouts import layout_problems
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ("paper-swe", "paper-maths-grpo", "paper-maths-gspo", "gspo-r3", "tis", "kat")
-QWEN = ModelSize.of(KNOWN["Qwen3-30B-A3B"])
+QWEN = KNOWN["Qwen3-30B-A3B"]
 
 
 def recipe(name: str = "paper-swe", *overrides: str) -> RunConfig:
     return load_config(ROOT / "configs" / f"{name}.yaml", overrides)
 
 
-def place(plan: Plan, name: str) -> Place:
+def place(plan: RunPlan, name: str) -> PlannedPlace:
     found = plan.place(name)
     assert found is not None, [one.name for one in plan.places]
     return found
@@ -39,14 +41,14 @@ def place(plan: Plan, name: str) -> Place:
     ("name", "parameters"), [("Qwen3-30B-A3B", 30_532_122_624), ("Qwen3-235B-A22B", 235_093_634_560)]
 )
 def test_known_models_have_the_parameters_their_cards_say(name: str, parameters: int) -> None:
-    assert ModelSize.of(KNOWN[name]).parameters == parameters
+    assert parameters_of(KNOWN[name]) == parameters
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_fits_the_hardware_its_head_names(name: str) -> None:
     config = recipe(name)
     assert config.name == name
-    assert layout_problems(config, model_config(config.model)) == []
+    assert layout_problems(config, planned_model(config.model)) == []
     plan = make_plan(config)
     assert plan.refusal() is None
     text = (ROOT / "configs" / f"{name}.yaml").read_text()
@@ -153,7 +155,7 @@ def test_the_command_prints_json_and_its_exit_code_tells() -> None:
     said: dict[str, Any] = json.loads(done.stdout)
     assert said["refusal"].startswith("disk of runs_dir")
     assert done.stderr == f"error: {said['refusal']}\n"
-    assert said["parameters"] == QWEN.parameters
+    assert said["parameters"] == parameters_of(QWEN)
     assert all(one["total"] == sum(item["size"] for item in one["items"]) for one in said["places"])
 
 
@@ -161,10 +163,10 @@ def test_known_figures_of_the_field() -> None:
     """Qwen3-30B-A3B: 98,304 bytes of bfloat16 KV a token (48 layers x 4 heads x 128 x 2 x 2), 384 of routes."""
     assert kv_bytes_per_token(QWEN, "bfloat16") == 98304
     assert kv_bytes_per_token(QWEN, "bfloat16", 8) == 98304 // 4, "four heads on eight GPUs are held twice"
-    assert QWEN.route_bytes == 384
+    assert route_bytes(QWEN) == 384
     train = TrainConfig(dtype="bfloat16", microbatch_tokens=1024)
     rank = rank_bytes(QWEN, train, microbatches=1)
-    assert rank.weights + rank.gradients + rank.optimizer == QWEN.parameters * (2 + 4 + 12)
+    assert rank.weights + rank.gradients + rank.optimizer == parameters_of(QWEN) * (2 + 4 + 12)
 
 
 layouts = st.sampled_from(
@@ -186,8 +188,8 @@ def test_ranks_hold_the_whole_model_and_no_more_than_they_must(parallel: Paralle
     whole_dense, whole_experts = rank_parameters(QWEN, ParallelConfig())
     assert experts == whole_experts // (parallel.pipeline * parallel.expert)
     share = whole_dense / (parallel.tensor * parallel.pipeline)
-    everywhere = QWEN.layers * (QWEN.experts * QWEN.hidden + 2 * QWEN.hidden + 2 * QWEN.head_dim) + QWEN.hidden
-    ends = QWEN.vocab * QWEN.hidden // parallel.tensor
+    everywhere = QWEN.num_layers * (QWEN.num_experts * QWEN.hidden + 2 * QWEN.hidden + 2 * QWEN.head_dim) + QWEN.hidden
+    ends = QWEN.vocab_size * QWEN.hidden // parallel.tensor
     assert share <= dense <= share + everywhere + ends
 
 

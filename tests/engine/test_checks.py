@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from agent_rl.engine.facts import ModelFacts
 from agent_rl.engine.probe.checks import Answers, Check, Verdict, check_all
 from agent_rl.engine.probe.requests import RawAnswer
+from agent_rl.model_facts import ModelFacts
 
 LAYERS, EXPERTS, TOP_K, PROMPT = 24, 64, 4, 80
-FACTS = ModelFacts(LAYERS, tuple(range(1, LAYERS)), EXPERTS, TOP_K, 1000, 4096)
+FACTS = ModelFacts(
+    "qwen3_moe", moe=(False, *[True] * (LAYERS - 1)), hidden=8, heads=2, kv_heads=1, head_dim=4, inner=8,
+    vocab_size=1000, max_positions=4096, num_experts=EXPERTS, top_k=TOP_K,
+)  # fmt: skip
 Rows = NDArray[np.int32]
 
 

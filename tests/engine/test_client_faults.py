@@ -13,14 +13,17 @@ import pytest
 from local_server import Handler, serving
 
 from agent_rl.config import EngineConfig
-from agent_rl.engine.facts import ModelFacts
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.engine.types import Scores
 from agent_rl.errors import EngineAborted, EngineOverloaded, EngineRejected, EngineUnreachable, RoutesMissingError
+from agent_rl.model_facts import ModelFacts
 from agent_rl.types import Completion, FinishReason, SamplingParams
 from r3.routing import Span, SpanKind
 
-FACTS = ModelFacts(num_layers=3, moe_layer_ids=(1, 2), num_experts=8, top_k=2, vocab_size=100, max_positions=64)
+FACTS = ModelFacts(
+    "qwen3_moe", moe=(False, True, True), hidden=8, heads=2, kv_heads=1, head_dim=4, inner=8, vocab_size=100,
+    max_positions=64, num_experts=8, top_k=2,
+)  # fmt: skip
 CONFIG = EngineConfig(retries=2, request_timeout=5.0)
 SAMPLE = SamplingParams(max_new_tokens=2)
 

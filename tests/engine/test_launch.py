@@ -19,11 +19,11 @@ from pathlib import Path
 import pytest
 
 from agent_rl.config import EngineConfig
-from agent_rl.engine.facts import read_facts
 from agent_rl.engine.launch import EngineServer, group_members, reason_in_log
 from agent_rl.engine.open import open_engine
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import ConfigError, EngineStartError, RoutesMissingError
+from agent_rl.model_facts import read_facts
 
 OWNER = """
     import asyncio, json, sys
@@ -132,12 +132,9 @@ async def test_a_taken_port_is_one_line(model: Path, tmp_path: Path) -> None:
             await EngineServer(config, model, tmp_path / "log").start()
 
 
-async def test_a_missing_model_or_interpreter_is_a_users_mistake(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is not a folder"):
-        async with open_engine(EngineConfig(python=sys.executable), tmp_path / "nowhere", tmp_path):
-            pass
+async def test_a_missing_interpreter_is_a_users_mistake(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"engine\.python: /no/such is no interpreter; `agent-rl install engine`"):
-        async with open_engine(EngineConfig(python="/no/such"), model, tmp_path):
+        async with open_engine(EngineConfig(python="/no/such"), model, read_facts(model), tmp_path):
             pass
 
 
@@ -175,7 +172,10 @@ def test_group_members_are_those_that_run() -> None:
     ("change", "message"),
     [
         ({"mlp_only_layers": [1]}, r"has dense layers \[1\], which SGLang would not load"),
-        ({"model_type": "qwen2_moe"}, "has a shared expert, which SGLang serves on GPUs only"),
+        (
+            {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 8},
+            "has a shared expert, which SGLang serves on GPUs only",
+        ),
     ],
 )
 async def test_a_model_that_sglang_serves_wrongly_is_refused(
@@ -186,4 +186,5 @@ async def test_a_model_that_sglang_serves_wrongly_is_refused(
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(ConfigError, match=message):
-        await EngineServer(engine_config, other, tmp_path / "engine.log").start()
+        async with open_engine(engine_config, other, read_facts(other), tmp_path):
+            pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,10 @@ from engine_proxy import (
 from typer.testing import CliRunner
 
 from agent_rl import cli
-from agent_rl.engine.facts import ModelFacts
 from agent_rl.engine.probe.checks import Verdict
 from agent_rl.engine.probe.run import probe, table
 from agent_rl.errors import ConfigError, EngineRejected, EngineUnreachable
+from agent_rl.model_facts import read_facts
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -162,8 +163,8 @@ async def test_answers_without_routes_are_a_policys_matter_where_others_have_the
     assert report.spoils(missing_allowed=True) == ()
 
 
-async def test_facts_of_another_model_and_none_at_all(server: str) -> None:
-    wrong = ModelFacts(48, tuple(range(48)), 128, 8, 256, 2048)
+async def test_facts_of_another_model_and_none_at_all(server: str, model: Path) -> None:
+    wrong = replace(read_facts(model), moe=(True,) * 48, num_experts=128, top_k=8)
     assert "not whole rows" in (await probe(server, wrong)).line()
     with pytest.raises(EngineUnreachable, match="ConnectError"):
         await probe("http://127.0.0.1:9")

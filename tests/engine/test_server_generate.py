@@ -13,9 +13,9 @@ import pytest
 from trajectories import trajectory
 
 from agent_rl.config import EngineConfig
-from agent_rl.engine.facts import ModelFacts, read_facts
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import EngineRejected, RoutesMissingError
+from agent_rl.model_facts import ModelFacts, read_facts
 from agent_rl.rollout.group import GroupSettings, collect_groups
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.rollout.rescore import Rescorer
@@ -325,7 +325,7 @@ async def test_it_says_what_it_is(engine: SGLangEngine, model: Path) -> None:
 
 
 async def test_facts_of_another_model_are_found_out(server: str, facts: ModelFacts) -> None:
-    wrong = ModelFacts(48, tuple(range(48)), 128, 8, facts.vocab_size, facts.max_positions)
+    wrong = replace(facts, moe=(True,) * 48, num_experts=128, top_k=8)
     with pytest.raises(RoutesMissingError, match="expected 2 rows of 48 layers x top-8"):
         async with SGLangEngine(server, wrong):
             pass

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from agent_rl.config import EngineConfig, RunConfig
-from agent_rl.engine.facts import read_facts
 from agent_rl.engine.sglang import SGLangEngine
+from agent_rl.model_facts import read_facts
 from agent_rl.types import Sample, SamplingParams
 from agent_rl.weight_sync.receivers import WeightReceivers
 

@@ -20,10 +20,10 @@ import pytest
 from engine_proxy import Fault, proxy
 
 from agent_rl.config import EngineConfig, RunConfig
-from agent_rl.engine.facts import read_facts
 from agent_rl.engine.launch import EngineServer
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import WeightSyncError
+from agent_rl.model_facts import read_facts
 from agent_rl.types import Sample, SamplingParams
 from agent_rl.weight_sync.receivers import WeightReceivers
 

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from agent_rl.config import EngineConfig
-from agent_rl.engine.facts import read_facts
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import WeightSyncError
+from agent_rl.model_facts import read_facts
 from agent_rl.types import SamplingParams
 from agent_rl.weight_sync.receivers import WeightReceivers
 

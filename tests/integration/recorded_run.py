@@ -30,7 +30,7 @@ from agent_rl.config import RunConfig, load_config
 from agent_rl.controller.journal import read_journal
 from agent_rl.controller.state import RunState
 from agent_rl.controller.train import TrainingRun
-from agent_rl.engine.facts import read_facts
+from agent_rl.model_facts import read_facts
 from agent_rl.observe.display import Display
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.group import EpisodeRunner

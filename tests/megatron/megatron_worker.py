@@ -54,7 +54,7 @@ class Watch:
     """
 
     def __init__(self, model: Any, items: list[PackedBatch], given: list[PackedRoutes], ranks: Ranks) -> None:
-        self.columns = {number: column for column, number in enumerate(model.shape.moe_layers)}
+        self.columns = {number: column for column, number in enumerate(model.layer_numbers)}
         self.items, self.given, self.ranks = items, given, ranks
         self.seen = {
             action: [torch.zeros(len(batch), len(self.columns), dtype=torch.bool) for batch in items]
@@ -145,8 +145,8 @@ def whole_routes(model: Any, items: list[PackedBatch], local: list[Tensor], rank
     columns = list(model.shard.columns)
     mine = [(router_rows(batch, ranks), columns, found) for batch, found in zip(items, local, strict=True)]
     torch.distributed.all_gather_object(parts, (ranks.data_rank, mine))
-    top_k = int(model.shape.config["num_experts_per_tok"])
-    whole = [torch.zeros(len(batch), len(model.shape.moe_layers), top_k, dtype=torch.int16) for batch in items]
+    top_k = model.top_k
+    whole = [torch.zeros(len(batch), len(model.layer_numbers), top_k, dtype=torch.int16) for batch in items]
     for data_rank, held in parts:
         if data_rank == ranks.data_rank:
             for routes, (rows, places, found) in zip(whole, held, strict=True):

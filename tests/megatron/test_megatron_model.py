@@ -16,6 +16,7 @@ from torch import Tensor
 
 from agent_rl.config import ParallelConfig
 from agent_rl.errors import ConfigError, TrainerError
+from agent_rl.model_facts import read_facts
 from agent_rl.train.megatron.batch import PackedBatch, PackedRoutes
 from agent_rl.train.megatron.parallel import check_parallel
 
@@ -191,15 +192,15 @@ def test_sharded_checkpoint(build: Build, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_layouts_are_refused_where_ranks_and_models_are_made(checkpoint: tuple[Path, Any]) -> None:
-    from agent_rl.train.megatron.shape import ModelShape
+    from agent_rl.train.megatron.transformer import transformer_config
 
     with pytest.raises(ConfigError, match="virtual_pipeline 2 needs pipeline stages"):
         check_parallel(ParallelConfig(virtual_pipeline=2))
-    shape = ModelShape.read(checkpoint[0])
+    facts = read_facts(checkpoint[0])
     with pytest.raises(ConfigError, match=r"tensor=3 does not divide the model's num_attention_heads=4"):
-        shape.transformer_config(ParallelConfig(world_size=24, tensor=3), torch.float32, "none", ())
+        transformer_config(facts, ParallelConfig(world_size=24, tensor=3), torch.float32, "none", ())
     with pytest.raises(ConfigError, match="mlp would run nothing again"):
-        shape.transformer_config(ParallelConfig(), torch.float32, "selective", ("core_attn", "mlp"))
+        transformer_config(facts, ParallelConfig(), torch.float32, "selective", ("core_attn", "mlp"))
 
 
 @pytest.mark.parametrize(
@@ -220,7 +221,7 @@ def test_unsupported_models_are_refused(
 def test_missing_folder_tensor_and_misfit_are_named(build: Build, checkpoint: tuple[Path, Any], tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    with pytest.raises(ConfigError, match=r"nowhere: no model folder with a config\.json"):
+    with pytest.raises(ConfigError, match="nowhere is not a folder"):
         build(tmp_path / "nowhere")
     (tmp_path / "config.json").write_text((checkpoint[0] / "config.json").read_text())
     with pytest.raises(ConfigError, match="holds no"):

@@ -151,16 +151,16 @@ def test_only_the_layers_that_megatron_runs_again_are_expected_again(
     build: Build, batch: PackedBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Full recomputation by block: of the first layers of a chunk alone."""
-    from agent_rl.train.megatron.shape import ModelShape
+    from agent_rl.train.megatron import model as building
 
-    whole = ModelShape.transformer_config
+    whole = building.transformer_config
 
     def first_three(*arguments: Any) -> Any:
         config = whole(*arguments)
         config.recompute_method, config.recompute_num_layers = "block", 3
         return config
 
-    monkeypatch.setattr(ModelShape, "transformer_config", first_three)
+    monkeypatch.setattr(building, "transformer_config", first_three)
     model, observer = build(recompute="full"), Observer()
     model.replayer.observer = observer
     model.train_microbatches([batch], [everywhere(tiny.random_routes(len(batch)))], total)
@@ -409,11 +409,11 @@ def test_experts_that_tensor_ranks_would_not_reduce_are_refused(build: Build) ->
     model = build()
     model.config.tensor_model_parallel_size = 2
     with pytest.raises(ReplayError, match="layer 1: with tensor parallelism 2 and expert parallelism 1"):
-        RouterReplayer(model.modules, model.shape.moe_layers)
+        RouterReplayer(model.modules, model.layer_numbers)
     for layer in model.modules[0].decoder.layers:
         for parameter in layer.mlp.experts.parameters():
             parameter.allreduce = False
-    RouterReplayer(model.modules, model.shape.moe_layers)
+    RouterReplayer(model.modules, model.layer_numbers)
 
 
 def test_routes_of_one_pass_replay_in_the_next(build: Build, batch: PackedBatch) -> None:

@@ -113,7 +113,7 @@ def test_a_step_replays_its_own_share(build: Callable[..., Any], replay: str) ->
     own = model.forward_logprobs([batch], None, record=True)[0].routes.numpy()
     model.replayer.observer = watch = Assigned()
     _, differs = step(model, samples, [shard], replay)
-    for column, number in enumerate(model.shape.moe_layers):
+    for column, number in enumerate(model.layer_numbers):
         given = shard.experts if replay == "r3" else own
         np.testing.assert_array_equal(watch.experts[number].numpy(), given[:, column])
     (replayed,), (native,) = differs.unpacked(differs.replayed), differs.unpacked(differs.native)

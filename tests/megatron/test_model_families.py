@@ -108,7 +108,7 @@ def test_logprobs_gradients_and_export_equal_transformers(member: tuple[Case, An
     from transformers import AutoModelForCausalLM
 
     case, reference, ours = member
-    assert ours.shape.moe_layers == tuple(layer + 1 for layer in case.moe)
+    assert ours.layer_numbers == tuple(layer + 1 for layer in case.moe)
     sequences = tiny.sequences(lengths=(17, 1, 200))
     batch, expected = PackedBatch.from_sequences(sequences), logprobs(reference, sequences)
     torch.testing.assert_close(ours.forward_logprobs([batch], None)[0].logprobs, expected.detach(), rtol=0, atol=1e-4)
@@ -249,8 +249,8 @@ def test_what_we_do_not_compute_is_refused_in_one_line(
 
 def test_the_rotary_settings_of_newer_files_are_read(tmp_path: Path) -> None:
     newer = {"rope_theta": "absent", "rope_scaling": "absent", "rope_parameters": {**YARN, "rope_theta": 5e5}}
-    _, found = read_config(config(tmp_path, "qwen3", **newer))
+    found = read_config(config(tmp_path, "qwen3", **newer))
     assert found["rope_theta"] == 5e5
     assert found["rope_scaling"]["factor"] == 4
-    _, found = read_config(config(tmp_path, "qwen3", rope_parameters={"rope_theta": 7.0, "rope_type": "default"}))
+    found = read_config(config(tmp_path, "qwen3", rope_parameters={"rope_theta": 7.0, "rope_type": "default"}))
     assert (found["rope_theta"], found["rope_scaling"]) == (7.0, None)

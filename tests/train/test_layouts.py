@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from agent_rl.cli import app
 from agent_rl.config import ParallelConfig, RunConfig
 from agent_rl.errors import ConfigError
+from agent_rl.model_facts import ModelFacts
 from agent_rl.train.layouts import (
     check_layout,
     expert_copies,
@@ -31,6 +32,8 @@ MODEL: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 64,
     "mlp_only_layers": [0],
     "decoder_sparse_step": 1,
 }
@@ -96,6 +99,10 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any] | None, str]] = [
 ]
 
 
+def facts(model: dict[str, Any]) -> ModelFacts:
+    return ModelFacts.of({"model_type": "qwen3_moe" if "num_experts" in model else "qwen3", **model})
+
+
 def config(parallel: dict[str, Any], model: Path = Path("none"), **train: Any) -> RunConfig:
     return RunConfig.model_validate({"name": "test", "model": model, "train": {"parallel": parallel, **train}})
 
@@ -104,7 +111,7 @@ def config(parallel: dict[str, Any], model: Path = Path("none"), **train: Any) -
 def test_each_refusal_is_a_line_with_the_reason(
     parallel: dict[str, Any], model: dict[str, Any] | None, line: str
 ) -> None:
-    problems = layout_problems(config(parallel), model)
+    problems = layout_problems(config(parallel), facts(model) if model else None)
     assert any(line in problem for problem in problems)
     assert not any("\n" in problem for problem in problems)
 
@@ -121,15 +128,15 @@ def test_each_refusal_is_a_line_with_the_reason(
     ],
 )
 def test_recomputing_what_is_not_there_is_refused(modules: list[str], model: dict[str, Any], line: str) -> None:
-    assert layout_problems(config({}, recompute="selective", recompute_modules=modules), model) == [line]
-    assert layout_problems(config({}, recompute="full", recompute_modules=modules), model) == []
+    assert layout_problems(config({}, recompute="selective", recompute_modules=modules), facts(model)) == [line]
+    assert layout_problems(config({}, recompute="full", recompute_modules=modules), facts(model)) == []
 
 
 def test_experts_of_a_width_that_has_no_kernel_are_refused() -> None:
-    assert layout_problems(config({}, dtype="float32"), MODEL) == []
-    (line,) = layout_problems(config({}, dtype="bfloat16"), MODEL)
+    assert layout_problems(config({}, dtype="float32"), facts(MODEL)) == []
+    (line,) = layout_problems(config({}, dtype="bfloat16"), facts(MODEL))
     assert line.startswith("model: moe_intermediate_size=12 must be a multiple of 8 with train.dtype bfloat16")
-    assert layout_problems(config({}, dtype="bfloat16"), DENSE) == []
+    assert layout_problems(config({}, dtype="bfloat16"), facts(DENSE)) == []
 
 
 def test_what_can_be_trained_in_is_not_refused() -> None:
@@ -141,14 +148,14 @@ def test_what_can_be_trained_in_is_not_refused() -> None:
         {"expert": 2, "distributed_optimizer": False},
     ]
     for layout, model in itertools.product(layouts, (MODEL, SHARED)):
-        assert layout_problems(config({"world_size": 2, **layout}), model) == []
+        assert layout_problems(config({"world_size": 2, **layout}), facts(model)) == []
     every_layer = MODEL | {"mlp_only_layers": [], "intermediate_size": 47}  # of which nothing is made
-    assert layout_problems(config({"world_size": 2, "tensor": 2}), every_layer) == []
+    assert layout_problems(config({"world_size": 2, "tensor": 2}), facts(every_layer)) == []
 
 
 def test_every_problem_is_told() -> None:
     wrong = {"world_size": 3, "tensor": 2, "virtual_pipeline": 3}
-    assert len(layout_problems(config(wrong), MODEL)) == 3
+    assert len(layout_problems(config(wrong), facts(MODEL))) == 3
 
 
 def test_the_model_in_the_folder_is_looked_at(tiny_moe: Path) -> None:

@@ -15,9 +15,9 @@ torch = pytest.importorskip("torch")
 from agent_rl.config import Correction, CorrectionConfig, OldLogprobSource, RunConfig  # noqa: E402
 from agent_rl.controller.advantages import samples_of  # noqa: E402
 from agent_rl.controller.preflight import check_lengths  # noqa: E402
-from agent_rl.engine.facts import read_facts  # noqa: E402
 from agent_rl.errors import TrainerError, UserError  # noqa: E402
 from agent_rl.model.shipped import install_model  # noqa: E402
+from agent_rl.model_facts import read_facts  # noqa: E402
 from agent_rl.train.batching.packing import MicroBatch, pack  # noqa: E402
 from agent_rl.train.loss.corrections import correction_weights  # noqa: E402
 from agent_rl.train.step import _training_input  # noqa: E402
@@ -130,11 +130,12 @@ def test_a_trajectory_that_may_fill_the_context_cannot_be_rescored(tmp_path: Pat
         )
 
     install_model(tmp_path / "model")
-    positions = read_facts(tmp_path / "model").max_positions
-    check_lengths(chosen(positions, "recompute"))
-    check_lengths(chosen(positions - 1, "rescore"))
+    facts = read_facts(tmp_path / "model")
+    positions = facts.max_positions
+    check_lengths(chosen(positions, "recompute"), facts)
+    check_lengths(chosen(positions - 1, "rescore"), facts)
     with pytest.raises(UserError, match=f"lower rollout.max_tokens to {positions - 1}"):
-        check_lengths(chosen(positions, "rescore"))
+        check_lengths(chosen(positions, "rescore"), facts)
 
 
 @pytest.mark.parametrize(("temperature", "fine"), [(1.0, True), (0.0, True), (0.7, False)])

@@ -12,8 +12,8 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from agent_rl.engine.facts import ModelFacts
 from agent_rl.engine.probe.requests import RawAnswer
+from agent_rl.model_facts import ModelFacts
 from r3.codec import narrow
 from r3.routing import RoutingError
 

@@ -17,9 +17,9 @@ import pybase64
 from numpy.typing import NDArray
 
 from agent_rl.aio import shielded
-from agent_rl.engine.facts import ModelFacts
 from agent_rl.engine.http import check, get_json, post, unreachable
 from agent_rl.errors import EngineRejected
+from agent_rl.model_facts import ModelFacts
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from agent_rl.engine.facts import ModelFacts, read_facts
 from agent_rl.engine.probe.checks import CAPTURE, KEY, Answers, Check, Verdict, check_all
 from agent_rl.engine.probe.requests import RawAnswer, RawServer
 from agent_rl.errors import ConfigError, EngineUnreachable
+from agent_rl.model_facts import ModelFacts, read_routed_facts
 
 PROMPT = 160
 """Tokens of a prompt: more than two pages of a cache that keeps pages of 64. A short context takes a quarter of it."""
@@ -106,7 +106,7 @@ def _facts_of(url: str, folder: str) -> ModelFacts:
             f"{url} serves {folder or 'a model it does not name'}, which is no folder of this machine: "
             "name one that has the model's config.json by --model"
         )
-    return read_facts(Path(folder))
+    return read_routed_facts(Path(folder))
 
 
 class _Questions:

@@ -17,14 +17,13 @@ FLOP differs between these parts; ``tests/bench/bench_packing.py`` compares the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agent_rl.families import is_moe
+from agent_rl.model_facts import ModelFacts
 from r3.routing import Routing
 
 SAMPLED_ROWS = 16
@@ -49,21 +48,14 @@ TOKENS = SequenceCost(linear=1.0, quadratic=0.0)
 """Every token costs the same."""
 
 
-def sequence_cost(config: Mapping[str, Any]) -> SequenceCost:
-    """The cost on the model of ``config`` (from :func:`agent_rl.families.read_config`), its experts evenly loaded."""
-    layers, hidden, heads = config["num_hidden_layers"], config["hidden_size"], config["num_attention_heads"]
-    width = config.get("head_dim") or hidden // heads
-    queries, keys = heads * width, config["num_key_value_heads"] * width
-    experts = config.get("num_experts") or 0
-    moe = sum(bool(experts) and is_moe(config, layer) for layer in range(layers))
-    linear = layers * 2 * hidden * (2 * queries + 2 * keys) + 2 * hidden * config["vocab_size"]
-    linear += (layers - moe) * 6 * hidden * config["intermediate_size"]
-    expert = 0.0
-    if moe:
-        shared = config.get("shared_expert_intermediate_size") or 0
-        expert = 6.0 * hidden * config["moe_intermediate_size"]
-        linear += moe * (config["num_experts_per_tok"] * expert + 6 * hidden * shared + 2 * hidden * experts)
-    return SequenceCost(float(linear), float(layers * 2 * queries), expert)
+def sequence_cost(model: ModelFacts) -> SequenceCost:
+    """The cost on ``model``, its experts evenly loaded."""
+    layers, moe, hidden = model.num_layers, len(model.moe_layer_ids), model.hidden
+    linear: float = layers * 2 * hidden * (2 * model.q_width + 2 * model.kv_width) + 2 * hidden * model.vocab_size
+    linear += (layers - moe) * 6 * hidden * model.inner
+    expert = 6.0 * hidden * model.expert_inner
+    linear += moe * (model.top_k * expert + 6 * hidden * model.shared_inner + 2 * hidden * model.num_experts)
+    return SequenceCost(float(linear), float(layers * 2 * model.q_width), expert)
 
 
 def expert_loads(routing: Routing, expert_ranks: int) -> NDArray[np.float64]:

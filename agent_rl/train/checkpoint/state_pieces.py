@@ -90,7 +90,7 @@ def part_of(slot: Slot, shape: Sequence[int], ranks: Ranks) -> Part:
 
 def _slots_by_name(model: PolicyModel) -> dict[str, Slot]:
     """The slots by the optimizer's names of their parameters."""
-    slots = {id(slot.parameter): slot for slot in hf.slots(model.modules, model.shape)}
+    slots = {id(slot.parameter): slot for slot in hf.slots(model.modules, model.facts)}
     return {name: slots[id(parameter)] for name, parameter in _named_parameters(model.modules)}
 
 

@@ -23,8 +23,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from agent_rl.errors import ConfigError
+from agent_rl.model_facts import ModelFacts
 from agent_rl.train.megatron.parallel import Ranks
-from agent_rl.train.megatron.shape import ModelShape
 
 _SHARD_BYTES = 4 << 30
 
@@ -53,17 +53,17 @@ class Slot:
     cut: Cut
 
 
-def slots(models: Sequence[Any], shape: ModelShape) -> Iterator[Slot]:
+def slots(models: Sequence[Any], facts: ModelFacts) -> Iterator[Slot]:
     """The slots of this rank's (bare) GPT model chunks. A tied output copy has the embedding's name."""
     for model, name, parameter in ((m, *named) for m in models for named in m.named_parameters()):
         if name.startswith("decoder.layers."):
             _, _, local, rest = name.split(".", 3)
             layer = model.decoder.layers[int(local)].layer_number - 1
-            names, cut = _layer_slot(rest, shape)
+            names, cut = _layer_slot(rest, facts)
             yield Slot(parameter, tuple(f"model.layers.{layer}.{part}" for part in names), cut)
         elif name == "decoder.final_layernorm.weight":
             yield Slot(parameter, ("model.norm.weight",), Cut.WHOLE)
-        elif name == "output_layer.weight" and not shape.tied:
+        elif name == "output_layer.weight" and not facts.tied:
             yield Slot(parameter, ("lm_head.weight",), Cut.ROWS)
         elif name in ("embedding.word_embeddings.weight", "output_layer.weight"):
             yield Slot(parameter, (EMBEDDING,), Cut.ROWS)
@@ -90,8 +90,8 @@ _LAYER_SLOTS: dict[str, tuple[tuple[str, ...], Cut]] = {
 }
 
 
-def _layer_slot(name: str, shape: ModelShape) -> tuple[tuple[str, ...], Cut]:
-    family, experts = shape.family, range(shape.config.get("num_experts", 0))
+def _layer_slot(name: str, facts: ModelFacts) -> tuple[tuple[str, ...], Cut]:
+    family, experts = facts.family, range(facts.num_experts)
     gate, up, down = family.expert_parts
     if name == "mlp.router.weight":
         return (family.router,), Cut.WHOLE
@@ -106,11 +106,11 @@ def _layer_slot(name: str, shape: ModelShape) -> tuple[tuple[str, ...], Cut]:
 
 
 @torch.no_grad()
-def load_weights(models: Sequence[Any], shape: ModelShape, folder: Path, ranks: Ranks) -> None:
+def load_weights(models: Sequence[Any], facts: ModelFacts, folder: Path, ranks: Ranks) -> None:
     """Fill this rank's parameters from the safetensors in ``folder``. Raises ConfigError naming a missing tensor."""
     with _Reader(folder) as reader:
-        for slot in slots(models, shape):
-            local = _to_local(slot, reader, shape, ranks)
+        for slot in slots(models, facts):
+            local = _to_local(slot, reader, facts, ranks)
             if local.shape != slot.parameter.shape:
                 raise ConfigError(
                     f"{folder}: {slot.names[0]} gives {tuple(local.shape)}, the config says "
@@ -119,7 +119,7 @@ def load_weights(models: Sequence[Any], shape: ModelShape, folder: Path, ranks: 
             slot.parameter.copy_(local)
 
 
-def _to_local(slot: Slot, reader: _Reader, shape: ModelShape, ranks: Ranks) -> Tensor:
+def _to_local(slot: Slot, reader: _Reader, facts: ModelFacts, ranks: Ranks) -> Tensor:
     names, size, rank = slot.names, ranks.tensor_size, ranks.tensor_rank
     match slot.cut:
         case Cut.WHOLE:
@@ -131,7 +131,7 @@ def _to_local(slot: Slot, reader: _Reader, shape: ModelShape, ranks: Ranks) -> T
         case Cut.GATE_UP:
             return torch.cat([reader[name].chunk(size)[rank] for name in names])
         case Cut.QKV:
-            groups = shape.config["num_key_value_heads"]
+            groups = facts.kv_heads
             parts = [reader[name].unflatten(0, (groups, -1)) for name in names]
             return torch.cat(parts, dim=1).flatten(0, 1).chunk(size)[rank]
         case Cut.EXPERTS_GATE_UP:
@@ -146,14 +146,14 @@ def _share(names: tuple[str, ...], ranks: Ranks) -> tuple[str, ...]:
     return names[ranks.expert_rank * size : (ranks.expert_rank + 1) * size]
 
 
-def export_weights(models: Sequence[Any], shape: ModelShape, ranks: Ranks) -> Iterator[tuple[str, Tensor]]:
+def export_weights(models: Sequence[Any], facts: ModelFacts, ranks: Ranks) -> Iterator[tuple[str, Tensor]]:
     """Every Hugging Face name with its full tensor. Collective; tensors are yielded on rank 0 alone.
 
     A tied output projection is written out as ``lm_head.weight``: SGLang's Qwen3-MoE never ties, and without it would
     answer with uniform probabilities.
     """
     group = parallel_state.get_pipeline_model_parallel_group()
-    mine = [slot for slot in slots(models, shape) if not _is_tied_copy(slot, ranks)]
+    mine = [slot for slot in slots(models, facts) if not _is_tied_copy(slot, ranks)]
     plans: list[Any] = [None] * ranks.pipeline_size
     plan = [(slot.names, _full_shape(slot, ranks), slot.parameter.dtype) for slot in mine]
     torch.distributed.all_gather_object(plans, plan, group=group)
@@ -166,8 +166,8 @@ def export_weights(models: Sequence[Any], shape: ModelShape, ranks: Ranks) -> It
             if ranks.pipeline_size > 1:
                 torch.distributed.broadcast(full, torch.distributed.get_global_rank(group, stage), group=group)
             if ranks.rank == 0:
-                yield from zip(names, _split(names, full, shape), strict=True)
-                if shape.tied and names == (EMBEDDING,):
+                yield from zip(names, _split(names, full, facts), strict=True)
+                if facts.tied and names == (EMBEDDING,):
                     yield "lm_head.weight", full.clone()
 
 
@@ -210,13 +210,13 @@ def _gather(local: Tensor, group: Any) -> list[Tensor]:
     return parts
 
 
-def _split(names: tuple[str, ...], full: Tensor, shape: ModelShape) -> Iterable[Tensor]:
+def _split(names: tuple[str, ...], full: Tensor, facts: ModelFacts) -> Iterable[Tensor]:
     """The Hugging Face tensors, in the order of ``names``, out of a full parameter."""
     parts = [name.rsplit(".", 2)[1] for name in names[:3]]
     if parts == ["q_proj", "k_proj", "v_proj"]:
-        groups = shape.config["num_key_value_heads"]
-        per_group = shape.config["num_attention_heads"] // groups
-        widths = [width * shape.head_dim for width in (per_group, 1, 1)]
+        groups = facts.kv_heads
+        per_group = facts.heads // groups
+        widths = [width * facts.head_dim for width in (per_group, 1, 1)]
         return [part.flatten(0, 1) for part in full.unflatten(0, (groups, -1)).split(widths, dim=1)]
     if full.ndim == 3:
         return [piece for expert in full for piece in expert.chunk(len(names) // len(full))]

@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from agent_rl.config import ParallelConfig, Recompute
+from agent_rl.model_facts import ModelFacts, read_facts
 from agent_rl.train.layouts import shares_optimizer
 from agent_rl.train.megatron import hf
 from agent_rl.train.megatron.batch import LossFn, PackedBatch, PassOutput, Routes
@@ -21,7 +22,7 @@ from agent_rl.train.megatron.layers import block_spec
 from agent_rl.train.megatron.local_tokens import shard_spec
 from agent_rl.train.megatron.parallel import Ranks, current_ranks
 from agent_rl.train.megatron.passes import Passes
-from agent_rl.train.megatron.shape import ModelShape
+from agent_rl.train.megatron.transformer import transformer_config
 from agent_rl.train.route_trace import PassTrace
 from r3.megatron import RouterReplayer
 
@@ -53,19 +54,19 @@ class PolicyModel:
     def __init__(
         self,
         modules: Sequence[HiddenGPT],
-        shape: ModelShape,
+        facts: ModelFacts,
         ranks: Ranks,
         device: torch.device,
         folder: Path,
         *,
         distributed_optimizer: bool = False,
     ) -> None:
-        self.shape, self.ranks, self.device, self.folder = shape, ranks, device, folder
+        self.facts, self.ranks, self.device, self.folder = facts, ranks, device, folder
         self.config: TransformerConfig = modules[0].config
-        self.shard = shard_spec(ranks, shape.moe, model_chunks=len(modules))
-        self.replayer = RouterReplayer(modules, [shape.moe_layers[column] for column in self.shard.columns])
+        self.shard = shard_spec(ranks, facts.moe, model_chunks=len(modules))
+        self.replayer = RouterReplayer(modules, [self.layer_numbers[column] for column in self.shard.columns])
         self.chunks = [_wrap(module, distributed_optimizer) for module in modules]
-        self._passes = Passes(self.chunks, shape, ranks, device, self.replayer, self.shard)
+        self._passes = Passes(self.chunks, facts, ranks, device, self.replayer, self.shard)
 
     @classmethod
     def build(
@@ -83,24 +84,24 @@ class PolicyModel:
 
         ``load=False`` draws random weights. Raises ConfigError where the folder or the layout does not fit.
         """
-        shape, ranks = ModelShape.read(hf_folder), current_ranks()
-        config = shape.transformer_config(parallel, dtype, recompute, recompute_modules)
+        facts, ranks = read_facts(hf_folder), current_ranks()
+        config = transformer_config(facts, parallel, dtype, recompute, recompute_modules)
         count = parallel.virtual_pipeline
         modules = [
             HiddenGPT(
                 config=config,
-                transformer_layer_spec=block_spec(config, list(shape.moe), stage if count > 1 else None),
-                vocab_size=shape.config["vocab_size"],
-                max_sequence_length=shape.config["max_position_embeddings"],
+                transformer_layer_spec=block_spec(config, list(facts.moe), stage if count > 1 else None),
+                vocab_size=facts.vocab_size,
+                max_sequence_length=facts.max_positions,
                 pre_process=ranks.pipeline_rank == 0 and stage == 0,
                 post_process=ranks.last_stage and stage == count - 1,
-                share_embeddings_and_output_weights=shape.tied,
+                share_embeddings_and_output_weights=facts.tied,
                 position_embedding_type="none",  # applied in the core attention, from each token's own position
                 vp_stage=stage if count > 1 else None,
             )
             for stage in range(count)
         ]
-        model = cls(modules, shape, ranks, device, hf_folder, distributed_optimizer=shares_optimizer(parallel))
+        model = cls(modules, facts, ranks, device, hf_folder, distributed_optimizer=shares_optimizer(parallel))
         if load:
             model.load_hf(hf_folder)
         return model
@@ -111,20 +112,25 @@ class PolicyModel:
         return [chunk.module for chunk in self.chunks]
 
     @property
+    def layer_numbers(self) -> tuple[int, ...]:
+        """Megatron's numbers, from 1, of the layers that have experts."""
+        return tuple(layer + 1 for layer in self.facts.moe_layer_ids)
+
+    @property
     def moe_layers(self) -> int:
-        return len(self.shape.moe_layers)
+        return len(self.facts.moe_layer_ids)
 
     @property
     def num_experts(self) -> int:
-        return int(self.shape.config.get("num_experts", 0))
+        return self.facts.num_experts
 
     @property
     def top_k(self) -> int:
-        return int(self.shape.config.get("num_experts_per_tok", 0))
+        return self.facts.top_k
 
     @property
     def vocab_size(self) -> int:
-        return int(self.shape.config["vocab_size"])
+        return self.facts.vocab_size
 
     def observe(self, trace: PassTrace | None) -> None:
         """Tell ``trace`` what the following passes bring to the routers and what those use; None: nobody."""
@@ -175,11 +181,11 @@ class PolicyModel:
 
     def load_hf(self, folder: Path) -> None:
         """Load the weights of a Hugging Face checkpoint. Raises ConfigError naming what is missing."""
-        hf.load_weights(self.modules, self.shape, folder, self.ranks)
+        hf.load_weights(self.modules, self.facts, folder, self.ranks)
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and full tensors, on rank 0 alone; every rank must exhaust the iterator."""
-        return hf.export_weights(self.modules, self.shape, self.ranks)
+        return hf.export_weights(self.modules, self.facts, self.ranks)
 
     def save_hf(self, folder: Path, *, dtype: torch.dtype | None = None) -> None:
         """Write a Hugging Face checkpoint with the config and tokenizer files of the folder this model came from.

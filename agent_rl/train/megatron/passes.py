@@ -21,12 +21,13 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from agent_rl.errors import TrainerError
+from agent_rl.model_facts import ModelFacts
 from agent_rl.train.megatron.attention import PackedAttention
 from agent_rl.train.megatron.batch import LossFn, PackedBatch, PackedRoutes, PassOutput, Routes
 from agent_rl.train.megatron.local_tokens import Layout
 from agent_rl.train.megatron.logprobs import token_logprobs
 from agent_rl.train.megatron.parallel import Ranks
-from agent_rl.train.megatron.shape import ModelShape
+from agent_rl.train.megatron.rotary import rotary
 from agent_rl.train.route_trace import PassTrace
 from r3.megatron import RouterReplayer, validate_routes
 from r3.shard import RouteShard, ShardSpec
@@ -49,14 +50,14 @@ class Passes:
     def __init__(
         self,
         chunks: Sequence[Any],
-        shape: ModelShape,
+        facts: ModelFacts,
         ranks: Ranks,
         device: torch.device,
         replayer: RouterReplayer,
         shard: ShardSpec,
     ) -> None:
-        self.chunks, self.shape, self.ranks, self.device, self.replayer = list(chunks), shape, ranks, device, replayer
-        self.shard = shard
+        self.chunks, self.facts, self.ranks, self.device, self.replayer = list(chunks), facts, ranks, device, replayer
+        self.shard, self.rotary = shard, rotary(facts.head_dim, facts.rope_theta, facts.rope_scaling)
         self.trace: PassTrace | None = None
         # The schedule would divide by token counts; the loss function has already done that.
         chunks[0].config.finalize_model_grads_func = _finalize
@@ -163,7 +164,7 @@ class Passes:
     def _item(self, index: int, batch: PackedBatch, routes: Routes | None, *, real: bool) -> Microbatch:
         layout = Layout(batch, self.shard)
         experts = present = None
-        if routes is not None and self.shape.moe_layers:
+        if routes is not None and self.facts.moe_layer_ids:
             share = self._cut(routes, batch, layout) if isinstance(routes, PackedRoutes) else routes
             if self.trace is not None:
                 self.trace.fetched(index, batch, layout, share)
@@ -182,11 +183,11 @@ class Passes:
     def _cut(self, routes: PackedRoutes, batch: PackedBatch, layout: Layout) -> RouteShard:
         if len(routes.experts) != len(batch):
             raise TrainerError(f"a batch of {len(batch)} tokens has {len(routes.experts)} rows of routes")
-        self._validate(routes.experts, routes.present, layers=len(self.shape.moe_layers))
-        return layout.cut(routes, self.shape.config["num_experts"])
+        self._validate(routes.experts, routes.present, layers=len(self.facts.moe_layer_ids))
+        return layout.cut(routes, self.facts.num_experts)
 
     def _validate(self, experts: Tensor, present: Tensor, *, layers: int) -> None:
-        top_k, num_experts = self.shape.config["num_experts_per_tok"], self.shape.config["num_experts"]
+        top_k, num_experts = self.facts.top_k, self.facts.num_experts
         validate_routes(experts, present, moe_layers=layers, top_k=top_k, num_experts=num_experts)
 
     def _step(
@@ -201,7 +202,7 @@ class Passes:
         """One micro-batch through one chunk of this stage, and what the last stage makes of its output."""
         item, number = next(items), self.chunks.index(chunk)
         layout = item.layout
-        packed = PackedAttention.build(layout, self.shape.rotary, self.device)
+        packed = PackedAttention.build(layout, self.rotary, self.device)
         with self.replayer.forward(number, item.experts, item.present, backward=backward) as used:
             output = chunk(
                 input_ids=layout.take(item.batch.tokens, 0)[None],
@@ -244,8 +245,8 @@ class Passes:
 
     def _collect(self, used: dict[int, Tensor], layout: Layout) -> Tensor:
         """The experts that this chunk's routers used, in the order of their columns; see ``PassOutput.routes``."""
-        rows, top_k = len(layout.router_padding), self.shape.config.get("num_experts_per_tok", 0)
-        dtype = torch.uint8 if self.shape.config.get("num_experts", 0) <= 256 else torch.int32
+        rows, top_k = len(layout.router_padding), self.facts.top_k
+        dtype = torch.uint8 if self.facts.num_experts <= 256 else torch.int32
         routes = torch.zeros(rows, len(used), top_k, dtype=dtype)
         for place, column in enumerate(sorted(used)):  # a chunk's columns need not start at 0
             routes[:, place] = used[column].to("cpu", dtype)

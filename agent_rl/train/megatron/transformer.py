@@ -1,0 +1,109 @@
+"""From a model's facts to Megatron's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from agent_rl.config import ParallelConfig
+from agent_rl.model_facts import ModelFacts
+from agent_rl.train.layouts import expert_problems, model_problems, recompute_problems, refuse
+
+
+def transformer_config(
+    facts: ModelFacts,
+    parallel: ParallelConfig,
+    dtype: torch.dtype,
+    recompute: Literal["none", "selective", "full"],
+    recompute_modules: Sequence[str],
+) -> TransformerConfig:
+    """Megatron's configuration, with everything off that needs Transformer Engine or Apex.
+
+    Raises ConfigError where the layout does not fit the model (:mod:`agent_rl.train.layouts`).
+    """
+    full = recompute == "full"
+    modules = tuple(recompute_modules) if recompute == "selective" else ()
+    refuse(
+        model_problems(parallel, facts)
+        + recompute_problems(modules, facts)
+        + expert_problems(str(dtype).removeprefix("torch."), facts)
+    )
+    virtual = parallel.virtual_pipeline > 1
+    return TransformerConfig(
+        num_layers=facts.num_layers,
+        hidden_size=facts.hidden,
+        num_attention_heads=facts.heads,
+        num_query_groups=facts.kv_heads,
+        kv_channels=facts.head_dim,
+        ffn_hidden_size=facts.inner,
+        qk_layernorm=facts.family.qk_norm,
+        add_qkv_bias=facts.qkv_bias,
+        normalization="RMSNorm",
+        layernorm_epsilon=facts.norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        init_method_std=facts.init_std,
+        # Also where weights are loaded: without it Megatron does not mark parameters as cut over tensor ranks, and
+        # the gradient norm leaves those of the other ranks out.
+        perform_initialization=True,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if virtual else None,
+        context_parallel_size=parallel.context,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=1,
+        sequence_parallel=parallel.tensor > 1,
+        variable_seq_lengths=parallel.pipeline > 1,
+        batch_p2p_comm=False,
+        # Without it the interleaved schedule exchanges activations and gradients in one call, and between two
+        # stages, where the next is also the previous, each takes the other's lengths.
+        overlap_p2p_comm=virtual,
+        # The loss function normalises by global counts, so gradients are summed and never averaged.
+        calculate_per_token_loss=True,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        apply_rope_fusion=False,
+        cuda_graph_scope=[],
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        moe_token_dispatcher_type=parallel.dispatcher,
+        recompute_granularity=None if recompute == "none" else recompute,
+        recompute_modules=list(modules) if recompute == "selective" else None,
+        recompute_method="uniform" if full else None,
+        recompute_num_layers=1 if full else None,
+        **_moe_options(facts),
+    )
+
+
+def _moe_options(facts: ModelFacts) -> dict[str, Any]:
+    if not any(facts.moe):
+        return {}
+    shared = facts.shared_inner or None
+    return {
+        "num_moe_experts": facts.num_experts,
+        "moe_ffn_hidden_size": facts.expert_inner,
+        "moe_router_topk": facts.top_k,
+        "moe_layer_freq": [int(moe) for moe in facts.moe],
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        # Gates that are not normalised over the top k are the softmax over all experts.
+        "moe_router_pre_softmax": not facts.norm_topk_prob,
+        "moe_shared_expert_intermediate_size": shared,
+        "moe_shared_expert_gate": shared is not None,
+        "moe_router_dtype": "fp32",
+        "moe_grouped_gemm": False,
+        "moe_permute_fusion": False,
+        "moe_router_fusion": False,
+        "moe_enable_routing_replay": True,
+    }

@@ -1,0 +1,131 @@
+"""Reading a model's facts, and one clear line for each way it can't be done."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_rl.errors import ConfigError
+from agent_rl.model_facts import ModelFacts, check_alike, read_facts, read_routed_facts
+from r3.codec import RouteLayout
+
+GOOD: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 6,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "norm_topk_prob": True,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+}
+SHARED = {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 1024}
+NOT_MIXTRALS = ("num_experts", "moe_intermediate_size", "norm_topk_prob")
+DENSE = {"model_type": "qwen3", **dict.fromkeys((*NOT_MIXTRALS, "num_experts_per_tok"))}
+
+
+def folder(tmp_path: Path, **changes: Any) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(GOOD | changes))
+    return tmp_path
+
+
+def test_a_model_of_moe_layers_only(tmp_path: Path) -> None:
+    facts = read_facts(folder(tmp_path))
+    assert facts == ModelFacts(
+        "qwen3_moe", moe=(True,) * 6, hidden=2048, heads=32, kv_heads=4, head_dim=64, inner=6144, vocab_size=151936,
+        max_positions=40960, num_experts=128, top_k=8, expert_inner=768,
+    )  # fmt: skip
+    assert (facts.num_layers, facts.moe_layer_ids, facts.q_width, facts.kv_width) == (6, tuple(range(6)), 2048, 256)
+    assert facts.layout == RouteLayout(6, tuple(range(6)), 128, 8)
+
+
+def test_what_a_config_says_otherwise_is_taken(tmp_path: Path) -> None:
+    said = {
+        "head_dim": 128,
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 5e6,
+        "initializer_range": 1.0,
+    }
+    facts = read_facts(folder(tmp_path, **SHARED, **said))
+    assert (facts.head_dim, facts.tied, facts.norm_eps, facts.rope_theta, facts.init_std) == (128, True, 1e-5, 5e6, 1.0)
+    assert (facts.shared_inner, facts.qkv_bias, facts.family.shared_expert) == (1024, True, True)
+
+
+def test_a_family_that_names_its_experts_otherwise(tmp_path: Path) -> None:
+    facts = read_facts(folder(tmp_path, model_type="mixtral", num_local_experts=16, **dict.fromkeys(NOT_MIXTRALS)))
+    assert (facts.num_experts, facts.expert_inner) == (16, 6144)
+
+
+@pytest.mark.parametrize(
+    ("changes", "layers"),
+    [
+        ({"decoder_sparse_step": 2}, (1, 3, 5)),
+        ({"mlp_only_layers": [0, 4]}, (1, 2, 3, 5)),
+        ({"decoder_sparse_step": 3, "mlp_only_layers": [2]}, (5,)),
+        ({"mlp_only_layers": None}, (0, 1, 2, 3, 4, 5)),
+    ],
+)
+def test_dense_layers_are_told_apart(tmp_path: Path, changes: dict[str, Any], layers: tuple[int, ...]) -> None:
+    facts = read_facts(folder(tmp_path, **changes))
+    assert facts.moe_layer_ids == layers
+    assert facts.layout.moe_layer_ids == layers
+    assert facts.layout.num_layers == 6
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "llama"}, "model_type 'llama' is not supported; supported: mixtral, qwen2"),
+        ({"num_experts": 0}, "num_experts must be a positive integer, got 0"),
+        ({"num_hidden_layers": "six"}, "num_hidden_layers must be a positive integer, got 'six'"),
+        ({"mlp_only_layers": [0, 1, 2, 3, 4, 5]}, "has no MoE layer"),
+        ({"decoder_sparse_step": 0}, "has no MoE layer"),
+        (DENSE, "has no MoE layer"),
+        ({"num_experts_per_tok": 129}, "takes 129 experts a token of 128"),
+    ],
+)
+def test_a_wrong_config_is_one_line(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        read_routed_facts(folder(tmp_path, **changes))
+    assert "\n" not in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_a_missing_folder_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not a folder"):
+        read_facts(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"has no config.json"):
+        read_facts(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="not valid JSON"):
+        read_facts(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ConfigError, match="holds a list"):
+        read_facts(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_theta": 5e6}, r"other has rope_theta 5000000\.0, not 1000000\.0 as .*: name a checkpoint of the same"),
+        ({"mlp_only_layers": [1]}, "other has layers with experts"),
+        (SHARED, "other has model_type 'qwen2_moe', not 'qwen3_moe'"),
+    ],
+)
+def test_a_reference_of_another_architecture_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    facts = read_facts(folder(tmp_path, initializer_range=0.02))
+    other = tmp_path / "other"
+    other.mkdir()
+    check_alike(facts, tmp_path, folder(other, initializer_range=0.01, head_dim=64), "train.kl.reference")
+    with pytest.raises(ConfigError, match=f"train.kl.reference: .*{message}"):
+        check_alike(facts, tmp_path, folder(other, **changes), "train.kl.reference")
