@@ -71,9 +71,13 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
     Exit code 3: the run's guard saved a checkpoint and stopped it.
     """
     from agent_rl.config import load_config
+    from agent_rl.controller.preflight import check_trainer
+
+    loaded = load_config(config, overrides or ())
+    check_trainer()
     from agent_rl.controller.train import train as run
 
-    _run_async(run(load_config(config, overrides or ())))
+    _run_async(run(loaded))
 
 
 @app.command("eval")
@@ -292,7 +296,9 @@ def model_init(
         typer.echo(f"{out}: {'made' if install_model(out) else 'there already'}")
         return
     from agent_rl.commands.setup import warm_up
+    from agent_rl.controller.preflight import check_trainer
 
+    check_trainer()
     _run_async(warm_up(out, seed))
 
 
@@ -309,7 +315,9 @@ def compare(
 ) -> None:
     """Roll out once, run the trainer on it with and without replay, and report how far it is from the engine."""
     from agent_rl.commands.compare import run_compare
+    from agent_rl.controller.preflight import check_trainer
 
+    check_trainer()
     work = run_compare(source, overrides or (), tasks=tasks, split=split, out=out, trajectories=trajectories)
     _run_async(work)
 

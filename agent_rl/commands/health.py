@@ -85,7 +85,7 @@ async def _running(config: RunConfig) -> str:
 
 def _installed(engine: EngineConfig) -> str:
     if not Path(engine.python).exists():
-        raise UserError(f"engine.python: {engine.python}: no such interpreter; `agent-rl install engine` makes it")
+        raise UserError(f"engine.python: no interpreter {engine.python}; `agent-rl install engine` makes it")
     run = subprocess.run([engine.python, "-c", _VERSION], capture_output=True, text=True, timeout=_SECONDS)
     if run.returncode:
         raise EngineError(f"{engine.python} has no SGLang: {run.stderr.strip().splitlines()[-1]}")

@@ -1,0 +1,120 @@
+"""agent-rl installed from its wheel, away from the checkout: what is in it, and the first commands of a new user."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from agent_rl.packaged import MODELS, shipped_configs
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("agent_rl", "envs", "r3", "sandbox", "tools")
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+
+def run(*command: str | Path, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    kept = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    return subprocess.run(
+        list(map(str, command)), cwd=cwd, env=kept | variables, capture_output=True, text=True, timeout=100
+    )
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of a copy of the tracked files, so that nothing else of the checkout gets into it."""
+    folder = tmp_path_factory.mktemp("wheel")
+    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
+    copy = ["tar", "-C", str(ROOT), "--null", "--files-from=-", "--create", f"--file={folder}/source.tar"]
+    subprocess.run(copy, input=files, check=True)
+    (folder / "source").mkdir()
+    subprocess.run(["tar", "-C", str(folder / "source"), "--extract", f"--file={folder}/source.tar"], check=True)
+    options = ("--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", folder)
+    made = run(sys.executable, "-m", "pip", "wheel", *options, folder / "source", cwd=folder)
+    assert made.returncode == 0, made.stderr
+    (found,) = folder.glob("*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project's folder whose .venv has the wheel; its dependencies are borrowed from this environment."""
+    home = tmp_path_factory.mktemp("home")
+    assert run(sys.executable, "-m", "venv", home / ".venv", cwd=home).returncode == 0
+    site = next((home / ".venv/lib").glob("python*")) / "site-packages"
+    (site / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    options = ("--quiet", "--no-deps", "--no-index", "--ignore-installed")
+    made = run(home / ".venv/bin/python", "-m", "pip", "install", *options, wheel, cwd=home)
+    assert made.returncode == 0, made.stderr
+    return home
+
+
+@pytest.fixture
+def agent_rl(installed: Path, tmp_path: Path) -> Command:
+    """The installed command, in an empty folder."""
+
+    def call(*arguments: str, cwd: Path = tmp_path, **variables: str) -> subprocess.CompletedProcess[str]:
+        return run(installed / ".venv/bin/agent-rl", *arguments, cwd=cwd, COLUMNS="200", **variables)
+
+    return call
+
+
+def test_the_wheel_holds_what_the_commands_need(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    wanted = {f"{package}/py.typed" for package in PACKAGES}
+    wanted |= {f"agent_rl/configs/{name}.yaml" for name in shipped_configs()}
+    wanted |= {f"agent_rl/model/data/{path.name}" for path in MODELS["tiny-moe"].iterdir()}
+    wanted |= {"agent_rl/engine/requirements.txt", "agent_rl/engine/requirements-nodeps.txt"}
+    tracked = subprocess.run(["git", "ls-files", *PACKAGES], cwd=ROOT, capture_output=True, text=True, check=True)
+    wanted |= {line for line in tracked.stdout.splitlines() if line != "agent_rl/configs"}
+    assert wanted <= names, sorted(wanted - names)
+    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == set(PACKAGES)
+
+
+@pytest.mark.bubblewrap
+def test_a_project_is_begun_checked_and_evaluated(agent_rl: Command, tmp_path: Path) -> None:
+    assert agent_rl("--version").stdout.startswith("agent-rl ")
+    assert "quickstart" in agent_rl("config", "list").stdout
+    begun = agent_rl("init", "project")
+    assert begun.returncode == 0, begun.stderr
+    commands = [line.split()[1:] for line in begun.stdout.splitlines() if line.startswith("  agent-rl")]
+    assert [command[0] for command in commands] == ["envs", "eval", "train"]
+    for command in commands[:2]:
+        ran = agent_rl(*command, cwd=tmp_path / "project")
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "100.0%" in ran.stdout
+    away = agent_rl("eval", "project/letters.yaml", "--policy", "gold", PYTHONPATH="project")
+    assert away.returncode == 0, away.stderr
+
+
+@pytest.mark.bubblewrap
+def test_the_engine_environment_belongs_beside_the_one_of_the_command(agent_rl: Command, installed: Path) -> None:
+    engine = installed / ".venv-engine"
+    examined = agent_rl("doctor")
+    assert examined.returncode == 1
+    assert f"no interpreter {engine}/bin/python; `agent-rl install engine` makes it" in examined.stdout
+    trained = agent_rl("train", "quickstart")
+    assert (trained.returncode, trained.stderr.count("\n")) == (2, 1), trained.stderr
+    assert "`agent-rl install engine` makes it" in trained.stderr
+    refused = agent_rl("install", "engine", PIP_NO_INDEX="1")  # as far as it gets without a package index
+    assert refused.returncode == 2
+    assert f"error: this command failed, its reason stands above: {engine}/bin/pip install" in refused.stderr
+
+
+def test_without_the_trainer_s_packages_the_command_that_installs_them_is_told(tmp_path: Path) -> None:
+    lacking = "import sys; sys.modules.update(dict.fromkeys(('torch', 'megatron', 'ray')));"
+    for command in (["train", "quickstart"], ["r3", "compare", "quickstart"]):
+        code = f"{lacking} from agent_rl.cli import main; sys.argv[1:] = {command}; main()"
+        told = run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(ROOT))
+        assert told.returncode == 2
+        assert told.stderr == (
+            "error: not installed: torch, megatron-core, ray; `agent-rl install trainer` installs them\n"
+        )
