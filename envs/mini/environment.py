@@ -17,6 +17,7 @@ from envs.mini.verify import verify_records
 from envs.swe.audit import audit_record
 from envs.swe.episode import SweEpisode, start_episode
 from envs.swe.records import SweRecord, parse_record, write_jsonl
+from envs.swe.repositories import Repositories
 from envs.swe.sources import read_jsonl
 from envs.types import Finding, Message, Task, TaskRecordError
 
@@ -46,6 +47,7 @@ class MiniEnvironment:
         self._seed = seed
         self._cache = Path(cache_dir)
         self._tasks: dict[str, list[Task]] = {}
+        self._repositories = Repositories()
 
     @property
     def name(self) -> str:
@@ -76,7 +78,7 @@ class MiniEnvironment:
 
     @asynccontextmanager
     async def _start(self, record: SweRecord) -> AsyncIterator[SweEpisode]:
-        async with start_episode(self._context, record) as episode:
+        async with start_episode(self._context, record, repositories=self._repositories) as episode:
             yield replace(episode, messages=opening(record))
 
     def gold(self, task: Task) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shlex
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,18 +12,17 @@ from pathlib import Path
 from envs.context import EnvContext
 from envs.swe.patches import split_patch
 from envs.swe.records import SWEBENCH_SCRIPT, SweRecord
+from envs.swe.repositories import SETUP_TIMEOUT, WORKDIR, Repositories, first_commit, in_workdir
 from envs.swe.swebench import eval_script
 from envs.swe.witness import Report, Witness
 from envs.types import EnvsError
-from sandbox import ExecResult, Sandbox, SandboxFileError, SandboxLostError, SandboxSpec, SandboxStartError
+from sandbox import ExecResult, Sandbox, SandboxFileError, SandboxLostError, SandboxSpec
 
-WORKDIR = "/testbed"
 SITE = "/opt/agent-rl/site"
 MAX_PATCH_BYTES = 1 << 20
 _LOG = "/tmp/agent-rl-tests.log"
 _LOG_BYTES = 400_000
 _LOG_FILE_KIB = 64 * 1024
-_SETUP_TIMEOUT = 120.0
 _BEGIN = b"agent-rl: tests begin\n"
 
 _GIT_ENV = {
@@ -36,18 +35,6 @@ _GIT_ENV = {
     "GIT_CONFIG_KEY_0": "safe.directory",
     "GIT_CONFIG_VALUE_0": "*",
 }
-_DATE = "2000-01-01T00:00:00+0000"
-
-# One commit with a fixed author and date: nothing of the future to read, and the same hash in every box.
-_COMMIT = f"""set -e
-git init -q -b main --template=
-mkdir -p .git/info
-printf '%s\\n' __pycache__/ '*.pyc' .pytest_cache/ .venv '*.egg-info/' > .git/info/exclude
-git add -A
-export GIT_AUTHOR_DATE={_DATE} GIT_COMMITTER_DATE={_DATE}
-git -c gc.auto=0 commit -q --no-verify --allow-empty -m 'Start of the task'
-git rev-parse HEAD"""
-
 # R2E-Gym's images keep the hidden tests and their script in the box: the agent's box loses them, the history, and
 # bytecode, which may have been compiled from the fixed code. Scripts of theirs look for the environment in /root.
 HIDDEN_IN_IMAGE = (
@@ -129,18 +116,19 @@ def box_spec(context: EnvContext, record: SweRecord, site_root: Path | None) -> 
 
 
 @asynccontextmanager
-async def agent_box(context: EnvContext, record: SweRecord, spec: SandboxSpec) -> AsyncIterator[tuple[Sandbox, str]]:
-    """A box with the repository as the agent finds it, and its base commit's hash. Holds no hidden test."""
+async def agent_box(
+    context: EnvContext, record: SweRecord, spec: SandboxSpec, repositories: Repositories | None = None
+) -> AsyncIterator[tuple[Sandbox, str]]:
+    """A box with the repository as the agent finds it, and its base commit's hash. Holds no hidden test.
+
+    ``repositories`` remembers the git folders of local records from one box to the next.
+    """
     async with context.box(spec) as sandbox:
         if record.is_local:
-            await sandbox.write_files(_in_workdir(record.files))
-        command = _COMMIT if record.is_local else _STRIP_IMAGE + _COMMIT
-        result = await sandbox.exec(command, timeout=_SETUP_TIMEOUT, cwd=WORKDIR)
-        if not result.ok:
-            raise SandboxStartError(
-                f"task {record.id}: its repository could not be set up: {result.text.strip()[-300:]}"
-            )
-        yield sandbox, result.stdout.decode().strip()
+            base = await (repositories or Repositories()).set_up(sandbox, record.files)
+        else:
+            base = await first_commit(sandbox, before=_STRIP_IMAGE)
+        yield sandbox, base
 
 
 async def take_patch(sandbox: Sandbox, base: str) -> str:
@@ -149,7 +137,7 @@ async def take_patch(sandbox: Sandbox, base: str) -> str:
     Raises ``PatchError`` if the agent broke its git data or changed more than ``MAX_PATCH_BYTES``, ``SandboxLostError``
     if the box does not answer.
     """
-    result = await sandbox.exec(_DIFF.format(base=base), timeout=_SETUP_TIMEOUT, cwd=WORKDIR)
+    result = await sandbox.exec(_DIFF.format(base=base), timeout=SETUP_TIMEOUT, cwd=WORKDIR)
     if result.timed_out and not (await sandbox.exec("true", timeout=10.0)).ok:
         raise SandboxLostError("the box stopped answering while the patch was taken")
     if not result.ok:
@@ -165,7 +153,7 @@ async def run_tests(context: EnvContext, record: SweRecord, spec: SandboxSpec, p
     script = await asyncio.to_thread(eval_script, record) if record.swebench else ""
     async with context.box(spec) as sandbox:
         # Hidden tests may be written first: a screened patch touches none of them.
-        files = {**_in_workdir({**record.files, **record.tests}), **(witness.files() if witness else {})}
+        files = {**in_workdir({**record.files, **record.tests}), **(witness.files() if witness else {})}
         if script:
             files[SWEBENCH_SCRIPT] = script.encode()
         if files:
@@ -201,10 +189,6 @@ def _grade_command(record: SweRecord, patch: str, exports: str) -> str:
         f"( ulimit -f {_LOG_FILE_KIB}; eval {shlex.quote(record.command)} ) >{_LOG} 2>&1 </dev/null; code=$?\n"
         f"tail -c {_LOG_BYTES} {_LOG}; exit $code"
     )
-
-
-def _in_workdir(files: Mapping[str, str]) -> dict[str, bytes]:
-    return {f"{WORKDIR}/{path}": content.encode() for path, content in files.items()}
 
 
 def _decode(diff: bytes) -> str:

@@ -11,6 +11,7 @@ from envs.context import EnvContext
 from envs.swe.audit import audit_record
 from envs.swe.episode import SweEpisode, start_episode
 from envs.swe.records import SweRecord, parse_record
+from envs.swe.repositories import Repositories
 from envs.swe.sources import FILE_TYPES, Records, is_data_set, read_records
 from envs.swe.swebench import check_gradable
 from envs.types import Finding, Task, TaskRecordError
@@ -57,6 +58,7 @@ class SweEnvironment:
         self._limit = limit
         self._skip_broken = skip_broken
         self._read: dict[str, Records] = {}
+        self._repositories = Repositories()
 
     @property
     def name(self) -> str:
@@ -73,7 +75,9 @@ class SweEnvironment:
         return [Task(record.id, self.name, record.model_dump()) for record in records[: self._limit]]
 
     def start(self, task: Task) -> AbstractAsyncContextManager[SweEpisode]:
-        return start_episode(self._context, self._record(task), site_root=self._site_root)
+        return start_episode(
+            self._context, self._record(task), site_root=self._site_root, repositories=self._repositories
+        )
 
     def gold(self, task: Task) -> str:
         return self._record(task).gold

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from envs.context import EnvContext
-from envs.swe.boxes import WORKDIR, PatchError, agent_box, box_spec, take_patch
+from envs.swe.boxes import PatchError, agent_box, box_spec, take_patch
 from envs.swe.grading import grade_patch
 from envs.swe.prompts import opening
 from envs.swe.records import SweRecord
+from envs.swe.repositories import WORKDIR, Repositories
 from envs.types import Grade, Message
 from sandbox import Sandbox
 from tools import ToolSet, swe_tools
@@ -44,10 +45,15 @@ class SweEpisode:
 
 @asynccontextmanager
 async def start_episode(
-    context: EnvContext, record: SweRecord, *, site_root: Path | None = None
+    context: EnvContext,
+    record: SweRecord,
+    *,
+    site_root: Path | None = None,
+    repositories: Repositories | None = None,
 ) -> AsyncIterator[SweEpisode]:
-    """Start the record's task; leaving closes its box. ``site_root`` is where its ``site_packages`` are found."""
-    async with agent_box(context, record, box_spec(context, record, site_root)) as (sandbox, base):
+    """Start the record's task; leaving closes its box. ``site_root`` is where its ``site_packages`` are found,
+    ``repositories`` remembers the git folders of local records from one episode to the next."""
+    async with agent_box(context, record, box_spec(context, record, site_root), repositories) as (sandbox, base):
         tools = swe_tools(sandbox, style=context.tool_style, timeout=context.tool_timeout)
         messages = opening(record.problem_statement, WORKDIR, context.tool_style)
         yield SweEpisode(context, record, sandbox, base, messages, tools, site_root)

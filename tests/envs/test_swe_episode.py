@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +23,8 @@ from envs.swe import (
     write_jsonl,
 )
 from envs.swe.boxes import agent_box, box_spec
-from sandbox import SandboxError, SandboxSpec
+from envs.swe.repositories import Repositories
+from sandbox import ExecResult, Sandbox, SandboxError, SandboxSpec
 from sandbox.bubblewrap.backend import BubblewrapBackend
 from sandbox.bubblewrap.box import BubblewrapBox
 from tools import ToolCall
@@ -163,6 +168,50 @@ async def test_the_base_commit_is_the_same_in_every_box(context: EnvContext, rec
     async with agent_box(context, record, spec) as (_, first), agent_box(context, record, spec) as (_, second):
         assert first == second
         assert len(first) == 40
+
+
+@dataclass
+class CountingBox:
+    """A box that counts the commands run in it."""
+
+    box: Sandbox
+    commands: int = 0
+
+    async def exec(self, *arguments: Any, **options: Any) -> ExecResult:
+        self.commands += 1
+        return await self.box.exec(*arguments, **options)
+
+    async def write_files(self, files: Mapping[str, bytes]) -> None:
+        await self.box.write_files(files)
+
+
+STATE = "git rev-parse HEAD; git log --format='%an %ae %ad %s'; git status --short; git fsck --strict; git ls-files -s"
+
+
+@pytest.mark.parametrize("limit", [1 << 20, 4096], ids=["kept", "too large to keep"])
+async def test_a_repository_is_committed_once_and_is_the_same_in_every_box(
+    context: EnvContext, record: SweRecord, limit: int
+) -> None:
+    spec = replace(box_spec(context, record, None), output_limit_bytes=limit)
+    repositories = Repositories()
+    async with context.box(spec) as first, context.box(spec) as second, context.box(spec) as alone:
+        counted = [CountingBox(first), CountingBox(second)]
+        bases = await asyncio.gather(*(repositories.set_up(box, record.files) for box in counted))  # type: ignore[arg-type]
+        bases.append(await Repositories().set_up(alone, record.files))
+        assert len(set(bases)) == 1
+        seen = [(await box.exec(STATE, timeout=10, cwd="/testbed")).text for box in (first, second, alone)]
+        assert seen[0] == seen[1] == seen[2]
+        assert seen[0].startswith(bases[0])
+        assert sorted(box.commands for box in counted) == ([0, 2] if limit > 4096 else [1, 2])
+
+
+async def test_other_files_are_another_repository(context: EnvContext, record: SweRecord) -> None:
+    repositories = Repositories(kept=1)
+    for files in (record.files, {**record.files, "more.py": "pass\n"}, record.files):
+        async with context.box(box_spec(context, record, None)) as box:
+            base = await repositories.set_up(box, files)
+            listed = await box.exec("git ls-files; git status --short; git rev-parse HEAD", timeout=10, cwd="/testbed")
+            assert listed.text.split() == [*sorted(files), base]
 
 
 async def test_a_patch_holds_commits_new_files_and_deletions_but_no_litter(
