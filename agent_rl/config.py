@@ -617,15 +617,32 @@ def _explain(error: ValidationError) -> str:
     key = ".".join(location)
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
     if problem["type"] == "extra_forbidden":
-        known = _known_keys(location[:-1])
-        near = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
-        return f"unknown key {key!r}: {hint}{more}"
+        return f"unknown key {key!r}: {_key_hint(location)}{more}"
     if problem["type"] == "missing":
         return f"{key}: required, and not given{more}"
     if problem["type"] == "value_error":  # of our own validators: they name the keys
         return f"{problem['ctx']['error']}{more}"
     return f"{key}: {problem['msg']}, got {problem['input']!r}{more}"
+
+
+def _key_hint(location: tuple[str, ...]) -> str:
+    """Which key was meant instead of ``location``: the same name in another section, else the nearest one beside it."""
+    elsewhere = [path for path in _paths(RunConfig) if path.rpartition(".")[2] == location[-1]]
+    if elsewhere:
+        return f"did you mean {' or '.join(map(repr, elsewhere))}?"
+    known = _known_keys(location[:-1])
+    near = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
+    return f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
+
+
+def _paths(model: type[BaseModel], section: str = "") -> list[str]:
+    """Every key below ``model``, with its sections."""
+    found: list[str] = []
+    for name, field in model.model_fields.items():
+        found.append(f"{section}{name}")
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            found += _paths(field.annotation, f"{section}{name}.")
+    return found
 
 
 def _known_keys(section: tuple[str, ...]) -> list[str]:

@@ -43,7 +43,7 @@ INSIDE_AGENT_RL = {
     "train": BASE | {"weight_sync"},
     "model": BASE | {"render", "train", "packaged"},
     "capacity": BASE | {"train"},
-    "controller": BASE | {"render", "engine", "rollout", "evaluation", "weight_sync", "train"},
+    "controller": BASE | {"packaged", "render", "engine", "rollout", "evaluation", "weight_sync", "train"},
     "commands": BASE | {"render", "engine", "rollout", "evaluation", "train", "model", "capacity", "controller"},
     "cli": BASE | {"bootstrap", "packaged", "engine", "train", "model", "capacity", "controller", "commands"},
 }

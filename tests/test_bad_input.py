@@ -34,6 +34,8 @@ def complaint(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     ("override", "told"),
     [
         ("train.lrr=1", "unknown key 'train.lrr': did you mean 'lr'?"),
+        ("lr=1", "unknown key 'lr': did you mean 'train.lr'?"),
+        ("rollout.steps=1", "unknown key 'rollout.steps': did you mean 'train.steps' or 'r3.trace.steps'?"),
         ("train.steps=many", "train.steps: Input should be"),
     ],
 )
@@ -43,7 +45,19 @@ def test_config(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
 
 def test_model_folder_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     told = complaint(monkeypatch, capsys, "train", QUICKSTART, "model=/nowhere/model")
-    assert told.startswith("error: model: /nowhere/model: no Hugging Face checkpoint there; `agent-rl model init")
+    assert told.startswith("error: model: /nowhere/model: no Hugging Face checkpoint there (no config.json); name the")
+    told = complaint(monkeypatch, capsys, "train", QUICKSTART, "model=/nowhere/tiny-moe")
+    assert told.endswith("`agent-rl model init /nowhere/tiny-moe` makes it")
+
+
+def test_real_tasks_that_were_not_built(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    told = complaint(
+        monkeypatch, capsys, "eval", str(ROOT / "configs" / "real.yaml"), "--policy", "noop", f"runs_dir={tmp_path}",
+        f"env.options.path={tmp_path}/real.jsonl",
+    )  # fmt: skip
+    assert told.endswith("real.jsonl: no such file; right would be a file of task records; `make real-tasks` builds it")
 
 
 def test_reference_of_another_architecture(

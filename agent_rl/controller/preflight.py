@@ -9,6 +9,7 @@ from pathlib import Path
 from agent_rl.config import RunConfig
 from agent_rl.errors import UserError
 from agent_rl.model_facts import ModelFacts, check_alike, read_facts
+from agent_rl.packaged import MODELS
 from agent_rl.train.batching.dealing import over_budget
 
 FREE_BYTES_WANTED = 1 << 30
@@ -59,9 +60,8 @@ def check_lengths(config: RunConfig, facts: ModelFacts) -> None:
 
 def check_model(folder: Path, key: str = "model") -> None:
     if not (folder / "config.json").is_file():
-        raise UserError(
-            f"{key}: {folder}: no Hugging Face checkpoint there; `agent-rl model init {folder}` makes a tiny one"
-        )
+        tiny = f"`agent-rl model init {folder}` makes it" if folder.name in MODELS else "name the folder of one"
+        raise UserError(f"{key}: {folder}: no Hugging Face checkpoint there (no config.json); {tiny}")
 
 
 def check_room(folder: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from envs.swe.rows import with_spec
 from envs.types import TaskRecordError
 
 FILE_TYPES = (".jsonl", ".json", ".parquet")
+REAL_TASKS = "real.jsonl"
+"""The file that configs/real.yaml names, and `make real-tasks` makes."""
+HUB_SECONDS = 5.0
 _TOLD = 4
 
 Row = tuple[int, Mapping[str, Any] | str]
@@ -123,7 +127,8 @@ def _rows(source: Path | str, split: str | None) -> Iterator[Row]:
     path = Path(source)
     if path.suffix in FILE_TYPES:
         if not path.is_file():
-            raise TaskRecordError(f"{path}: no such file; right would be a file of task records")
+            made = "; `make real-tasks` builds it" if path.name == REAL_TASKS else ""
+            raise TaskRecordError(f"{path}: no such file; right would be a file of task records{made}")
         readers = {".jsonl": _jsonl, ".json": _json, ".parquet": _parquet}
         return readers[path.suffix](path)
     return _task_repository(path, split) if _is_task_repository(path) else _data_set(str(source), split)
@@ -196,7 +201,11 @@ def _data_set(name: str, split: str | None) -> Iterator[Row]:
             "set's name on the Hugging Face hub, it needs datasets: pip install 'agent-rl[datasets]'"
         ) from None
     try:
-        found = datasets.load_from_disk(name) if _is_saved(Path(name)) else datasets.load_dataset(name, split=split)
+        if _is_saved(Path(name)):
+            found = datasets.load_from_disk(name)
+        else:
+            with nullcontext() if _hub_answers(name) else _from_cache_alone():
+                found = datasets.load_dataset(name, split=split)
     except Exception as error:  # hub, network and file errors of a dozen classes; all mean that it can't be read
         raise TaskRecordError(f"{name}: no such data set, or it cannot be read ({_first_line(error)})") from None
     if isinstance(found, Mapping):
@@ -206,6 +215,32 @@ def _data_set(name: str, split: str | None) -> Iterator[Row]:
             raise TaskRecordError(f"{name}: data_split is {split!r}; it has {', '.join(sorted(found))}")
         found = found[split]
     yield from enumerate(found, start=1)
+
+
+def _hub_answers(name: str) -> bool:
+    """Whether the hub can be asked for data set ``name``; a folder does not need it."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    try:
+        Path(name).exists() or get_session().head(constants.ENDPOINT, timeout=HUB_SECONDS)
+    except Exception:  # of whichever HTTP library the client uses
+        return False
+    return True
+
+
+@contextmanager
+def _from_cache_alone() -> Iterator[None]:
+    """Let the hub's client read its cache and ask nothing: it would go on for half a minute and print each failure."""
+    import datasets
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
 
 
 def _first_line(error: Exception) -> str:

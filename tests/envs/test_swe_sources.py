@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,18 @@ def test_a_data_set_that_is_not_there_is_told_in_one_line(tmp_path: Path, monkey
     with pytest.raises(TaskRecordError, match=r"nothing/here: no such data set, or it cannot be read \(") as told:
         read_records(tmp_path / "nothing/here")
     assert "\n" not in str(told.value)
+
+
+def test_a_silent_hub_is_told_in_one_line_at_once(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("datasets")
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    started = time.monotonic()
+    with pytest.raises(TaskRecordError, match=r"^nobody/none: no such data set, or it cannot be read \([^\n]*$"):
+        read_records("nobody/none", split="train")
+    assert time.monotonic() - started < 10, "its client alone asks for half a minute"
+    assert capfd.readouterr().err == ""
 
 
 def test_a_file_that_is_no_parquet_is_told(tmp_path: Path) -> None:
