@@ -18,16 +18,16 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-import httpx
-
 from agent_rl.aio import shielded
 from agent_rl.config import EngineConfig
+from agent_rl.engine.http import AsyncHttp
 from agent_rl.engine.shared_memory import remove_stale
-from agent_rl.errors import ConfigError, EngineStartError
+from agent_rl.errors import ConfigError, EngineError, EngineStartError
 from agent_rl.model_facts import ModelFacts
 
 _SERVE = Path(__file__).resolve().parent / "server" / "serve.py"
 _PORT_ATTEMPTS = 3
+_HEALTH_SECONDS = 5.0
 _TERM_SECONDS = 2.0
 _KILL_SECONDS = 5.0
 
@@ -149,16 +149,15 @@ class EngineServer:
 
     async def _wait_healthy(self) -> None:
         deadline = time.monotonic() + self._config.start_timeout
-        async with httpx.AsyncClient(timeout=5.0, trust_env=False) as client:
+        async with AsyncHttp(_HEALTH_SECONDS) as http:
             while time.monotonic() < deadline:
                 reason = self.death()
                 if reason is not None:
                     raise EngineStartError(reason)
-                try:
-                    if (await client.get(f"{self.url}/health")).status_code == 200:
-                        return
-                except httpx.TransportError:
-                    pass  # not listening yet: the deadline and the process's own end are what is watched
+                # Not listening, or not ready: the deadline and the process's own end are what is watched.
+                with contextlib.suppress(EngineError):
+                    await http.get(f"{self.url}/health")
+                    return
                 await asyncio.sleep(0.1)
         raise EngineStartError(
             f"the engine was not healthy within engine.start_timeout={self._config.start_timeout:g} s; log: {self._log}"

@@ -21,22 +21,20 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-import httpx
 import tenacity
 
 from agent_rl.aio import shielded
 from agent_rl.config import EngineConfig
 from agent_rl.engine.answer import Asked, read_answer, read_scores, split_body
 from agent_rl.engine.homes import SessionHomes
-from agent_rl.engine.http import get_json, post
+from agent_rl.engine.http import INFRASTRUCTURE, AsyncHttp, retrying, timed_out
 from agent_rl.engine.types import Scores
-from agent_rl.errors import EngineAborted, EngineOverloaded, EngineRejected, EngineUnreachable, RoutesMissingError
+from agent_rl.errors import EngineError, EngineRejected, EngineUnreachable, RoutesMissingError
 from agent_rl.model_facts import ModelFacts
 from agent_rl.types import Completion, SamplingParams, TokenIds
 
 _ABORT_SECONDS = 5.0
 _CONTROL_SECONDS = 120.0
-_INFRASTRUCTURE = (EngineUnreachable, EngineOverloaded, EngineAborted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +47,6 @@ class EngineInfo:
     captures_routes: bool
     dtype: str
     max_total_tokens: int
-
-
-_IDLE_CONNECTIONS = 16
-"""Idle connections kept. For each of them httpcore 1.0 goes through all connections at every request: with 64 requests
-in flight a thousand cost 8 ms of processor time a request, 16 cost 1.4 ms (tests/bench/bench_http.py)."""
 
 
 class SGLangEngine:
@@ -83,11 +76,7 @@ class SGLangEngine:
         self._retries = config.retries
         self._death = death
         self._backoff = backoff
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=_IDLE_CONNECTIONS)
-        # Environment proxies are for the way out; engines are on this machine or in this cluster.
-        self._client = httpx.AsyncClient(
-            timeout=httpx.Timeout(config.request_timeout, connect=10.0), limits=limits, trust_env=False
-        )
+        self._http = AsyncHttp(config.request_timeout)
 
     async def __aenter__(self) -> SGLangEngine:
         try:
@@ -105,7 +94,7 @@ class SGLangEngine:
 
     async def close(self) -> None:
         """Close the connections. Idempotent."""
-        await shielded(self._client.aclose())
+        await self._http.close()
 
     def death(self) -> str | None:
         """Why the server that we launched is dead, in one line; None while it lives, or where it is not ours."""
@@ -154,21 +143,14 @@ class SGLangEngine:
         return body
 
     def _attempts(self, session: str) -> tenacity.AsyncRetrying:
-        def rehome(state: tenacity.RetryCallState) -> None:
-            error = state.outcome.exception() if state.outcome else None
+        def rehome(error: BaseException) -> None:
             if isinstance(error, EngineUnreachable):
                 self._homes.forget(session)
 
-        return tenacity.AsyncRetrying(
-            retry=tenacity.retry_if_exception(self._worth_retrying),
-            stop=tenacity.stop_after_attempt(self._retries + 1),
-            wait=tenacity.wait_exponential(multiplier=self._backoff, max=30.0) + tenacity.wait_random(0, self._backoff),
-            before_sleep=rehome,
-            reraise=True,
-        )
+        return retrying(self._retries, self._backoff, worth=self._worth_retrying, before_pause=rehome)
 
     def _worth_retrying(self, error: BaseException) -> bool:
-        return isinstance(error, _INFRASTRUCTURE) and self._death() is None
+        return isinstance(error, INFRASTRUCTURE) and self._death() is None
 
     async def _once(
         self, body: Mapping[str, Any], tokens: TokenIds, routes_from: int | None, session: str
@@ -183,7 +165,7 @@ class SGLangEngine:
     async def _post(self, url: str, body: Mapping[str, Any]) -> bytes:
         """POST to ``/generate``; whatever ends our waiting early also ends the request on the server."""
         try:
-            return await post(self._client, f"{url}/generate", body)
+            return await self._http.post(f"{url}/generate", body)
         except asyncio.CancelledError:
             await shielded(self._abort(url, str(body["rid"])))
             raise
@@ -191,19 +173,14 @@ class SGLangEngine:
             reason = self._death()
             if reason is not None:
                 raise EngineUnreachable(reason) from error
-            if isinstance(error.__cause__, httpx.ReadTimeout):
+            if timed_out(error):
                 await self._abort(url, str(body["rid"]))
             raise
 
     async def _abort(self, url: str, rid: str) -> None:
         # A server that can't be told isn't running the request either, or ends it when the connection drops.
-        with contextlib.suppress(httpx.HTTPError):
-            await self._client.post(f"{url}/abort_request", json={"rid": rid}, timeout=_ABORT_SECONDS)
-
-    async def abort_all(self) -> None:
-        """Abort every request on every engine."""
-        for url in self.urls:
-            await post(self._client, f"{url}/abort_request", {"abort_all": True})
+        with contextlib.suppress(EngineError):
+            await self._http.post(f"{url}/abort_request", {"rid": rid}, seconds=_ABORT_SECONDS)
 
     async def score(self, tokens: TokenIds, *, url: str | None = None) -> tuple[float, ...]:
         """Teacher-forced log-prob of every token given those before it, 0 for the first, at temperature 1."""
@@ -234,15 +211,15 @@ class SGLangEngine:
     async def info(self, url: str | None = None) -> EngineInfo:
         """What the server at ``url`` (the first by default) says of itself."""
         url = url or self.urls[0]
-        said = await get_json(self._client, f"{url}/server_info")
-        model = await get_json(self._client, f"{url}/model_info")
+        server = await self._http.get_json(f"{url}/server_info")
+        model = await self._http.get_json(f"{url}/model_info")
         return EngineInfo(
             url=url,
-            model=str(said.get("model_path", "")),
+            model=str(server.get("model_path", "")),
             weight_version=str(model.get("weight_version", "")),
-            captures_routes=bool(said.get("enable_return_routed_experts")),
-            dtype=str(said.get("dtype", "")),
-            max_total_tokens=int(said.get("max_total_num_tokens") or said.get("max_total_tokens") or 0),
+            captures_routes=bool(server.get("enable_return_routed_experts")),
+            dtype=str(server.get("dtype", "")),
+            max_total_tokens=int(server.get("max_total_num_tokens") or server.get("max_total_tokens") or 0),
         )
 
     async def check_capture(self) -> None:
@@ -263,19 +240,7 @@ class SGLangEngine:
                 )
             read_answer(answer, asked, 0.0)
 
-    async def flush_cache(self) -> None:
-        """Forget every cached prefix. Raises EngineRejected while requests are running."""
-        await self._control("flush_cache", {})
-
-    async def pause(self, mode: str = "retract") -> None:
-        """Pause sampling; ``mode`` is SGLang's: ``abort``, ``in_place`` (keeps the cache) or ``retract``."""
-        await self._control("pause_generation", {"mode": mode})
-
     async def resume(self) -> None:
-        """Go on sampling after :meth:`pause`."""
-        await self._control("continue_generation", {})
-
-    async def _control(self, endpoint: str, body: Mapping[str, Any]) -> None:
-        async with asyncio.timeout(_CONTROL_SECONDS):
-            for url in self.urls:
-                await post(self._client, f"{url}/{endpoint}", body)
+        """Let every engine go on sampling, were it paused."""
+        for url in self.urls:
+            await self._http.post(f"{url}/continue_generation", {}, seconds=_CONTROL_SECONDS)

@@ -17,17 +17,15 @@ from typing import Any
 
 import httpx
 import orjson
-import tenacity
 
-from agent_rl.engine.http import check, server_message, unreachable
-from agent_rl.errors import EngineError, EngineOverloaded, EngineRejected, EngineUnreachable, UserError
+from agent_rl.engine.http import AsyncHttp, check, retrying, server_message
+from agent_rl.errors import EngineError, EngineOverloaded, EngineRejected, UserError
 from agent_rl.rollout.chat_tokens import STOP, encode, read_messages, read_native, write_answer
 from agent_rl.types import Completion, FinishReason, SamplingParams, TokenIds
 
 BYTES_A_TOKEN = 4
 """How a limit in tokens is turned into one in bytes: what English text and code come to with common tokenizers."""
 API_KEY = "OPENAI_API_KEY"
-CONNECT_SECONDS = 10.0
 READY_SECONDS = 60.0
 _QUESTION = {"messages": [{"role": "user", "content": "Answer with one word: ready?"}], "max_tokens": 16}
 _NO_TOOL = {"name": "none", "description": "Does nothing.", "parameters": {"type": "object", "properties": {}}}
@@ -62,7 +60,7 @@ class ChatEngine:
         self._retries, self._backoff = retries, backoff
         key = os.environ.get(API_KEY)
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        self._client = httpx.AsyncClient(timeout=httpx.Timeout(timeout, connect=CONNECT_SECONDS), headers=headers)
+        self._http = AsyncHttp(timeout, headers=headers, outside=True)
 
     async def __aenter__(self) -> ChatEngine:
         return self
@@ -70,7 +68,7 @@ class ChatEngine:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._client.aclose()
+        await self._http.close()
 
     async def check_ready(self) -> None:
         """Ask one short question with the fields of every request. Raises UserError where that cannot be answered."""
@@ -118,14 +116,8 @@ class ChatEngine:
 
     async def _ask(self, body: Mapping[str, Any]) -> tuple[str, bool]:
         """The answer's text, and whether it was finished rather than cut short."""
-        attempts = tenacity.AsyncRetrying(
-            retry=tenacity.retry_if_exception_type((EngineUnreachable, EngineOverloaded)),
-            stop=tenacity.stop_after_attempt(self._retries + 1),
-            wait=tenacity.wait_random_exponential(multiplier=self._backoff, max=30.0),
-            reraise=True,
-        )
         try:
-            answer: dict[str, Any] = await attempts(self._post, body)
+            answer: dict[str, Any] = await retrying(self._retries, self._backoff)(self._post, body)
         except EngineRejected as error:
             if not _too_long(str(error)):
                 raise
@@ -142,11 +134,9 @@ class ChatEngine:
     async def _post(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """The answer's JSON. Raises UserError where the address, the key or the model's name is wrong."""
         try:
-            response = await self._client.post(self._url, content=orjson.dumps(body), headers=_JSON_HEADERS)
-        except httpx.InvalidURL as error:
-            raise UserError(f"--policy {self._endpoint.url}: no address ({error})") from None
-        except httpx.TransportError as error:
-            raise unreachable(error, self._url) from error
+            response = await self._http.exchange(self._url, body)
+        except EngineRejected as error:
+            raise UserError(f"--policy {error}") from None
         if (mistake := self._mistake(response)) is not None:
             raise UserError(mistake)
         try:
@@ -188,6 +178,3 @@ def _is_page(response: httpx.Response) -> bool:
 def _too_long(complaint: str) -> bool:
     """Whether a 400 says that the conversation does not fit: OpenAI's code, or how vLLM and SGLang put it."""
     return any(words in complaint for words in ("context_length_exceeded", "context length", "longer than the model"))
-
-
-_JSON_HEADERS = {"content-type": "application/json"}

@@ -24,11 +24,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import httpx
 import orjson
 
-from agent_rl.engine.http import server_message
-from agent_rl.errors import WeightSyncError
+from agent_rl.engine.http import BlockingHttp, server_message
+from agent_rl.errors import EngineError, WeightSyncError
 
 GROUP_NAME = "agent-rl"
 
@@ -79,7 +78,7 @@ class WeightReceivers:
         self.urls = tuple(url.rstrip("/") for url in urls)
         self._tensor_parallel = tensor_parallel
         self._timeout = timeout
-        self._client = httpx.Client(timeout=timeout, trust_env=False)
+        self._http = BlockingHttp(timeout)
         # Two an engine: a bucket may be announced while the reply to the one before is still awaited by a thread.
         self._threads = ThreadPoolExecutor(max_workers=2 * max(1, len(self.urls)), thread_name_prefix="weight-receiver")
 
@@ -98,7 +97,7 @@ class WeightReceivers:
 
     def close(self) -> None:
         """Drop the connections. Idempotent."""
-        self._client.close()
+        self._http.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     @contextmanager
@@ -218,7 +217,8 @@ class WeightReceivers:
 
     def server_infos(self) -> list[dict[str, Any]]:
         """What every engine says of itself."""
-        return [orjson.loads(self._call(url, "server_info", None)) for url in self.urls]
+        with _not_taken():
+            return [self._http.get_json(f"{url}/server_info") for url in self.urls]
 
     def _all(self, endpoint: str, body: Mapping[str, Any]) -> list[bytes]:
         return self._post(endpoint, [body] * len(self.urls)).wait()
@@ -228,18 +228,22 @@ class WeightReceivers:
         futures = [self._threads.submit(self._call, url, endpoint, body) for url, body in zip(to, bodies, strict=True)]
         return Pending(futures, self._timeout, endpoint)
 
-    def _call(self, url: str, endpoint: str, body: Mapping[str, Any] | None) -> bytes:
-        """POST, or GET where there is no body; the answer. Raises WeightSyncError."""
-        try:
-            response = self._client.request("GET" if body is None else "POST", f"{url}/{endpoint}", json=body)
-        except httpx.TransportError as error:
-            raise WeightSyncError(f"{url}/{endpoint}: no answer ({type(error).__name__}: {error})") from error
-        said = server_message(response.content)
-        if not response.is_success:
-            raise WeightSyncError(f"{url}/{endpoint} answered {response.status_code}: {said}")
-        if _refused(response.content):
-            raise WeightSyncError(f"{url}/{endpoint} refused: {said}")
-        return response.content
+    def _call(self, url: str, endpoint: str, body: Mapping[str, Any]) -> bytes:
+        """POST ``body``; the answer. Raises WeightSyncError."""
+        with _not_taken():
+            answer = self._http.post(f"{url}/{endpoint}", body)
+        if _refused(answer):
+            raise WeightSyncError(f"{url}/{endpoint} refused: {server_message(answer)}")
+        return answer
+
+
+@contextmanager
+def _not_taken() -> Iterator[None]:
+    """Turn engine errors into the one of weight updates."""
+    try:
+        yield
+    except EngineError as error:
+        raise WeightSyncError(str(error)) from error
 
 
 def _refused(body: bytes) -> bool:

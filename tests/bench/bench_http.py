@@ -17,7 +17,7 @@ import sys
 
 import httpx
 
-from agent_rl.engine.sglang import SGLangEngine
+from agent_rl.engine.http import AsyncHttp
 
 REQUESTS = 10
 ANSWER_SECONDS, PAUSE_SECONDS = 0.05, 0.1
@@ -68,12 +68,12 @@ async def main(url: str, callers: int) -> None:
     everything = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(limits=everything, trust_env=False, timeout=60.0) as client:
         all_kept = await cost(client, url, callers)
-    engine = SGLangEngine(url, None)
-    try:
-        ours = await cost(engine._client, url, callers)
-    finally:
-        await engine.close()
-    print(f"{callers} in flight: {ours:.2f} ms a request, all connections kept {all_kept:.2f}, {all_kept / ours:.1f} x")
+    async with AsyncHttp(60.0) as http:
+        few_kept = await cost(http._client, url, callers)
+    print(
+        f"{callers} in flight: {few_kept:.2f} ms a request, all connections kept {all_kept:.2f}, "
+        f"{all_kept / few_kept:.1f} x"
+    )
 
 
 if __name__ == "__main__":

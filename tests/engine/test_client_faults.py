@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,17 @@ import pytest
 from local_server import Handler, serving
 
 from agent_rl.config import EngineConfig
+from agent_rl.engine.open import check_engines, open_engine
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.engine.types import Scores
-from agent_rl.errors import EngineAborted, EngineOverloaded, EngineRejected, EngineUnreachable, RoutesMissingError
+from agent_rl.errors import (
+    EngineAborted,
+    EngineOverloaded,
+    EngineRejected,
+    EngineUnreachable,
+    RoutesMissingError,
+    UserError,
+)
 from agent_rl.model_facts import ModelFacts
 from agent_rl.types import Completion, FinishReason, SamplingParams
 from r3.routing import Span, SpanKind
@@ -368,3 +377,40 @@ async def test_entering_finds_an_engine_without_capture() -> None:
             async with client(url):
                 pass
     assert asked[0] == "/continue_generation", "one that was left paused would never answer"
+
+
+async def test_addresses_that_do_not_answer_are_told_with_their_key() -> None:
+    async with serving(_no_page) as other, serving(_model_info) as good:
+        with pytest.raises(UserError) as raised:
+            await check_engines([good, "http://127.0.0.1:1", other, "http://[::1"], seconds=5.0)
+    message = str(raised.value)
+    assert message.startswith("engine.urls: http://127.0.0.1:1/model_info: no answer (ConnectError")
+    assert f"{other}/model_info answered 404" in message
+    assert "http://[::1/model_info: no address of a server" in message
+    assert good not in message
+    assert "\n" not in message
+
+
+async def test_an_address_that_keeps_silent_is_waited_for_within_a_bound() -> None:
+    async def silent(path: str, body: dict[str, Any]) -> tuple[int, bytes]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async with serving(silent) as url:
+        with pytest.raises(UserError, match=f"engine.urls: {url}/model_info: no answer within 0.2 s"):
+            await check_engines([url], seconds=0.2)
+
+
+async def test_opening_a_dead_engine_names_the_key(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"engine\.urls: http://127\.0\.0\.1:1/model_info: no answer \(ConnectError"):
+        async with open_engine(EngineConfig(urls=("http://127.0.0.1:1",)), model, FACTS, tmp_path):
+            pass
+
+
+async def _no_page(path: str, body: dict[str, Any]) -> tuple[int, bytes]:
+    return 404, b"<html>no such page</html>"
+
+
+async def _model_info(path: str, body: dict[str, Any]) -> tuple[int, bytes]:
+    assert path == "/model_info"
+    return 200, b'{"model_path": "models/tiny-moe"}'

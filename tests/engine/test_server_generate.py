@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+from server_control import tell
 from trajectories import trajectory
 
 from agent_rl.config import EngineConfig
@@ -35,7 +36,7 @@ async def idle(engine: SGLangEngine) -> None:
     async with asyncio.timeout(30):
         while True:
             try:
-                return await engine.flush_cache()
+                return await tell(engine, "flush_cache")
             except EngineRejected:
                 await asyncio.sleep(0.01)
 
@@ -134,7 +135,7 @@ async def test_a_finished_trajectory_is_rescored_while_another_still_samples(eng
             request = scope.create_task(engine.generate(PROMPT, LONG, routes_from=None, session="long"))
             await evaluated.wait()
             assert not request.done(), "the engine was still sampling for the other episode"
-            await engine.abort_all()
+            await tell(engine, "abort_request", abort_all=True)
         return await sampled(engine, SAMPLE, reward=0.0)
 
     rescorer = Rescorer(engine, n=3, limiter=Limiter(2))
@@ -264,7 +265,7 @@ async def running(engine: SGLangEngine) -> None:
     async with asyncio.timeout(30):
         while True:
             try:
-                await engine.flush_cache()
+                await tell(engine, "flush_cache")
             except EngineRejected:
                 return
             await asyncio.sleep(0.01)
@@ -291,7 +292,7 @@ async def test_an_aborted_turn_goes_on_from_what_came(engine: SGLangEngine) -> N
             async with asyncio.TaskGroup() as group:
                 task = group.create_task(engine.generate(tokens, LONG, routes_from=stitcher.next_row, session="s"))
                 await running(engine)
-                await engine.abort_all()
+                await tell(engine, "abort_request", abort_all=True)
             got = task.result()
             assert got.finish is FinishReason.ABORT
             assert (got.routing is None) == (not got.tokens)
@@ -310,7 +311,7 @@ async def test_an_aborted_turn_goes_on_from_what_came(engine: SGLangEngine) -> N
 
 async def test_a_paused_engine_goes_on_later(engine: SGLangEngine) -> None:
     async with asyncio.TaskGroup() as group:
-        await engine.pause()
+        await tell(engine, "pause_generation", mode="retract")
         task = group.create_task(engine.generate(PROMPT, SAMPLE, routes_from=0, session="s"))
         done, _ = await asyncio.wait({task}, timeout=0.5)
         assert not done

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from server_control import tell
 
 from agent_rl.config import EngineConfig
 from agent_rl.engine.sglang import SGLangEngine
@@ -27,7 +28,7 @@ TOKENS = [int(token) for token in np.random.default_rng(11).integers(2, 250, 60)
 @pytest.fixture
 async def engine(server: str, model: Path, engine_config: EngineConfig) -> AsyncIterator[SGLangEngine]:
     async with SGLangEngine(server, read_facts(model), engine_config) as client:
-        await client.flush_cache()
+        await tell(client, "flush_cache")
         yield client
         with WeightReceivers([server]) as receivers:
             receivers.load_from_disk(model, "default")

@@ -6,18 +6,18 @@ import binascii
 import math
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-import httpx
 import numpy as np
 import orjson
 import pybase64
 from numpy.typing import NDArray
 
 from agent_rl.aio import shielded
-from agent_rl.engine.http import check, get_json, post, unreachable
+from agent_rl.engine.http import AsyncHttp
 from agent_rl.errors import EngineRejected
 from agent_rl.model_facts import ModelFacts
 
@@ -57,7 +57,7 @@ class RawServer:
     def __init__(self, url: str, *, timeout: float) -> None:
         self.url = url.rstrip("/")
         self.requests = 0
-        self._client = httpx.AsyncClient(timeout=httpx.Timeout(timeout, connect=10.0), trust_env=False)
+        self._http = AsyncHttp(timeout)
 
     async def __aenter__(self) -> RawServer:
         return self
@@ -65,7 +65,7 @@ class RawServer:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await shielded(self._client.aclose())
+        await self._http.close()
 
     async def ask(
         self,
@@ -80,7 +80,7 @@ class RawServer:
         """Sample ``new_tokens`` after ``prompt``, or up to one of the ``stop`` tokens; routes from row ``start`` on."""
         self.requests += 1
         body = _body(uuid.uuid4().hex, prompt, new_tokens, start, temperature, stop)
-        return _read(self.url, body, await post(self._client, f"{self.url}/generate", body), facts)
+        return _read(self.url, body, await self._http.post(f"{self.url}/generate", body), facts)
 
     async def interrupt(
         self, prompt: Sequence[int], facts: ModelFacts, *, new_tokens: int, do: Callable[[str], Awaitable[None]]
@@ -89,35 +89,30 @@ class RawServer:
         self.requests += 1
         body = _body(uuid.uuid4().hex, prompt, new_tokens, 0, 0.0, ()) | {"stream": True}
         done, last = False, b""
-        try:
-            async with self._client.stream("POST", f"{self.url}/generate", json=body) as response:
-                if not response.is_success:
-                    await response.aread()
-                async for line in check(response).aiter_lines():
-                    if not line.startswith("data: {"):
-                        continue
-                    last = line.removeprefix("data: ").encode()
-                    if not done:
-                        done = True
-                        await do(body["rid"])
-        except httpx.TransportError as error:
-            raise unreachable(error, f"{self.url}/generate") from error
+        async with aclosing(self._http.lines(f"{self.url}/generate", body)) as lines:
+            async for line in lines:
+                if not line.startswith("data: {"):
+                    continue
+                last = line.removeprefix("data: ").encode()
+                if not done:
+                    done = True
+                    await do(body["rid"])
         return _read(self.url, body, last, facts)
 
     async def abort(self, rid: str) -> None:
         """Abort a request."""
-        await post(self._client, f"{self.url}/abort_request", {"rid": rid})
+        await self._http.post(f"{self.url}/abort_request", {"rid": rid})
 
     async def retract(self) -> None:
         """Put every running request back into the queue, and go on."""
-        await post(self._client, f"{self.url}/pause_generation", {"mode": "retract"})
+        await self._http.post(f"{self.url}/pause_generation", {"mode": "retract"})
         # A server left paused answers nobody: this must not be cut short.
-        await shielded(post(self._client, f"{self.url}/continue_generation", {}))
+        await shielded(self._http.post(f"{self.url}/continue_generation", {}))
 
     async def others_running(self) -> int | None:
         """How many requests run or wait on the server, None where it does not say."""
         try:
-            loads = (await get_json(self._client, f"{self.url}/v1/loads"))["loads"]
+            loads = (await self._http.get_json(f"{self.url}/v1/loads"))["loads"]
             return sum(int(load["num_running_reqs"]) + int(load["num_waiting_reqs"]) for load in loads)
         except (EngineRejected, KeyError, TypeError, ValueError):
             return None
@@ -125,7 +120,7 @@ class RawServer:
     async def says_it_captures(self) -> bool | None:
         """What the server says of its own flag, None where it says nothing (a router in front of it, perhaps)."""
         try:
-            flag = (await get_json(self._client, f"{self.url}/server_info")).get("enable_return_routed_experts")
+            flag = (await self._http.get_json(f"{self.url}/server_info")).get("enable_return_routed_experts")
         except (EngineRejected, ValueError):
             return None
         return None if flag is None else bool(flag)
@@ -133,7 +128,7 @@ class RawServer:
     async def model_path(self) -> str:
         """The folder of the model it serves, as it names it; empty where it names none."""
         try:
-            return str((await get_json(self._client, f"{self.url}/model_info")).get("model_path") or "")
+            return str((await self._http.get_json(f"{self.url}/model_info")).get("model_path") or "")
         except (EngineRejected, ValueError):
             return ""
 
@@ -153,9 +148,9 @@ def _body(
     }
 
 
-def _read(url: str, body: Mapping[str, Any], said: bytes, facts: ModelFacts) -> RawAnswer:
+def _read(url: str, body: Mapping[str, Any], reply: bytes, facts: ModelFacts) -> RawAnswer:
     try:
-        answer = orjson.loads(said)
+        answer = orjson.loads(reply)
         meta = answer["meta_info"]
         payload = meta.get("routed_experts")
         size, wire = _wire(payload, facts) if payload is not None else (None, None)
