@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,15 +14,16 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from agent_rl.bootstrap import engine_python
 from agent_rl.errors import ConfigError
+from agent_rl.objective_facts import objective_facts
 from agent_rl.packaged import find_config, find_model, shipped_configs
 from envs.registry import path_options
+from tools import ToolFormatError, tool_format
 
 RouteSource = Literal["sampled", "latest"]
 FilterKind = Literal["none", "overlong", "compact"]
 Precision = Literal["float32", "bfloat16"]
 Recompute = Literal["none", "selective", "full"]
 Replay = Literal["r3", "r2", "off"]
-Objective = Literal["grpo", "gspo", "cispo", "reinforce"]
 Aggregation = Literal["token", "sequence", "constant"]
 Baseline = Literal["mean", "leave_one_out", "batch"]
 AdvantageScale = Literal["group", "batch", "none"]
@@ -34,15 +36,21 @@ _OFF = BeforeValidator(lambda value: "off" if value is False else value)
 """YAML reads a bare ``off`` as false."""
 
 
-def _tool_format(name: str) -> str:
-    """``name``, if it is a tool-call format."""
-    from tools import ToolFormatError, tool_format
+def _registered(key: str, load: Callable[[str], object], error: type[Exception]) -> AfterValidator:
+    """For the value of ``key``: a name for which ``load`` raises ``error``, in one line, is refused."""
 
-    try:
-        tool_format(name)
-    except ToolFormatError as error:
-        raise ValueError(f"rollout.tool_format: {error}") from None
-    return name
+    def check(name: str) -> str:
+        try:
+            load(name)
+        except error as problem:
+            raise ValueError(f"{key}: {problem}") from None
+        return name
+
+    return AfterValidator(check)
+
+
+ToolFormat = Annotated[str, _registered("rollout.tool_format", tool_format, ToolFormatError)]
+Objective = Annotated[str, _registered("train.objective", objective_facts, ConfigError)]
 
 
 class Section(BaseModel):
@@ -141,7 +149,7 @@ class RolloutConfig(Section):
     max_new_tokens: int = Field(4096, gt=0, description="Tokens one turn may sample.")
     temperature: float = Field(1.0, ge=0, description="Sampling temperature.")
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; below 1 the log-probs are not renormalised.")
-    tool_format: Annotated[str, AfterValidator(_tool_format)] = Field(
+    tool_format: ToolFormat = Field(
         "hermes", description="Text format of tool calls: hermes, xml, or one of your own (docs/tools.md)."
     )
     describe_tools: bool = Field(
@@ -257,7 +265,9 @@ class TrainConfig(Section):
     weight_decay: float = Field(0.0, ge=0)
     betas: tuple[float, float] = Field((0.9, 0.95))
     grad_clip: float = Field(1.0, gt=0, description="Global gradient-norm limit.")
-    objective: Objective = Field("grpo", description="The policy objective.")
+    objective: Objective = Field(
+        "grpo", description="The policy objective: grpo, gspo, cispo, reinforce, or one of your own (docs/trainer.md)."
+    )
     aggregation: Aggregation = Field(
         "token", description="Mean over tokens, over sequences of their means, or over sequences of sums / max_tokens."
     )
@@ -298,16 +308,9 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _makes_sense(self) -> TrainConfig:
-        widest = max(self.eps_low or 0.0, self.eps_high or 0.0)
-        if self.objective == "reinforce" and widest:
-            raise ValueError("train.eps_low, train.eps_high: objective reinforce clips nothing; leave them out")
-        if self.objective == "gspo" and widest >= 0.1:
-            raise ValueError(
-                f"train.objective gspo clips the mean ratio of a whole sequence, which {widest:g} never would: "
-                "leave eps_low and eps_high out (3e-4 and 4e-4), or give others as narrow"
-            )
-        if self.objective in ("cispo", "reinforce") and self.dual_clip is not None:
-            raise ValueError(f"train.dual_clip bounds the clipped surrogate, which objective {self.objective} has not")
+        facts = objective_facts(self.objective)
+        if problem := facts.refusal(self.objective, self.eps_low, self.eps_high, self.dual_clip):
+            raise ValueError(problem)
         if self.baseline == "batch" and self.scale == "group":
             raise ValueError(
                 "train.scale group divides by a group's spread and train.baseline batch compares over groups: "
@@ -317,9 +320,8 @@ class TrainConfig(Section):
 
     @property
     def clip(self) -> Clip:
-        """The configured bounds, or the objective's own: GSPO's ratio is a mean over a sequence, so its bounds are
-        narrow (arXiv 2507.18071, section 5.1)."""
-        low, high = (3e-4, 4e-4) if self.objective == "gspo" else (0.2, 0.27)
+        """The configured bounds, or the objective's own; no bounds at all for one that clips nothing."""
+        low, high = objective_facts(self.objective).clip or (math.inf, math.inf)
         return Clip(self.eps_low or low, self.eps_high or high, self.dual_clip)
 
     @property

@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "agent_rl": {"sandbox", "tools", "envs", "r3"},
 }
 
-BASE = {"types", "config", "errors", "aio", "observe", "families", "model_facts"}
+BASE = {"types", "config", "errors", "aio", "observe", "families", "model_facts", "objective_facts"}
 INSIDE_AGENT_RL = {
     "errors": set(),
     "aio": set(),
@@ -31,9 +31,10 @@ INSIDE_AGENT_RL = {
     "bootstrap": set(),
     "types": set(),
     "packaged": set(),
-    "config": {"errors", "bootstrap", "packaged"},
+    "config": {"errors", "bootstrap", "packaged", "objective_facts"},
     "families": {"errors"},
     "model_facts": {"errors", "families"},
+    "objective_facts": {"errors"},
     "observe": BASE,
     "render": BASE,
     "engine": BASE,

@@ -85,10 +85,30 @@ async def rollout_page(block: Block, folder: Path) -> None:
     assert {trajectory.reward for group in groups for trajectory in group.trajectories} == {0.0, 1.0}
 
 
+async def objective_facts_block(block: Block, folder: Path) -> None:
+    assert (await execute(block, {}))["SOFT"].refusal("soft", None, None, 3.0)
+
+
+async def objective_formula_block(block: Block, folder: Path) -> None:
+    """The loss of the printed objective, named by dotted path, with the clip that its facts give."""
+    torch = pytest.importorskip("torch", reason="needs the trainer environment")
+    from agent_rl.train.loss.objectives import objective_terms
+
+    for name, part in zip(("facts", "formulas"), python_blocks("docs/trainer.md"), strict=True):
+        module = types.ModuleType(f"my_package.{name}")
+        exec(part.text, module.__dict__)
+        sys.modules[module.__name__] = module
+    train = load_config(ROOT / "configs/quickstart.yaml", ["train.objective=my_package.facts:SOFT"]).train
+    two, sampled = torch.ones(2), torch.tensor([True, False])
+    terms = objective_terms(train.objective, two, two * 0, two, sampled, sampled.long(), train.clip)
+    assert terms.loss_T.tolist() == pytest.approx([-(2.718281828**0.7), -1.0])
+
+
 RUN: dict[str, list[Callable[[Block, Path], Awaitable[None]]]] = {
     "docs/tools.md": [tools_page],
     "docs/rendering.md": [rendering_page],
     "docs/rollout.md": [rollout_page],
+    "docs/trainer.md": [objective_facts_block, objective_formula_block],
 }
 """What runs each Python block of a page, in their order."""
 

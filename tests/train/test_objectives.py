@@ -3,15 +3,36 @@
 from __future__ import annotations
 
 import math
+import sys
+from importlib.metadata import EntryPoint
 from typing import Any, get_args
 
 import pytest
+from pydantic import ValidationError
 
 torch = pytest.importorskip("torch", reason="needs the trainer environment")
 
-from agent_rl.config import Aggregation, Clip, Correction, CorrectionConfig, Objective  # noqa: E402
-from agent_rl.train.loss.corrections import correction_weights  # noqa: E402
-from agent_rl.train.loss.objectives import aggregation_weights, kl_estimate, objective_terms  # noqa: E402
+from agent_rl.config import (  # noqa: E402
+    Aggregation,
+    Clip,
+    Correction,
+    CorrectionConfig,
+    KlEstimator,
+    TrainConfig,
+)
+from agent_rl.objective_facts import OBJECTIVES, ObjectiveFacts, objective_facts  # noqa: E402
+from agent_rl.train.loss.corrections import CORRECTIONS, correction_weights  # noqa: E402
+from agent_rl.train.loss.objectives import (  # noqa: E402
+    AGGREGATIONS,
+    KL_ESTIMATORS,
+    Terms,
+    Tokens,
+    aggregation_weights,
+    grpo,
+    kl_estimate,
+    objective_terms,
+)
+from sandbox import plugins  # noqa: E402
 
 LENGTHS = (7, 1, 12, 5, 4)
 
@@ -55,8 +76,8 @@ def reference_term(objective: str, data: dict[str, Any], t: int, clip: Clip) -> 
 
 
 @pytest.mark.parametrize("dual", [None, 1.3])
-@pytest.mark.parametrize("objective", get_args(Objective))
-def test_terms_equal_the_formula(objective: Objective, dual: float | None) -> None:
+@pytest.mark.parametrize("objective", OBJECTIVES.built_in)
+def test_terms_equal_the_formula(objective: str, dual: float | None) -> None:
     data, clip = draw(), Clip(0.2, 0.28, dual)
     terms = objective_terms(objective, *(data[n] for n in ("new", "old", "advantages", "mask", "sequence")), clip)
     for t in range(len(data["new"])):
@@ -64,13 +85,13 @@ def test_terms_equal_the_formula(objective: Objective, dual: float | None) -> No
             assert float(terms.loss_T[t]) == pytest.approx(reference_term(objective, data, t, clip), rel=1e-12)
 
 
-def summed(objective: Objective, data: dict[str, Any], new: Any, clip: Clip) -> Any:
+def summed(objective: str, data: dict[str, Any], new: Any, clip: Clip) -> Any:
     terms = objective_terms(objective, new, data["old"], data["advantages"], data["mask"], data["sequence"], clip)
     return (terms.loss_T * data["mask"]).sum()
 
 
 @pytest.mark.parametrize("objective", ["grpo", "reinforce"])
-def test_gradients_equal_finite_differences(objective: Objective) -> None:
+def test_gradients_equal_finite_differences(objective: str) -> None:
     data, clip, step = draw(), Clip(0.2, 0.28, 1.5), 1e-6
     new = data["new"].clone().requires_grad_()
     (gradient,) = torch.autograd.grad(summed(objective, data, new, clip), new)
@@ -84,18 +105,18 @@ def test_gradients_equal_finite_differences(objective: Objective) -> None:
 
 
 def test_gspo_token_has_the_gradient_of_gspo() -> None:
-    """Per sequence: gspo's own loss is |i| * -min(s A, clip(s) A), summed over tokens; its gradient is ours."""
+    """Per sequence: gspo's own loss is |i| * -min(s A, clip(s) A), summed over tokens; both have one gradient."""
     data, clip = draw(), Clip(3e-4, 4e-4)
     new = data["new"].clone().requires_grad_()
-    (ours,) = torch.autograd.grad(summed("gspo", data, new, clip), new)
+    (of_tokens,) = torch.autograd.grad(summed("gspo", data, new, clip), new)
     plain = torch.zeros(())
     for sequence in range(len(LENGTHS) - 1):
         own = members(data, sequence)
         s = ((new[own] - data["old"][own]).mean()).exp()
         a = data["advantages"][own[0]]
         plain = plain - len(own) * torch.minimum(s * a, s.clamp(1 - clip.low, 1 + clip.high) * a)
-    (theirs,) = torch.autograd.grad(plain, new)
-    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+    (of_sequences,) = torch.autograd.grad(plain, new)
+    torch.testing.assert_close(of_tokens, of_sequences, rtol=1e-12, atol=1e-14)
 
 
 def test_cispo_keeps_every_tokens_gradient() -> None:
@@ -178,3 +199,37 @@ def test_a_long_sequences_product_does_not_overflow() -> None:
     for correction in ("sequence_tis", "sequence_mask"):
         weights = correction_weights(CorrectionConfig(kind=correction), log_ratio, mask, sequence)
         assert torch.isfinite(weights).all()
+
+
+def test_the_configs_choices_are_what_the_losses_register() -> None:
+    assert set(get_args(Aggregation)) == AGGREGATIONS.keys()
+    assert set(get_args(Correction)) == CORRECTIONS.keys()
+    assert set(get_args(KlEstimator)) == KL_ESTIMATORS.keys()
+
+
+def test_every_objective_has_its_formula() -> None:
+    formulas = {name: OBJECTIVES.load(objective_facts(name).formula).__name__ for name in OBJECTIVES.built_in}
+    assert formulas == {name: name for name in OBJECTIVES.built_in}
+
+
+HALVED = ObjectiveFacts("tests_halved:halved", clip=(0.1, 0.1))
+"""An objective as another package would bring it."""
+
+
+def halved(tokens: Tokens, clip: Clip) -> Terms:
+    whole = grpo(tokens, clip)
+    return Terms(whole.loss_T / 2, whole.clipped_T, whole.ratio_T)
+
+
+def test_an_objective_of_another_package_is_found_by_its_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tests_halved", sys.modules[__name__])
+    point = EntryPoint("halved", "tests_halved:HALVED", "agent_rl.objectives")
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [point] if group == point.group else [])
+    data, clip = draw(), TrainConfig(objective="halved").clip
+    assert clip == Clip(0.1, 0.1)
+    for name in ("halved", "tests_halved:HALVED"):
+        assert summed(name, data, data["new"], clip) == summed("grpo", data, data["new"], clip) / 2
+    with pytest.raises(ValidationError, match=r"train\.dual_clip bounds the clipped surrogate, which objective halved"):
+        TrainConfig(objective="halved", dual_clip=3.0)
+    with pytest.raises(ValidationError, match=r"train\.objective: objective 'tests_halved:LENGTHS' is a tuple"):
+        TrainConfig(objective="tests_halved:LENGTHS")

@@ -24,6 +24,9 @@ loss' denominator: its weight is 0, as if its advantage were.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -51,7 +54,7 @@ def correction_weights(
     old_T = log_T if log_weight_T is None else torch.where(mask_T, log_weight_T.detach(), torch.zeros_like(log_T))
     weights_T = torch.ones_like(log_T)
     if correction.kind is not None:
-        weights_T = _weights(correction.kind, log_T, old_T, mask_T, sequence_T, correction)
+        weights_T = CORRECTIONS[correction.kind](Ratios(log_T, old_T, mask_T, sequence_T), correction)
     if correction.veto is None or not len(log_T):
         return weights_T
     low_n = torch.full((int(sequence_T.max()) + 1,), torch.inf, dtype=log_T.dtype, device=log_T.device)
@@ -60,19 +63,45 @@ def correction_weights(
     return torch.where(vetoed_n[sequence_T], 0.0, weights_T)
 
 
-def _weights(
-    kind: Correction, log_T: Tensor, old_T: Tensor, mask_T: Tensor, sequence_T: Tensor, bounds: CorrectionConfig
-) -> Tensor:
-    if kind == "tis":
-        return old_T.exp().clamp(max=bounds.high)
-    if kind == "icepop":
-        return _inside(log_T.exp(), bounds, value=old_T.exp())
-    if kind == "sequence_tis":
-        return _whole(old_T, sequence_T).clamp(max=bounds.high)
-    mean_T = sequence_mean(log_T, mask_T, sequence_T)[sequence_T]
-    if kind == "geometric_mask":
-        return _inside(mean_T.exp(), bounds)
-    return _inside(_whole(log_T, sequence_T), bounds)
+@dataclass(frozen=True, slots=True)
+class Ratios:
+    """What a correction is given, ``[T]`` each: ``log_T`` and ``old_T``, the logarithms of the trainer's and of the old
+    probability over the rollout's, 0 where nothing was sampled; ``mask_T`` bool; ``sequence_T`` int64."""
+
+    log_T: Tensor
+    old_T: Tensor
+    mask_T: Tensor
+    sequence_T: Tensor
+
+
+def _tis(ratios: Ratios, bounds: CorrectionConfig) -> Tensor:
+    return ratios.old_T.exp().clamp(max=bounds.high)
+
+
+def _icepop(ratios: Ratios, bounds: CorrectionConfig) -> Tensor:
+    return _inside(ratios.log_T.exp(), bounds, value=ratios.old_T.exp())
+
+
+def _sequence_tis(ratios: Ratios, bounds: CorrectionConfig) -> Tensor:
+    return _whole(ratios.old_T, ratios.sequence_T).clamp(max=bounds.high)
+
+
+def _sequence_mask(ratios: Ratios, bounds: CorrectionConfig) -> Tensor:
+    return _inside(_whole(ratios.log_T, ratios.sequence_T), bounds)
+
+
+def _geometric_mask(ratios: Ratios, bounds: CorrectionConfig) -> Tensor:
+    mean_T = sequence_mean(ratios.log_T, ratios.mask_T, ratios.sequence_T)[ratios.sequence_T]
+    return _inside(mean_T.exp(), bounds)
+
+
+CORRECTIONS: Mapping[Correction, Callable[[Ratios, CorrectionConfig], Tensor]] = {
+    "tis": _tis,
+    "icepop": _icepop,
+    "sequence_tis": _sequence_tis,
+    "sequence_mask": _sequence_mask,
+    "geometric_mask": _geometric_mask,
+}
 
 
 def _inside(ratio_T: Tensor, bounds: CorrectionConfig, value: Tensor | None = None) -> Tensor:

@@ -22,12 +22,27 @@ config lines of each.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from agent_rl.config import Aggregation, Clip, KlEstimator, Objective
+from agent_rl.config import Aggregation, Clip, KlEstimator
+from agent_rl.objective_facts import OBJECTIVES, objective_facts
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """What a formula is given, ``[T]`` each: ``log_ratio_T`` log pi - log pi_old, 0 where nothing was sampled;
+    ``logprobs_T`` log pi; ``advantages_T``; ``mask_T`` bool; ``sequence_T`` int64."""
+
+    log_ratio_T: Tensor
+    logprobs_T: Tensor
+    advantages_T: Tensor
+    mask_T: Tensor
+    sequence_T: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,21 +55,48 @@ class Terms:
     ratio_T: Tensor
 
 
+Formula = Callable[[Tokens, Clip], Terms]
+
+
 def objective_terms(
-    objective: Objective, logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, mask_T: Tensor,
+    objective: str, logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, mask_T: Tensor,
     sequence_T: Tensor, clip: Clip,
 ) -> Terms:  # fmt: skip
-    """The terms of ``objective``; see the table above. ``mask_T`` bool, ``sequence_T`` int64, the others floats."""
+    """The terms of the objective registered as ``objective`` (:mod:`agent_rl.objective_facts`); see the table above.
+    ``mask_T`` bool, ``sequence_T`` int64, the others floats."""
     # Where the mask is 0 the old log-prob means nothing; an infinite ratio there would turn 0 * inf into NaN.
     log_ratio_T = torch.where(mask_T, logprobs_T - old_logprobs_T, torch.zeros_like(logprobs_T))
-    if objective == "gspo":
-        return _clipped(_sequence_log_ratio(log_ratio_T, mask_T, sequence_T), advantages_T, clip)
-    if objective == "cispo":
-        return _cispo(log_ratio_T, logprobs_T, advantages_T, clip)
-    if objective == "reinforce":
-        ratio_T = log_ratio_T.exp()
-        return Terms(-ratio_T * advantages_T, torch.zeros_like(mask_T), ratio_T.detach())
-    return _clipped(log_ratio_T, advantages_T, clip)
+    return _formula(objective)(Tokens(log_ratio_T, logprobs_T, advantages_T, mask_T, sequence_T), clip)
+
+
+@cache
+def _formula(objective: str) -> Formula:
+    formula: Formula = OBJECTIVES.load(objective_facts(objective).formula)
+    return formula
+
+
+def grpo(tokens: Tokens, clip: Clip) -> Terms:
+    """Each token's own ratio, clipped."""
+    return _clipped(tokens.log_ratio_T, tokens.advantages_T, clip)
+
+
+def gspo(tokens: Tokens, clip: Clip) -> Terms:
+    """The mean ratio of the token's sequence, clipped."""
+    log_ratio_T = _sequence_log_ratio(tokens.log_ratio_T, tokens.mask_T, tokens.sequence_T)
+    return _clipped(log_ratio_T, tokens.advantages_T, clip)
+
+
+def cispo(tokens: Tokens, clip: Clip) -> Terms:
+    """Every token keeps its gradient; the clip bounds its weight alone."""
+    ratio_T = tokens.log_ratio_T.detach().exp()
+    weight_T = ratio_T.clamp(1.0 - clip.low, 1.0 + clip.high)
+    return Terms(-weight_T * tokens.advantages_T * tokens.logprobs_T, weight_T != ratio_T, ratio_T)
+
+
+def reinforce(tokens: Tokens, clip: Clip) -> Terms:
+    """Each token's own ratio, unclipped."""
+    ratio_T = tokens.log_ratio_T.exp()
+    return Terms(-ratio_T * tokens.advantages_T, torch.zeros_like(tokens.mask_T), ratio_T.detach())
 
 
 def _clipped(log_ratio_T: Tensor, advantages_T: Tensor, clip: Clip) -> Terms:
@@ -69,13 +111,6 @@ def _clipped(log_ratio_T: Tensor, advantages_T: Tensor, clip: Clip) -> Terms:
         loss_T = torch.where(over_T, ceiling_T, loss_T)
         cut_T = cut_T | over_T
     return Terms(loss_T, cut_T.detach(), ratio_T.detach())
-
-
-def _cispo(log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor, clip: Clip) -> Terms:
-    """Every token keeps its gradient; the clip bounds its weight alone."""
-    ratio_T = log_ratio_T.detach().exp()
-    weight_T = ratio_T.clamp(1.0 - clip.low, 1.0 + clip.high)
-    return Terms(-weight_T * advantages_T * logprobs_T, weight_T != ratio_T, ratio_T)
 
 
 def _sequence_log_ratio(log_ratio_T: Tensor, mask_T: Tensor, sequence_T: Tensor) -> Tensor:
@@ -113,13 +148,30 @@ def aggregation_weights(
     ``length``, the same for all, averaged over sequences (Dr.GRPO, arXiv 2503.20783: no bias by length).
     """
     weight_T = mask_T.to(dtype)
-    if aggregation == "token":
-        return weight_T / tokens
-    if aggregation == "constant":
-        return weight_T / (sequences * length)
+    return weight_T / AGGREGATIONS[aggregation](weight_T, sequence_T, Totals(tokens, sequences, length))
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Of the global batch: its sampled tokens, its sequences with any, and the constant length."""
+
+    tokens: float
+    sequences: float
+    length: float
+
+
+def _by_sequence(weight_T: Tensor, sequence_T: Tensor, totals: Totals) -> Tensor:
     count = int(sequence_T.max()) + 1 if len(sequence_T) else 0
     lengths_n = weight_T.new_zeros(count).index_add(0, sequence_T, weight_T)
-    return weight_T / (sequences * lengths_n.clamp(min=1.0)[sequence_T])
+    return totals.sequences * lengths_n.clamp(min=1.0)[sequence_T]
+
+
+AGGREGATIONS: Mapping[Aggregation, Callable[[Tensor, Tensor, Totals], Tensor | float]] = {
+    "token": lambda weight_T, sequence_T, totals: totals.tokens,
+    "sequence": _by_sequence,
+    "constant": lambda weight_T, sequence_T, totals: totals.sequences * totals.length,
+}
+"""What each divides a token's weight by."""
 
 
 def kl_estimate(estimator: KlEstimator, logprobs_T: Tensor, reference_T: Tensor) -> Tensor:
@@ -132,12 +184,15 @@ def kl_estimate(estimator: KlEstimator, logprobs_T: Tensor, reference_T: Tensor)
     tokens of pi, k1's gradient is E[grad log pi] = 0, k2's is E[d grad log pi], which is that of KL(pi || reference),
     and k3's that of KL(reference || pi). Taken from the reward the gradient is E[k grad log pi], so there k1 is right.
     """
-    difference_T = logprobs_T - reference_T
-    if estimator == "k1":
-        return difference_T
-    if estimator == "k2":
-        return difference_T.square() / 2
-    return torch.expm1(-difference_T) + difference_T
+    return KL_ESTIMATORS[estimator](logprobs_T - reference_T)
+
+
+KL_ESTIMATORS: Mapping[KlEstimator, Callable[[Tensor], Tensor]] = {
+    "k1": lambda difference_T: difference_T,
+    "k2": lambda difference_T: difference_T.square() / 2,
+    "k3": lambda difference_T: torch.expm1(-difference_T) + difference_T,
+}
+"""Each as a function of log pi - log reference."""
 
 
 def penalised_advantages(
