@@ -600,7 +600,10 @@ def _overridden(data: dict[str, Any], override: str) -> dict[str, Any]:
     if not separator or not key:
         raise ConfigError(f"override {override!r}: write it as section.key=value")
     *parents, leaf = key.split(".")
-    value = yaml.safe_load(text)
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {override!r}: not valid YAML: {getattr(error, 'problem', error)}") from None
     if key == "env.name":
         data = _without_another_env(data, {"env": {"name": value}})
     node = data

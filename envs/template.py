@@ -14,11 +14,11 @@ _ENVIRONMENT = '''"""The environment {name}: count letters. Replace the tasks, t
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from agent_rl.api import Task, ToolCall, ToolError
+from agent_rl.api import Task, ToolCall, ToolError, ToolResult
 
 WORDS = ("banana", "mississippi", "bookkeeper", "committee", "balloon")
 
@@ -42,6 +42,7 @@ class {class_name}:
         """Make one episode ready and return what the user says."""
         self.word, self.letter = task.record["word"], task.record["letter"]
         self.given: int | None = None
+        self.finished = False
         return f"How many times does the word of this task hold the letter {{self.letter!r}}?"
 
     async def read_word(self, start: int = 0, stop: int = 1000) -> str:
@@ -64,9 +65,18 @@ class {class_name}:
         self.given = number
         return "noted; finish when you are done"
 
+    async def finish(self, command: Literal["submit"] = "submit") -> ToolResult:
+        """Say that you are done.
+
+        Args:
+            command: Always submit.
+        """
+        self.finished = True
+        return ToolResult("submitted", submitted=True)
+
     async def grade(self) -> float:
-        """The reward; 1.0 counts as resolved."""
-        return float(self.given == self.word.count(self.letter))
+        """The reward; 1.0 counts as resolved. A little for finishing in time is something to begin learning with."""
+        return 1.0 if self.given == self.word.count(self.letter) else 0.1 * self.finished
 
     @classmethod
     def solution(cls, task: Task) -> list[ToolCall]:
@@ -106,15 +116,17 @@ _CONFIG = """# Trains on {name}.py. The folder with both is where these commands
 #   agent-rl eval {name}.yaml --policy gold
 #   agent-rl train {name}.yaml
 name: {name}
-# tiny-moe comes with the package and shows that everything runs. To learn something, name a Hugging Face checkpoint's
-# folder, and take out the limits below, which are made for a small machine.
+# tiny-moe comes with the package. It knows other tools than these, and learns no more here than to finish in time: name
+# the folder of a capable model's Hugging Face checkpoint instead, and take out the limits of `rollout`.
 model: tiny-moe
 env:
   name: {name}:{class_name}
   options: {{count: 100}}
 engine: {{threads: 1, max_total_tokens: 65536}}
-rollout: {{group_size: 4, tasks_per_step: 4, max_turns: 4, max_tokens: 2048, max_new_tokens: 96}}
-train: {{steps: 2, lr: 1.0e-5, microbatch_tokens: 8192, replay: r3}}
+rollout:
+  {{group_size: 8, tasks_per_step: 4, max_turns: 2, max_tokens: 512, max_new_tokens: 96, tool_format: xml,
+   describe_tools: false}}
+train: {{steps: 4, lr: 3.0e-4, microbatch_tokens: 8192, replay: r3}}
 eval: {{tasks: 16, greedy: false}}
 """
 

@@ -52,6 +52,7 @@ def test_overrides_reach_nested_keys_as_yaml_values(quickstart: Path) -> None:
         ("train.objective=grop", "did you mean 'grpo'? (registered: cispo, grpo, gspo, reinforce)"),
         ("rollout.tool_format=xlm", "unknown tool-call format 'xlm': did you mean 'xml'? (registered: hermes, xml)"),
         ("train.lr", "override 'train.lr': write it as section.key=value"),
+        ("eval={tasks", "override 'eval={tasks': not valid YAML: expected ',' or '}', but got '<stream end>'"),
         ("name.first=x", "override 'name.first=x': name is a value, not a section"),
     ],
 )

@@ -52,6 +52,10 @@ def commands() -> Iterator[Command]:
 COMMANDS = {str(command): command for command in commands()}
 
 RUN: Mapping[str, str] = {
+    "agent-rl config list": "swebench-verified",
+    "agent-rl config show quickstart": "describe_tools: false",
+    "agent-rl init project": "agent-rl train letters.yaml",
+    "agent-rl plan paper-swe train.lr=1e-6": "GPU",
     "agent-rl config show configs/quickstart.yaml": "describe_tools: false",
     "agent-rl envs list": "mini",
     "agent-rl envs new letters": "letters.yaml",
@@ -88,6 +92,7 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
         "agent-rl r3 compare configs/quickstart.yaml train.dtype=bfloat16 --trajectories runs/compare "
         "--out runs/compare-bf16",
     ),
+    "answers by what the machine lacks: tests/controller/test_doctor.py": ("agent-rl doctor",),
     "needs a server or an endpoint": (
         "agent-rl r3 probe http://127.0.0.1:30000",
         "agent-rl eval configs/quickstart.yaml --policy https://host/v1 --model NAME",

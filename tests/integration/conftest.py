@@ -23,8 +23,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
     install_model(tmp_path / "model")
 
-    def starter(*overrides: str, modules: Path | None = None) -> Run:
-        runs.append(Run(tmp_path, *overrides, modules=modules))
+    def starter(*overrides: str, project: Path | None = None) -> Run:
+        runs.append(Run(tmp_path, *overrides, project=project))
         return runs[-1]
 
     yield starter

@@ -19,10 +19,11 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 class Run:
     """``agent-rl train`` on a small config; its processes are known by a mark in their environment.
 
-    ``modules``: a folder to import an environment from.
+    ``project``: the folder it is started in, with a config ``letters.yaml``, as `agent-rl init` makes it; without one
+    the quickstart is run in the checkout. Modules beside this one can be imported.
     """
 
-    def __init__(self, folder: Path, *overrides: str, modules: Path | None = None) -> None:
+    def __init__(self, folder: Path, *overrides: str, project: Path | None = None) -> None:
         self.folder, self.output, self.mark = folder, folder / f"output-{uuid.uuid4().hex[:6]}.txt", uuid.uuid4().hex
         settings = [
             "name=small", f"runs_dir={folder}", f"model={folder}/model", "sandbox.backend=bubblewrap",
@@ -30,12 +31,13 @@ class Run:
             "rollout.tasks_per_step=3", "rollout.group_size=4", "eval.tasks=8", "eval.greedy=false",
             "train.steps=4", "train.checkpoint_every=2",
         ]  # fmt: skip
-        path = {"PYTHONPATH": str(modules)} if modules else {}
+        place, config = (ROOT, "quickstart") if project is None else (project, "letters.yaml")
+        path = os.pathsep.join((str(ROOT), str(Path(__file__).parent)))
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "agent_rl.cli", "train", "configs/quickstart.yaml", *settings, *overrides],
-                stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, env={**os.environ, **path, "TEST_MARK": self.mark},
-                start_new_session=True, preexec_fn=_hear_ctrl_c,
+                [sys.executable, "-m", "agent_rl.cli", "train", config, *settings, *overrides],
+                stdout=output, stderr=subprocess.STDOUT, cwd=place, start_new_session=True, preexec_fn=_hear_ctrl_c,
+                env={**os.environ, "PYTHONPATH": path, "TEST_MARK": self.mark},
             )  # fmt: skip
 
     @property

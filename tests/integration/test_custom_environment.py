@@ -1,16 +1,20 @@
-"""The worked examples of docs/environments.md, trained a few steps: real SGLang, real Megatron, real updates.
+"""From an empty folder to updates: `agent-rl init`, `envs check`, `train`, with real SGLang and real Megatron.
 
-One run trains on both, since starting its engine and trainer is most of its time.
+One run trains on the new project's environment and on the worked examples of docs/environments.md, since starting its
+engine and trainer is most of its time.
 """
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from integration_run import Run
+from integration_run import ROOT, Run
 
 from agent_rl.observe.metrics_log import read_metrics
 from agent_rl.rollout.records import read_trajectories
@@ -24,19 +28,34 @@ pytestmark = [
 ]
 
 
+def begun(project: Path) -> Path:
+    """A project as a new user begins it in a folder that is not there yet, checked."""
+    for place, command in (
+        (project.parent, ["init", project.name]),
+        (project, ["envs", "check", "letters:Letters"]),
+        (project, ["eval", "letters.yaml", "--policy", "gold"]),
+    ):
+        subprocess.run(
+            [sys.executable, "-m", "agent_rl.cli", *command], cwd=place, timeout=100, check=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+    return project
+
+
 def test_classes_of_tools_are_trained_on(start: Callable[..., Run], tmp_path: Path) -> None:
+    project = begun(tmp_path / "project")
     # Two turns are just too few for some episodes to finish in time, so that groups have something to compare.
     run = start(
-        "env.name=both_examples:BothExamples", "env.options={count: 16}", "rollout.max_turns=2",
-        "rollout.tasks_per_step=8",
+        "env.name=all_examples:AllExamples", "env.options={count: 16}", "rollout.max_turns=2",
+        "rollout.tasks_per_step=9",
         "train.steps=2", "train.checkpoint_every=0", "eval.tasks=0",
         "rollout.dynamic_sampling={enabled: true, max_draws: 2}", "train.old_logprob.source=rescore",
-        "train.old_logprob.rescore.n=2", modules=Path(__file__).parent,
+        "train.old_logprob.rescore.n=2", project=project,
     )  # fmt: skip
     assert run.finish() == 0, run.text
     groups = [group for step in (1, 2) for group in read_trajectories(tmp_path / "small", step)]
     compared = {group.task_id.partition("-")[0] for group in groups if len({t.reward for t in group.trajectories}) > 1}
-    assert compared == {"shop", "town"}, "both examples had a group to learn from"
+    assert compared == {"shop", "town", "train"}, "every environment had a group to learn from"
     rows = read_metrics(tmp_path / "small")
     assert [row["step"] for row in rows] == [1, 2]
     updated = [row for row in rows if row["train/samples"]]

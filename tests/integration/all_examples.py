@@ -1,4 +1,4 @@
-"""The worked examples of docs/ as one environment, so that one run trains on both (``both_examples:BothExamples``)."""
+"""The worked examples of docs/ and the first environment of a new project as one, so that one run trains on all."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
-from envs import EnvContext, Episode, Task, load_environment
+from agent_rl.api import EnvContext, Episode, Task, load_environment
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "docs/examples"))
-EXAMPLES = ("sql_tools:SqlTools", "retrieval_tools:RetrievalTools")
+EXAMPLES = ("sql_tools:SqlTools", "retrieval_tools:RetrievalTools", "letters:Letters")
 
 
-class BothExamples:
+class AllExamples:
     """The tasks of the examples by turns, ``count`` of each; an episode is the example's own."""
 
-    name = "both_examples:BothExamples"
+    name = "all_examples:AllExamples"
 
     def __init__(self, context: EnvContext, count: int) -> None:
         self._examples = {name: load_environment(name, context, {"count": count}) for name in EXAMPLES}
