@@ -28,7 +28,6 @@ from agent_rl.model_facts import ModelFacts
 _SERVE = Path(__file__).resolve().parent / "server" / "serve.py"
 _PORT_ATTEMPTS = 3
 _HEALTH_SECONDS = 5.0
-_TERM_SECONDS = 2.0
 _KILL_SECONDS = 5.0
 
 
@@ -235,23 +234,21 @@ def _refuse_taken(port: int) -> None:
 
 
 def _stop_group(process: subprocess.Popen[bytes]) -> None:
-    """TERM to the group, KILL to what is left, and wait until no process of it runs."""
-    _signal(process.pid, signal.SIGTERM)
-    with contextlib.suppress(subprocess.TimeoutExpired):  # what is left is killed below
-        process.wait(_TERM_SECONDS)
+    """KILL the group, wait until no process of it runs, and remove the shared memory that it leaves.
+
+    Whoever stops a server wants nothing more of it, and one that is asked by TERM first waits for five seconds, to say
+    in its log how its workers died.
+    """
     deadline = time.monotonic() + _KILL_SECONDS
     while group_members(process.pid) and time.monotonic() < deadline:
-        _signal(process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # all gone already
+            os.killpg(process.pid, signal.SIGKILL)
         process.poll()
         time.sleep(0.02)
     process.wait(_KILL_SECONDS)
     if process.stdin:
         process.stdin.close()
-
-
-def _signal(group: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):  # all gone already
-        os.killpg(group, number)
+    remove_stale()
 
 
 def group_members(group: int) -> list[int]:

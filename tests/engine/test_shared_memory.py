@@ -69,7 +69,6 @@ async def test_the_next_start_finds_nothing_of_a_killed_server(
         assert server.pid is not None
         made = _files_of(server.pid)
         assert any(name.startswith("sglang_loads_") for name in made)
-        assert any(name.startswith("sem.mp-") for name in made)
         remove_stale()
         assert made <= set(os.listdir(SHARED_MEMORY)), "files of a living server were removed"
         os.killpg(server.pid, signal.SIGKILL)
@@ -79,6 +78,20 @@ async def test_the_next_start_finds_nothing_of_a_killed_server(
         assert not made & set(os.listdir(SHARED_MEMORY))
     finally:
         await server.stop()
+
+
+@pytest.mark.sglang
+async def test_a_stopped_server_leaves_no_process_and_no_file(
+    engine_config: EngineConfig, model: Path, tmp_path: Path
+) -> None:
+    server = EngineServer(engine_config, model, tmp_path / "engine.log")
+    await server.start()
+    assert server.pid is not None
+    made = _files_of(server.pid)
+    await server.stop()
+    assert made
+    assert not made & set(os.listdir(SHARED_MEMORY))
+    assert group_members(server.pid) == []
 
 
 def _files_of(group: int) -> set[str]:
