@@ -92,7 +92,7 @@ def evaluate(
         ),
     ] = "engine",
     model: Annotated[str | None, typer.Option(help="The model's name at an endpoint.")] = None,
-    tasks: Annotated[int | None, typer.Option(help="Tasks to evaluate; the config's number by default.")] = None,
+    tasks: Annotated[int | None, typer.Option(min=1, help="Tasks to evaluate; the config's number by default.")] = None,
     samples: Annotated[int, typer.Option(min=1, help="Episodes a task; more than one gives Pass@k.")] = 1,
     split: Annotated[
         str | None, typer.Option(help="Split to evaluate on; the config's by default, train of a recording.")
@@ -129,7 +129,7 @@ def doctor(
         Path | None, typer.Argument(metavar="[CONFIG]", help="As for train; without one the parts alone are looked at.")
     ] = None,
     overrides: Overrides = None,
-    tasks: Annotated[int | None, typer.Option(help="Tasks to examine; all of the split by default.")] = None,
+    tasks: Annotated[int | None, typer.Option(min=1, help="Tasks to examine; all of the split by default.")] = None,
     split: Annotated[str, typer.Option(help="Split to examine.")] = "train",
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each task, to find flaky ones.")] = 3,
     audit: Annotated[bool, typer.Option(help="Look for leaks and try hacks, where the environment can.")] = True,
@@ -158,7 +158,7 @@ def doctor(
 def rollout(
     config: ConfigPath,
     overrides: Overrides = None,
-    tasks: Annotated[int, typer.Option(help="Tasks to roll out, each group_size times.")] = 4,
+    tasks: Annotated[int, typer.Option(min=1, help="Tasks to roll out, each group_size times.")] = 4,
     split: Annotated[str, typer.Option(help="Split to take them from.")] = "train",
 ) -> None:
     """Roll out some tasks with the config's model and write their trajectories, without training."""
@@ -287,7 +287,7 @@ def model_init(
     from_scratch: Annotated[
         bool, typer.Option("--from-scratch", help="Warm it up anew on recorded demonstrations (half an hour).")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Seed of a warm-up from scratch.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of a warm-up from scratch.")] = 0,
 ) -> None:
     """Make the tiny Qwen3-MoE that the quickstart starts from, its tokenizer and chat template."""
     from agent_rl.model.shipped import install_model
@@ -306,7 +306,7 @@ def model_init(
 def compare(
     source: Annotated[Path, typer.Argument(metavar="CONFIG|RUN", help="A YAML config, or a finished run's folder.")],
     overrides: Overrides = None,
-    tasks: Annotated[int, typer.Option(help="Tasks to roll out, each group_size times.")] = 16,
+    tasks: Annotated[int, typer.Option(min=1, help="Tasks to roll out, each group_size times.")] = 16,
     split: Annotated[str, typer.Option(help="Split to take them from.")] = "train",
     out: Annotated[Path | None, typer.Option(help="Folder for what is found; by default in the run's own.")] = None,
     trajectories: Annotated[

@@ -8,9 +8,13 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, get_type_hints
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
 from agent_rl import cli
 from agent_rl.observe.folder_lock import hold_folder
@@ -41,6 +45,43 @@ def complaint(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
 )
 def test_config(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], override: str, told: str) -> None:
     assert told in complaint(monkeypatch, capsys, "train", QUICKSTART, override)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("eval", QUICKSTART, "--tasks", "0"),
+        ("eval", QUICKSTART, "--tasks", "-3"),
+        ("eval", QUICKSTART, "--samples", "0"),
+        ("rollout", QUICKSTART, "--tasks", "-1"),
+        ("doctor", QUICKSTART, "--tasks", "0"),
+        ("plan", QUICKSTART, "--tokens", "0"),
+        ("r3", "compare", QUICKSTART, "--tasks", "0"),
+    ],
+)
+def test_counts_below_one(arguments: tuple[str, ...]) -> None:
+    ended = CliRunner().invoke(cli.app, arguments)
+    assert ended.exit_code == 2
+    assert f"Invalid value for '{arguments[-2]}': Input should be greater than or equal to 1" in ended.output
+
+
+def test_every_number_on_the_command_line_has_a_least_value() -> None:
+    numbers = [
+        (f"{command.__name__} --{name}", hint.__metadata__[0])
+        for command in commands(cli.app)
+        for name, hint in get_type_hints(command, include_extras=True).items()
+        if hasattr(hint, "__metadata__") and hint.__origin__ in (int, int | None)
+    ]
+    assert len(numbers) >= 7
+    assert [name for name, option in numbers if option.min is None] == []
+
+
+def commands(app: typer.Typer) -> Iterator[Callable[..., Any]]:
+    """The functions of all commands of ``app`` and beneath it."""
+    yield from (command.callback for command in app.registered_commands if command.callback)
+    for group in app.registered_groups:
+        if group.typer_instance:
+            yield from commands(group.typer_instance)
 
 
 def test_model_folder_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
