@@ -53,6 +53,17 @@ ToolFormat = Annotated[str, _registered("rollout.tool_format", tool_format, Tool
 Objective = Annotated[str, _registered("train.objective", objective_facts, ConfigError)]
 
 
+def _sandbox_backend(name: str) -> str:
+    """``name``, if it is a sandbox backend's."""
+    from sandbox import BACKENDS, SandboxUnavailableError
+
+    try:
+        BACKENDS.find(name)
+    except SandboxUnavailableError as error:
+        raise ValueError(f"sandbox.backend: {error}") from None
+    return name
+
+
 class Section(BaseModel):
     """Base of every section: immutable, unknown keys refused."""
 
@@ -90,8 +101,10 @@ class EngineConfig(Section):
 class SandboxConfig(Section):
     """Where the agent's commands run."""
 
-    backend: Literal["auto", "docker", "podman", "bubblewrap"] = Field(
-        "auto", description="auto takes docker where an engine answers, bubblewrap where none does."
+    backend: Annotated[str, AfterValidator(_sandbox_backend)] = Field(
+        "auto",
+        description="auto, docker, podman, bubblewrap, or one of your own (docs/sandboxes.md). auto takes docker where "
+        "an engine answers, bubblewrap where none does.",
     )
     image: str | None = Field(None, description="Image for tasks that name none; None takes the backend's default.")
     memory_mb: int = Field(512, gt=0, description="Memory limit of one box.")

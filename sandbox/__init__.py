@@ -12,7 +12,7 @@ from sandbox.errors import (
     SandboxUnavailableError,
 )
 from sandbox.pool import SandboxPool
-from sandbox.select import open_backend
+from sandbox.select import BACKENDS, open_backend
 from sandbox.session import open_session
 from sandbox.types import (
     ExecResult,
@@ -25,6 +25,7 @@ from sandbox.types import (
 )
 
 __all__ = [
+    "BACKENDS",
     "ExecResult",
     "ImageMissingError",
     "ImagePolicy",

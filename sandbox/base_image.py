@@ -20,6 +20,8 @@ from typing import Any
 
 from sandbox.errors import SandboxError, SandboxUnavailableError
 
+ENGINES = ("docker", "podman")
+"""The backends whose boxes are containers."""
 DEBIAN_PACKAGES = ("bash", "ca-certificates", "git", "grep", "less", "patch", "procps", "python3", "python3-pytest")
 """What the image holds beside the distribution's minimal base (coreutils, sed, tar, findutils, diffutils, ...)."""
 _BUILD_SECONDS = 1800.0
@@ -37,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m sandbox.base_image", description="Build the default sandbox image."
     )
-    parser.add_argument("--engine", choices=("docker", "podman"), default="docker", help="default %(default)s")
+    parser.add_argument("--engine", choices=ENGINES, default="docker", help="default %(default)s")
     parser.add_argument("--name", default=DEFAULT_IMAGE, help="the image's name (default %(default)s)")
     parser.add_argument("--rootfs", type=Path, help="make this folder, for bubblewrap, and no container image")
     parser.add_argument("--suite", help="the distribution's release (default: this machine's)")

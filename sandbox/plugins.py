@@ -1,7 +1,7 @@
 """Parts of one kind by name: built in, or entry points of packages that a user installed.
 
-Environments, tool-call formats and objectives are registered so; the class stands here because every package may
-import this one.
+Environments, tool-call formats, objectives and sandbox backends are registered so; the class stands here because
+every package may import this one.
 """
 
 from __future__ import annotations
@@ -32,15 +32,22 @@ class Registry:
         installed = {point.name: point.value for point in entry_points(group=self.group)}
         return dict(sorted({**installed, **self.built_in}.items()))
 
-    def load(self, name: str) -> Any:
-        """What is registered as ``name``, or what the path ``package.module:attribute`` names.
+    def find(self, name: str) -> str:
+        """The ``package.module:attribute`` that ``name`` stands for, or is; nothing is imported.
 
-        Raises ``error`` for an unknown name (with the nearest known one) and for what does not import.
+        Raises ``error`` for an unknown name, with the nearest known one.
         """
         target = name if ":" in name else self.built_in.get(name) or self.targets().get(name)
         if target is None:
             raise self.error(f"unknown {self.kind} {name!r}: {self._hint(name)}")
-        module_name, _, attribute = target.partition(":")
+        return target
+
+    def load(self, name: str) -> Any:
+        """What is registered as ``name``, or what the path ``package.module:attribute`` names.
+
+        Raises ``error`` as :meth:`find`, and for what does not import.
+        """
+        module_name, _, attribute = self.find(name).partition(":")
         try:
             module = importlib.import_module(module_name)
         except (ImportError, SyntaxError) as error:

@@ -3,46 +3,40 @@
 from __future__ import annotations
 
 from sandbox.errors import SandboxUnavailableError
+from sandbox.plugins import Registry
 from sandbox.types import ImagePolicy, SandboxBackend
+
+BACKENDS = Registry(
+    "sandbox backend",
+    "agent_rl.sandboxes",
+    {
+        "auto": "sandbox.select:best_backend",
+        "bubblewrap": "sandbox.bubblewrap.backend:BubblewrapBackend",
+        "docker": "sandbox.docker.backend:DockerBackend",
+        "podman": "sandbox.docker.podman:PodmanBackend",
+    },
+    SandboxUnavailableError,
+)
+"""What makes a :class:`sandbox.types.SandboxBackend`, called as ``make(run_id=..., images=...)``."""
 
 
 def open_backend(name: str = "auto", *, run_id: str, images: ImagePolicy | None = None) -> SandboxBackend:
-    """The backend ``name``; ``auto`` takes docker where an engine answers, otherwise bubblewrap.
+    """The backend registered as ``name``, or the one that the path ``package.module:Class`` names.
 
     ``run_id`` marks the boxes of this run; ``images`` says what becomes of container images. It starts as many boxes at
     once as it is asked to: many episodes at once go through a :class:`sandbox.pool.SandboxPool`. Raises
-    ``SandboxUnavailableError``, in one line that says what to install or start.
+    ``SandboxUnavailableError``, in one line that says what to install or start, or which names there are.
     """
-    if name != "auto":
-        if name not in _OPENERS:
-            raise SandboxUnavailableError(f"no sandbox backend {name!r}: choose one of {', '.join(BACKENDS)}")
-        return _OPENERS[name](run_id, images)
+    backend: SandboxBackend = BACKENDS.load(name)(run_id=run_id, images=images)
+    return backend
+
+
+def best_backend(*, run_id: str, images: ImagePolicy | None = None) -> SandboxBackend:
+    """Docker where an engine answers, otherwise bubblewrap. Raises ``SandboxUnavailableError`` where neither is."""
     reasons = []
-    for opener in (_docker, _bubblewrap):
+    for name in ("docker", "bubblewrap"):
         try:
-            return opener(run_id, images)
+            return open_backend(name, run_id=run_id, images=images)
         except SandboxUnavailableError as error:
             reasons.append(str(error))
     raise SandboxUnavailableError(f"no sandbox on this machine: {'; and '.join(reasons)}")
-
-
-def _docker(run_id: str, images: ImagePolicy | None) -> SandboxBackend:
-    from sandbox.docker.backend import DockerBackend
-
-    return DockerBackend(run_id=run_id, images=images)
-
-
-def _podman(run_id: str, images: ImagePolicy | None) -> SandboxBackend:
-    from sandbox.docker.podman import PodmanBackend
-
-    return PodmanBackend(run_id=run_id, images=images)
-
-
-def _bubblewrap(run_id: str, _images: ImagePolicy | None) -> SandboxBackend:
-    from sandbox.bubblewrap.backend import BubblewrapBackend
-
-    return BubblewrapBackend(run_id=run_id)
-
-
-_OPENERS = {"docker": _docker, "podman": _podman, "bubblewrap": _bubblewrap}
-BACKENDS = ("auto", *_OPENERS)

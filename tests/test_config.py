@@ -51,6 +51,11 @@ def test_overrides_reach_nested_keys_as_yaml_values(quickstart: Path) -> None:
         ("train.baseline=batch", "train.baseline batch compares over groups: set scale to batch or none"),
         ("train.objective=grop", "did you mean 'grpo'? (registered: cispo, grpo, gspo, reinforce)"),
         ("rollout.tool_format=xlm", "unknown tool-call format 'xlm': did you mean 'xml'? (registered: hermes, xml)"),
+        (
+            "sandbox.backend=dokcer",
+            "sandbox.backend: unknown sandbox backend 'dokcer': did you mean 'docker'? "
+            "(registered: auto, bubblewrap, docker, podman)",
+        ),
         ("train.lr", "override 'train.lr': write it as section.key=value"),
         ("eval={tasks", "override 'eval={tasks': not valid YAML: expected ',' or '}', but got '<stream end>'"),
         ("name.first=x", "override 'name.first=x': name is a value, not a section"),

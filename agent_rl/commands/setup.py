@@ -11,7 +11,7 @@ from agent_rl.controller.preflight import check_room
 from agent_rl.controller.world import open_workshop
 from agent_rl.observe.display import Display
 from sandbox import open_backend
-from sandbox.base_image import build_image
+from sandbox.base_image import ENGINES, build_image
 from sandbox.docker.backend import DEFAULT_IMAGE
 
 
@@ -41,12 +41,12 @@ async def warm_up(out: Path, seed: int) -> None:
 
 
 async def _image(config: RunConfig, display: Display) -> None:
-    """Where docker is the backend, its base image is built from Debian packages; bubblewrap needs none."""
+    """Build the base image where the backend is a container engine that lacks it; other backends need none."""
     backend = open_backend(config.sandbox.backend, run_id="setup")
     await backend.close()
-    if backend.name != "docker":
+    if backend.name not in ENGINES:
         display.fact("sandbox image", f"{backend.name} needs none")
     elif config.sandbox.image is not None:
         display.fact("sandbox image", f"{config.sandbox.image}, as configured")
     else:
-        await asyncio.to_thread(build_image, DEFAULT_IMAGE)
+        await asyncio.to_thread(build_image, DEFAULT_IMAGE, engine=backend.name)

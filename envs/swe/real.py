@@ -28,8 +28,7 @@ from envs.swe.records import SweRecord, commit_content, write_jsonl
 from envs.swe.releases import RELEASES, Release
 from envs.swe.sources import read_jsonl
 from envs.types import EnvsError
-from sandbox import SandboxError, SandboxSpec
-from sandbox.select import BACKENDS, open_backend
+from sandbox import ImageMissingError, SandboxError, SandboxSpec, open_backend
 
 SITE_REQUIREMENTS = ("pytest==8.3.5", "markupsafe", "pretend")
 _DOWNLOAD_TIMEOUT = 600.0
@@ -48,6 +47,8 @@ def build(out: Path, backend_name: str = "auto", say: Say = print) -> list[SweRe
     Raises ``BuildError``, ``EnvsError`` or ``SandboxError``.
     """
     done = {record.id: record for record in read_jsonl(out)} if out.is_file() else {}
+    if any(release.task_id not in done for release in RELEASES):
+        asyncio.run(_try_sandbox(backend_name))
     site = make_site(out.parent / "site", say)
     for release in RELEASES:
         if release.task_id in done:
@@ -135,6 +136,15 @@ def read_sdist(path: Path) -> dict[str, str]:
     return files
 
 
+async def _try_sandbox(backend_name: str) -> None:
+    """Start a box before anything is downloaded. Raises ``SandboxError`` where none can be had."""
+    backend = open_backend(backend_name, run_id=f"real-{uuid.uuid4().hex[:8]}")
+    try:
+        await backend.start(SandboxSpec())
+    finally:
+        await backend.close()
+
+
 async def _examine(record: SweRecord, release: Release, site_root: Path, backend_name: str, say: Say) -> SweRecord:
     """The record with its measured expected output, verified."""
     backend = open_backend(backend_name, run_id=f"real-{uuid.uuid4().hex[:8]}")
@@ -206,10 +216,13 @@ def main(argv: list[str] | None = None) -> int:
     """The command line. Exit code 2 and one line for what went wrong."""
     parser = argparse.ArgumentParser(prog="python -m envs.swe.real", description="Build the real tasks.")
     parser.add_argument("--out", type=Path, default=Path(".cache/tasks/real.jsonl"), help="the JSONL file to write")
-    parser.add_argument("--backend", choices=BACKENDS, default="auto", help="where the tests run")
+    parser.add_argument("--backend", default="auto", help="the sandbox where the tests run (default %(default)s)")
     arguments = parser.parse_args(argv)
     try:
         build(arguments.out, arguments.backend)
+    except ImageMissingError as error:
+        print(f"error: {error}, or with: make image", file=sys.stderr)
+        return 2
     except (EnvsError, SandboxError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -23,13 +23,23 @@ from sandbox.cgroup import CgroupParents, find_parents
 from sandbox.errors import SandboxError, SandboxLostError, SandboxStartError
 from sandbox.lease import Heartbeat
 from sandbox.owner import Owner
-from sandbox.types import SandboxSpec
+from sandbox.types import ImagePolicy, SandboxSpec
 
 
 class BubblewrapBackend:
-    """Boxes made with bubblewrap. Raises ``SandboxUnavailableError`` where it is absent or not allowed."""
+    """Boxes made with bubblewrap. Raises ``SandboxUnavailableError`` where it is absent or not allowed.
 
-    def __init__(self, *, run_id: str, base: Path | None = None, control_groups: bool = True) -> None:
+    ``images`` concerns container images, of which it has none.
+    """
+
+    def __init__(
+        self,
+        *,
+        run_id: str,
+        images: ImagePolicy | None = None,
+        base: Path | None = None,
+        control_groups: bool = True,
+    ) -> None:
         program, flags = find_bwrap()
         self._base = base or default_base()
         self._parents: CgroupParents | None = find_parents() if control_groups else None

@@ -18,6 +18,19 @@ from envs.swe.releases import RELEASES, Release
 from sandbox import SandboxSpec
 
 BUILT = Path(__file__).parents[2] / ".cache/tasks/real.jsonl"
+BARE = """
+from sandbox import ImageMissingError
+
+class BareBackend:
+    name = "bare"
+    def __init__(self, *, run_id, images):
+        pass
+    async def start(self, spec):
+        raise ImageMissingError("no image: get it with: a tool")
+    async def close(self):
+        pass
+"""
+"""A sandbox backend as of a container engine without images."""
 DEMO = Release("demo", "1.0", "1.1", "src/demo", "tests", "tests/test_a.py::test_a", "It is wrong.", root="src")
 
 
@@ -47,6 +60,16 @@ def sdists(tmp_path: Path) -> Path:
         },
     )
     return tmp_path
+
+
+def test_a_missing_image_is_told_before_anything_is_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bare_boxes.py").write_text(BARE)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["--out", str(tmp_path / "tasks/real.jsonl"), "--backend", "bare_boxes:BareBackend"]) == 2
+    assert capsys.readouterr().err == "error: no image: get it with: a tool, or with: make image\n"
+    assert not (tmp_path / "tasks").exists()
 
 
 def test_a_source_release_is_read_without_binaries_and_metadata(sdists: Path) -> None:

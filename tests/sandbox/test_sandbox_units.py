@@ -225,7 +225,7 @@ def test_no_backend_is_one_line_that_says_what_to_install(monkeypatch: pytest.Mo
     monkeypatch.setenv("CONTAINER_HOST", f"unix://{tmp_path}/none.sock")
     with pytest.raises(SandboxUnavailableError, match=r"none\.sock.*apt-get install podman"):
         open_backend("podman", run_id="none")
-    with pytest.raises(SandboxUnavailableError, match=r"lxc.*auto, docker, podman, bubblewrap"):
+    with pytest.raises(SandboxUnavailableError, match=r"lxc.*auto, bubblewrap, docker, podman"):
         open_backend("lxc", run_id="none")
 
 

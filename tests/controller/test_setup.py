@@ -1,0 +1,56 @@
+"""``agent-rl setup``: the base image is built where the backend is a container engine, and nowhere else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_rl.commands import setup
+from agent_rl.config import load_config
+from agent_rl.observe.display import Display
+
+CONFIG = Path(__file__).parents[2] / "configs/quickstart.yaml"
+BACKENDS = """
+class Backend:
+    def __init__(self, *, run_id, images):
+        self.name = type(self).__name__
+    async def close(self):
+        pass
+
+class docker(Backend): ...
+class podman(Backend): ...
+class remote(Backend): ...
+"""
+
+
+@pytest.fixture
+def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """Images that were built, by engine; a container engine need not run here."""
+    (tmp_path / "named_boxes.py").write_text(BACKENDS)
+    monkeypatch.syspath_prepend(tmp_path)
+    images: list[tuple[str, str]] = []
+
+    def build(name: str, *, engine: str) -> None:
+        images.append((engine, name))
+
+    monkeypatch.setattr(setup, "build_image", build)
+    return images
+
+
+@pytest.mark.parametrize(
+    ("backend", "image", "expected"),
+    [
+        ("docker", None, [("docker", "agent-rl-base")]),
+        ("podman", None, [("podman", "agent-rl-base")]),
+        ("podman", "my-image", []),
+        ("remote", None, []),
+    ],
+)
+async def test_the_base_image_is_built_where_boxes_need_it(
+    built: list[tuple[str, str]], backend: str, image: str | None, expected: list[Any]
+) -> None:
+    overrides = [f"sandbox.backend=named_boxes:{backend}"] + ([f"sandbox.image={image}"] if image else [])
+    await setup._image(load_config(CONFIG, overrides), Display("setup"))
+    assert built == expected

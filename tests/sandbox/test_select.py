@@ -1,0 +1,58 @@
+"""Sandbox backends by name: built in, of an installed distribution, or by path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from agent_rl.config import SandboxConfig
+from sandbox import BACKENDS, SandboxSpec, SandboxUnavailableError, open_backend
+
+OWN_BACKEND = """
+from sandbox.bubblewrap.backend import BubblewrapBackend
+
+class QuietBackend(BubblewrapBackend):
+    @property
+    def name(self):
+        return "quiet"
+"""
+
+
+@pytest.fixture
+def distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installed distribution that adds the backend ``quiet``."""
+    (tmp_path / "quiet_boxes.py").write_text(OWN_BACKEND)
+    metadata = tmp_path / "quiet_boxes-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: quiet-boxes\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[agent_rl.sandboxes]\nquiet = quiet_boxes:QuietBackend\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.bubblewrap
+@pytest.mark.parametrize("name", ["quiet", "quiet_boxes:QuietBackend"])
+async def test_a_box_of_a_backend_that_a_distribution_adds(distribution: None, name: str) -> None:
+    backend = open_backend(SandboxConfig(backend=name).backend, run_id="own-backend")
+    try:
+        box = await backend.start(SandboxSpec())
+        assert backend.name == "quiet"
+        assert (await box.exec("echo here", timeout=30)).stdout == b"here\n"
+    finally:
+        await backend.close()
+
+
+def test_the_names_there_are(distribution: None) -> None:
+    assert list(BACKENDS.targets()) == ["auto", "bubblewrap", "docker", "podman", "quiet"]
+
+
+def test_an_unknown_name_is_told_with_those_there_are() -> None:
+    with pytest.raises(
+        SandboxUnavailableError, match=r"'dokcer': did you mean 'docker'.*auto, bubblewrap, docker, pod"
+    ):
+        open_backend("dokcer", run_id="x")
+
+
+def test_a_path_that_does_not_import_is_told() -> None:
+    with pytest.raises(SandboxUnavailableError, match="no_such_boxes does not import"):
+        open_backend("no_such_boxes:Boxes", run_id="x")
