@@ -22,16 +22,17 @@ class Family:
 
     ``keys``: our name of a config key to the family's, where they differ. ``defaults``: what holds where the config
     says nothing; a key that is neither there nor here is required. ``fixed``: what its configs cannot say otherwise.
-    ``qk_norm``: queries and keys are normalised a
-    head. ``qkv_bias``: the three projections have one. ``experts``: layers may be mixtures of experts, with a
-    ``shared_expert`` behind a sigmoid gate or without. ``router``, ``expert`` and ``expert_parts`` (gate, up, down)
-    are the Hugging Face names of a mixture's tensors within a layer.
+    ``qk_norm``: queries and keys are normalised a head. ``qkv_bias``: the three projections have one. ``experts``:
+    layers may be mixtures of experts, with a ``shared_expert`` behind a sigmoid gate or without. ``windowed``: a
+    ``sliding_window`` that is given is in use, as the family has no ``use_sliding_window``. ``router``, ``expert`` and
+    ``expert_parts`` (gate, up, down) are the Hugging Face names of a mixture's tensors within a layer.
     """
 
     qk_norm: bool = False
     qkv_bias: bool = False
     experts: bool = False
     shared_expert: bool = False
+    windowed: bool = False
     keys: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
@@ -54,6 +55,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "qwen3_moe": Family(qk_norm=True, experts=True, defaults=_MIXED),
         "mixtral": Family(
             experts=True,
+            windowed=True,
             keys={"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"},
             fixed={**_MIXED, "norm_topk_prob": True},
             router="block_sparse_moe.gate.weight",
@@ -190,8 +192,7 @@ def _check_values(raw: Mapping[str, Any], family: Family, path: Path) -> None:
         raise ConfigError(
             f"{path}: layer_types={sorted(set(raw['layer_types']))} is not supported, only full_attention"
         )
-    # Only families with a use_sliding_window can have a window that is not in use.
-    if raw["model_type"] == "mixtral" and raw.get("sliding_window"):
+    if family.windowed and raw.get("sliding_window"):
         raise ConfigError(f"{path}: sliding_window={raw['sliding_window']!r} is not supported, only None is")
 
 
