@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shlex
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -118,7 +119,7 @@ def evaluate(
 
     fields, native = request_fields(request or ()), tool_calls is ToolCalls.NATIVE
     options = EvalOptions(policy, model, tasks, samples, split, greedy, out, native, fields)
-    if (failure := _run_async(run_evaluation(load_config(config, overrides or ()), options))) is not None:
+    if (failure := _run_async(run_evaluation(load_config(config, overrides or ()), options), RESUMES)) is not None:
         print(f"error: {failure}", file=sys.stderr)
         raise typer.Exit(1)
 
@@ -150,7 +151,7 @@ def doctor(
         raise typer.Exit(0 if _run_async(check_installation()) else 1)
     loaded = load_config(config, overrides or ())
     work = run_doctor(loaded, tasks=tasks, split=split, repeats=repeats, audit=audit, out=out)
-    if not _run_async(work):
+    if not _run_async(work, RESUMES):
         raise typer.Exit(1)
 
 
@@ -199,7 +200,27 @@ def setup(config: ConfigPath, overrides: Overrides = None) -> None:
     from agent_rl.commands.setup import prepare
     from agent_rl.config import load_config
 
-    _run_async(prepare(load_config(config, overrides or ())))
+    _run_async(prepare(load_config(config, overrides or ())), RESUMES)
+    typer.echo(f"next: agent-rl train {shlex.quote(str(config))}")
+
+
+@app.command()
+def show(
+    path: Annotated[
+        Path, typer.Argument(metavar="RUN|FILE", help="A run's or an evaluation's folder, or a file with trajectories.")
+    ],
+    step: Annotated[int | None, typer.Option(help="Step of a run; its last by default.")] = None,
+    task: Annotated[str | None, typer.Option(help="Only this task.")] = None,
+    sample: Annotated[int | None, typer.Option(min=0, help="Only this sample of a task, counted from 0.")] = None,
+    as_list: Annotated[bool, typer.Option("--list", help="List them, also where there is only one.")] = False,
+) -> None:
+    """Show what an agent did, turn by turn: what it wrote, called and saw, and what came of it. Lists where several
+    were found."""
+    from rich.console import Console
+
+    from agent_rl.commands.show import show as show_episodes
+
+    show_episodes(path, step=step, task=task, sample=sample, as_list=as_list, console=Console(highlight=False))
 
 
 @config_app.command("list")
@@ -383,27 +404,32 @@ def probe(
 
 
 class Stopped(Exception):
-    """The user stopped the command; everything it had started is cleaned up."""
+    """The user stopped the command; everything it had started is cleaned up. The message says what starting it again
+    does."""
 
 
-def _run_async(work: object) -> object:
+RESUMES = "start again to resume"
+BEGINS_ANEW = "what it did is not kept; started again it begins anew"
+
+
+def _run_async(work: object, stopped: str = BEGINS_ANEW) -> object:
     """Run a coroutine and return what it does; Ctrl-C and SIGTERM cancel it, and it cleans up after itself."""
     import asyncio
     from collections.abc import Coroutine
 
-    from agent_rl.aio import cancel_on_sigterm
+    from agent_rl.aio import cancel_on_signals
 
     assert isinstance(work, Coroutine)
 
     async def supervised() -> object:
-        cancel_on_sigterm()
+        cancel_on_signals()
         return await work
 
     try:
         return asyncio.run(supervised())
     except (asyncio.CancelledError, KeyboardInterrupt):
         # Not KeyboardInterrupt: typer would answer that one itself, without a word.
-        raise Stopped from None
+        raise Stopped(stopped) from None
 
 
 def main() -> None:
@@ -425,8 +451,8 @@ def main() -> None:
         sys.exit(
             _complain(f"{error.filename or 'disk'}: no room left on the disk; free some and start again to resume")
         )
-    except Stopped:
-        print("stopped; start again to resume", file=sys.stderr)
+    except Stopped as stopped:
+        print(f"stopped; {stopped}", file=sys.stderr)
         sys.exit(130)
     except BaseExceptionGroup as group:
         sys.exit(_complain_of_group(group))

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.table import Table
 
-from agent_rl.aio import cancel_on_sigterm
+from agent_rl.aio import cancel_on_signals
 from agent_rl.commands.rollout import roll_out
 from agent_rl.config import RunConfig, load_config, load_recorded
 from agent_rl.controller.preflight import check_lengths, check_model
@@ -85,7 +85,7 @@ async def run_compare(
         kept = comparable([trajectory for group in groups for trajectory in group.trajectories])
         display.stage("starting the trainer")
         async with RayTrainer(config) as trainer:
-            cancel_on_sigterm()
+            cancel_on_signals()
             passes = await _passes(trainer, config, kept, display)
         display.stage("reports")
         comparison = compare(kept, *passes)

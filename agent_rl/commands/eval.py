@@ -160,6 +160,8 @@ def _tell(display: Display, report: EvalReport, path: Path) -> str | None:
     if report.by_repo:
         display.table(breakdown(report.by_repo))
     display.note(f"report: {path / 'report.json'}")
+    unresolved = next((o.task_id for o in report.outcomes if o.graded and not o.resolved), None)
+    display.next("show", path, *(["--task", unresolved] if unresolved else []))
     return None
 
 

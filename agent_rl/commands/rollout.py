@@ -19,11 +19,12 @@ from agent_rl.rollout.stats import rollout_metrics
 
 async def run_rollout(config: RunConfig, *, tasks: int, split: str) -> None:
     """Collect groups of ``tasks`` tasks and write their trajectories as step 0 of ``runs/<name>-rollout``."""
-    display = Display(f"rollout {config.name}")
+    display, folder = Display(f"rollout {config.name}"), config.runs_dir / f"{config.name}-rollout"
     with display:
-        rollout = await roll_out(config, config.runs_dir / f"{config.name}-rollout", display, tasks=tasks, split=split)
+        rollout = await roll_out(config, folder, display, tasks=tasks, split=split)
     for name, value in rollout_metrics(rollout).items():
         display.note(f"{name:<36} {value:.4g}")
+    display.next("show", folder)
 
 
 async def roll_out(config: RunConfig, folder: Path, display: Display, *, tasks: int, split: str) -> Rollout:

@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import asdict, dataclass, field
 
-from agent_rl.aio import cancel_on_sigterm
+from agent_rl.aio import cancel_on_signals
 from agent_rl.config import RunConfig
 from agent_rl.controller import preflight
 from agent_rl.controller.advantages import samples_of
@@ -76,6 +76,7 @@ async def train(config: RunConfig) -> None:
                 await run.close()
     display.note(f"{state.dir}/summary.json   {state.dir}/run.png")
     display.table(summary_table(summary))
+    display.next("show", state.dir)
 
 
 @asynccontextmanager
@@ -91,7 +92,7 @@ async def _parts(
             world = await stack.enter_async_context(open_world(config, facts, state.dir / "logs", display))
             await probe_engines(config, world.engine, display)
             display.stage("starting the trainer")
-        cancel_on_sigterm()
+        cancel_on_signals()
         yield world, trainer
 
 

@@ -5,8 +5,12 @@ On a terminal it is one panel that is redrawn; elsewhere each step and stage is 
 
 from __future__ import annotations
 
+import asyncio
+import shlex
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
@@ -30,6 +34,13 @@ SHOWN = (
 STAGES = ("rollout", "old_logprob", "update", "weight_sync")
 
 
+def _current_task() -> asyncio.Task[object] | None:
+    try:
+        return asyncio.current_task()
+    except RuntimeError:
+        return None  # no event loop runs here
+
+
 def sparkline(values: Sequence[float], width: int = 40) -> str:
     """The last ``width`` values as a line of block characters, scaled between their own extremes."""
     shown = list(values)[-width:]
@@ -40,6 +51,17 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
     return "".join(BARS[round((value - low) * scale)] for value in shown)
 
 
+@dataclass(frozen=True)
+class _UntilStopped:
+    """The panel, and nothing as soon as ``task`` is being cancelled: what is printed then stands on a clear screen."""
+
+    panel: RenderableType
+    task: asyncio.Task[object] | None
+
+    def __rich__(self) -> RenderableType:
+        return Text() if self.task is not None and self.task.cancelling() else self.panel
+
+
 class Display:
     """Shows stages and steps as they happen. A context manager; leaving it restores the terminal."""
 
@@ -47,6 +69,7 @@ class Display:
         self._name = name
         self._console = console or Console()
         self._live: Live | None = None
+        self._task: asyncio.Task[object] | None = None
         self._progress = Progress(
             TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
         )
@@ -59,7 +82,8 @@ class Display:
 
     def __enter__(self) -> Display:
         if self._console.is_terminal:
-            self._live = Live(self._render(), console=self._console, refresh_per_second=4)
+            self._task = _current_task()
+            self._live = Live(_UntilStopped(self._render(), self._task), console=self._console, refresh_per_second=4)
             self._live.start()
         return self
 
@@ -71,6 +95,10 @@ class Display:
     def note(self, text: str) -> None:
         """One line that stays on the screen."""
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def next(self, *command: str | Path) -> None:
+        """The command that is most useful now, as a line to copy."""
+        self.note(f"next: agent-rl {shlex.join(map(str, command))}")
 
     def table(self, table: Table) -> None:
         """A table that stays on the screen."""
@@ -120,7 +148,7 @@ class Display:
 
     def _refresh(self) -> None:
         if self._live is not None:
-            self._live.update(self._render())
+            self._live.update(_UntilStopped(self._render(), self._task))
 
     def _render(self) -> RenderableType:
         parts: list[RenderableType] = [Text("   ".join(f"{name}: {value}" for name, value in self._facts.items()))]

@@ -39,7 +39,7 @@ def write_trajectories(run_dir: Path, step: int, groups: Sequence[Group], *, rou
     """Write the groups of ``step`` and return the JSONL's path. ``routes`` False leaves the routes out (they are most
     of the bytes). They are archived without their order within a row. Blocks on the disk: call it in a thread from an
     event loop."""
-    path = _path(run_dir, step)
+    path = trajectories_path(run_dir, step)
     members = [(index, group, t) for index, group in enumerate(groups) for t in group.trajectories]
     arrays: dict[str, NDArray] = {}
     rows: list[dict[str, Any]] = []
@@ -83,7 +83,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 def read_trajectories(run_dir: Path, step: int) -> tuple[Group, ...]:
     """The groups of ``step`` as they were written. Raises AgentRlError where rows or arrays are absent, are of a format
     that this version does not read, or routes were damaged."""
-    path = _path(run_dir, step)
+    path = trajectories_path(run_dir, step)
     arrays = path.with_suffix(".safetensors")
     for file in (path, arrays):
         if not file.is_file():
@@ -105,7 +105,7 @@ def steps_on_disk(run_dir: Path) -> list[int]:
     return sorted(int(path.stem.removeprefix("step-")) for path in (run_dir / FOLDER).glob("step-*.jsonl"))
 
 
-def _path(run_dir: Path, step: int) -> Path:
+def trajectories_path(run_dir: Path, step: int) -> Path:
     return run_dir / FOLDER / f"step-{step:06d}.jsonl"
 
 

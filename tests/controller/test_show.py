@@ -1,0 +1,106 @@
+"""``agent-rl show``: the episodes of a run, an evaluation or a file, in any terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from trajectories import trajectory
+
+from agent_rl.commands.show import show
+from agent_rl.errors import UserError
+from agent_rl.evaluation.folder import EvalFolder
+from agent_rl.evaluation.report import EpisodeResult
+from agent_rl.rollout.records import write_trajectories
+from agent_rl.types import Group, Trajectory, Turn
+
+
+def episode(reward: float, task: str = "fix-sum") -> Trajectory:
+    turn = Turn(
+        text="I look. <call>", tool="execute_bash", arguments={"cmd": "cat sum.py", "timeout": 3}, parse_failure=None,
+        observation="def sum(a, b):\n\x1b[31mred [bold]", prompt_tokens=3, completion_tokens=2, observation_tokens=4,
+        cached_tokens=0, weight_version="0", generate_seconds=0.25, tool_seconds=0.5,
+    )  # fmt: skip
+    lost = replace(turn, text="no call", tool=None, arguments={}, parse_failure="no tool call found")
+    messages = ({"role": "system", "content": "You fix bugs."}, {"role": "user", "content": "sum is wrong"})
+    said = ({"role": "assistant", "content": "I look. <call>"},)
+    return replace(trajectory(reward), task_id=task, turns=(turn, lost), messages=messages + said, seconds=2.0)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run's folder: step 1 has one episode, step 2 has two of one task and one of another."""
+    write_trajectories(tmp_path / "run", 1, [Group("fix-sum", (episode(1.0),))])
+    groups = [Group("fix-sum", (episode(0.0), episode(1.0))), Group("other", (episode(0.5, "other"),))]
+    write_trajectories(tmp_path / "run", 2, groups)
+    return tmp_path / "run"
+
+
+def shown(path: Path, *, width: int = 100, terminal: bool = False, **choice: object) -> str:
+    out = io.StringIO()
+    options = {"step": None, "task": None, "sample": None, "as_list": False} | choice
+    show(path, console=Console(file=out, width=width, force_terminal=terminal, highlight=False), **options)  # type: ignore[arg-type]
+    return out.getvalue()
+
+
+def test_an_episode_is_shown_turn_by_turn(run: Path) -> None:
+    text = shown(run, step=1)
+    for part in (
+        "You fix bugs.", "sum is wrong", "turn 1 calls execute_bash (2 tokens, 0.2 s to write, 0.5 s to run)",
+        "I look. <call>", "cat sum.py", "def sum(a, b):", "red [bold]", "turn 2 makes no call",
+        "fix-sum, sample 0: resolved, reward 1; submitted; 2 turns in 2.0 s",
+    ):  # fmt: skip
+        assert part in text, part
+    assert "\x1b" not in text, "what a command printed does not steer the terminal"
+
+
+def test_many_are_listed_and_one_is_chosen(run: Path) -> None:
+    text = shown(run)
+    assert "step-000002.jsonl" in text, "the last step"
+    assert [line.count("fix-sum") for line in text.splitlines() if "not resolved" in line][:1] == [1]
+    assert f"one of them: agent-rl show {run} --task fix-sum --sample 0" in text.replace("\n", "")
+    assert "steps: 1 to 2" in text
+    assert "not resolved, reward 0;" in shown(run, task="fix-sum", sample=0)
+    assert "resolved, reward 1;" in shown(run, task="fix-sum", sample=1)
+    assert "other, sample 0" in shown(run / "trajectories" / "step-000002.jsonl", task="other")
+    assert "outcome" in shown(run, step=1, as_list=True)
+
+
+def test_an_evaluation_and_one_of_its_logs(tmp_path: Path) -> None:
+    folder = EvalFolder(tmp_path / "run" / "eval" / "gold", {"policy": "gold"})
+    for name in ("a/b", "c"):
+        done = episode(1.0, name)
+        folder.record(EpisodeResult(name, 0, True, "submitted", 2, 2.0), done)
+    assert "a/b" in shown(folder.path)
+    assert "a/b, sample 0: resolved; submitted" in shown(folder.path, task="a/b")
+    log = folder.log_of(EpisodeResult("c", 0, True, "submitted", 2, 2.0))
+    assert "c, sample 0: resolved; submitted" in shown(log)
+    with pytest.raises(UserError, match=r"neither a run's folder .*; there are some in .*eval/gold$"):
+        shown(tmp_path / "run")
+
+
+def test_a_narrow_terminal_without_colours(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    for choice in ({"step": 1}, {"step": 2}):
+        text = shown(run, width=40, terminal=True, **choice)
+        assert not re.search(r"\x1b\[[39]\d", text), "no colour"
+        lines = [line for line in re.sub(r"\x1b\[\d*m", "", text).splitlines() if "agent-rl show" not in line]
+        assert max(map(len, lines)) <= 40
+
+
+def test_what_is_not_there_is_told(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--step 9: .* has trajectories of steps 1 to 2"):
+        shown(run, step=9)
+    with pytest.raises(UserError, match="no such episode among its 3; tasks: fix-sum, other"):
+        shown(run, task="nothing")
+    with pytest.raises(UserError, match="neither a run's folder"):
+        shown(tmp_path / "absent")
+    for text in ("{}", "[1]", "nonsense", json.dumps({"task_id": "t"})):
+        (tmp_path / "wrong.json").write_text(text)
+        with pytest.raises(UserError, match=r"wrong\.json: no trajectories that can be shown"):
+            shown(tmp_path / "wrong.json")

@@ -1,0 +1,72 @@
+"""Ctrl-C and SIGTERM: told at once, cleaned up after, and obeyed also where something can't be cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import signal
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+
+from agent_rl.observe.display import Display
+
+WAITS = """
+import asyncio, sys, threading
+import agent_rl.aio, agent_rl.cli
+agent_rl.aio.STOP_SECONDS = 0.5
+
+async def work():
+    print("begun", flush=True)
+    try:
+        {wait}
+    finally:
+        print("cleaned up", flush=True)
+
+sys.argv = ["agent-rl"]
+agent_rl.cli.app = lambda: agent_rl.cli._run_async(work(), agent_rl.cli.RESUMES)
+agent_rl.cli.main()
+"""
+PATIENT = "await asyncio.sleep(600)"
+STUCK = "await agent_rl.aio.shielded(asyncio.to_thread(threading.Event().wait))"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("wait", [PATIENT, STUCK])
+def test_a_stopped_command_says_so_and_ends(number: signal.Signals, wait: str) -> None:
+    """``STUCK`` waits for a thread that never ends, as a connection to a dead Ray cluster does."""
+    command = [sys.executable, "-c", WAITS.format(wait=wait)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "begun\n"
+    process.send_signal(number)
+    out, error = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert error.startswith("stopping: ending what was started")
+    if wait == PATIENT:
+        assert out == "cleaned up\n"
+        assert error.splitlines()[-1] == "stopped; start again to resume"
+
+
+async def test_the_panel_is_gone_as_soon_as_the_command_is_stopped() -> None:
+    out = io.StringIO()
+    begun = asyncio.Event()
+
+    async def work() -> None:
+        with Display("demo", Console(file=out, force_terminal=True, width=80)) as display:
+            display.stage("rollout", total=4)
+            begun.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                out.truncate(0)
+                display.stage("cleaning up")
+
+    task = asyncio.create_task(work())
+    await begun.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert "╭" not in out.getvalue()
