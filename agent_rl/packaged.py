@@ -25,5 +25,11 @@ def find_config(name: Path, folder: Path = Path()) -> Path:
 
 
 def find_model(folder: Path) -> Path:
-    """``folder``, or the shipped model where that is a shipped model's name and no folder's."""
-    return folder if folder.exists() else MODELS.get(str(folder), folder)
+    """``folder``, or the shipped model where that is a shipped model's name and no folder's.
+
+    The latter from the working folder where it is below it, so that a run's record holds when both are moved.
+    """
+    shipped = MODELS.get(str(folder))
+    if shipped is None or folder.exists():
+        return folder
+    return shipped.relative_to(Path.cwd()) if shipped.is_relative_to(Path.cwd()) else shipped

@@ -11,6 +11,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 
@@ -51,7 +52,9 @@ class Registry:
         try:
             module = importlib.import_module(module_name)
         except (ImportError, SyntaxError) as error:
-            raise self.error(f"{self.kind} {name!r}: {module_name} does not import: {error}") from error
+            absent = isinstance(error, ModuleNotFoundError) and error.name == module_name.partition(".")[0]
+            places = f"; it was looked for among the installed packages and in {Path.cwd()}" if absent else ""
+            raise self.error(f"{self.kind} {name!r}: {module_name} does not import: {error}{places}") from error
         part: Any = module
         for step in attribute.split("."):
             if not hasattr(part, step):

@@ -73,7 +73,7 @@ def test_an_entry_point_of_another_package(monkeypatch: pytest.MonkeyPatch) -> N
     [
         ("mimi", {}, r"unknown environment 'mimi': did you mean 'mini'\?"),
         ("zzzzzz", {}, "unknown environment 'zzzzzz': write a registered name or package.module:attribute"),
-        ("no.such.module:Env", {}, "no.such.module does not import"),
+        ("no.such.module:Env", {}, "no.such.module does not import: No module named 'no'; it was looked for among"),
         (f"{HERE}:PlainEnvironmnt", {}, "did you mean 'PlainEnvironment'?"),
         (f"{HERE}:HERE", {}, "is a str, not a class"),
         (f"{HERE}:Nothing", {}, "is no environment, it lacks name, prepare, tasks, start, gold"),

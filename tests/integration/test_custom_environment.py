@@ -29,7 +29,9 @@ pytestmark = [
 
 
 def begun(project: Path) -> Path:
-    """A project as a new user begins it in a folder that is not there yet, checked."""
+    """A project as a new user begins it in a new folder, checked; it has a ``tools`` of its own."""
+    (project / "tools").mkdir(parents=True)
+    (project / "tools" / "__init__.py").touch()
     for place, command in (
         (project.parent, ["init", project.name]),
         (project, ["envs", "check", "letters:Letters"]),
