@@ -114,11 +114,12 @@ def evaluate(
 
     Exit code 1: nothing could be graded; the last line says why.
     """
-    from agent_rl.commands.eval import EvalOptions, request_fields, run_evaluation
+    from agent_rl.commands.eval import EvalOptions, run_evaluation
+    from agent_rl.commands.policy import PolicyChoice, request_fields
     from agent_rl.config import load_config
 
     fields, native = request_fields(request or ()), tool_calls is ToolCalls.NATIVE
-    options = EvalOptions(policy, model, tasks, samples, split, greedy, out, native, fields)
+    options = EvalOptions(PolicyChoice(policy, model, greedy, native, fields), tasks, samples, split, out)
     if (failure := _run_async(run_evaluation(load_config(config, overrides or ()), options), RESUMES)) is not None:
         print(f"error: {failure}", file=sys.stderr)
         raise typer.Exit(1)

@@ -19,18 +19,19 @@ from rich.table import Table
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
 from agent_rl.commands.health import Check, check_parts, checks_table
+from agent_rl.commands.policy import advance
 from agent_rl.config import RunConfig
 from agent_rl.controller.preflight import check_room
 from agent_rl.controller.world import Workshop, open_workshop
 from agent_rl.errors import ConfigError
+from agent_rl.evaluation.evaluate import evaluate
 from agent_rl.evaluation.folder import EvalFolder
 from agent_rl.evaluation.quarantine import write_quarantine
-from agent_rl.evaluation.report import EpisodeResult, evaluate
+from agent_rl.evaluation.report import EpisodeResult
 from agent_rl.observe.display import Display
 from agent_rl.observe.files import write_json
 from agent_rl.observe.folder_lock import hold_folder
 from agent_rl.rollout.episode import EpisodeRules
-from agent_rl.rollout.group import RolloutEvent
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.rollout.solvers import has_gold, solver_runner
 from agent_rl.types import Trajectory
@@ -106,7 +107,7 @@ async def _repeat(
         retries=config.rollout.sandbox_retries,
         done=results,
         on_result=take,
-        on_event=lambda event: _advance(out, event),
+        on_event=lambda event: advance(out, event),
     )
     return _by_task([*results, *fresh])
 
@@ -118,11 +119,6 @@ def _as_new(task: Task) -> Task:
 
 def _plain(config: RunConfig) -> object:
     return config.env.model_dump(mode="json")["options"]
-
-
-def _advance(display: Display, event: RolloutEvent) -> None:
-    if event.group is not None or event.dropped is not None:
-        display.advance()
 
 
 def _by_task(results: Iterable[EpisodeResult]) -> dict[str, list[EpisodeResult]]:

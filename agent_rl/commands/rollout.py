@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from agent_rl.commands.eval import Policy, advance, pick_tasks
+from agent_rl.commands.policy import Policy, advance, pick_tasks
 from agent_rl.config import RunConfig
 from agent_rl.controller import preflight
 from agent_rl.controller.world import open_world

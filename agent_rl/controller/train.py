@@ -33,7 +33,8 @@ from agent_rl.controller.schedule import check_enough
 from agent_rl.controller.state import RunState
 from agent_rl.controller.summary import summarize, summary_table
 from agent_rl.controller.world import World, open_world
-from agent_rl.evaluation.report import EvalReport, evaluate
+from agent_rl.evaluation.evaluate import evaluate
+from agent_rl.evaluation.report import EvalReport
 from agent_rl.model_facts import ModelFacts
 from agent_rl.observe.display import Display
 from agent_rl.observe.folder_lock import hold_folder

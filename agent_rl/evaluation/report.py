@@ -1,4 +1,4 @@
-"""Evaluation: Pass@1 and Pass@k on a set of tasks, with an interval; infrastructure failures are counted apart.
+"""The report of an evaluation: Pass@1 and Pass@k, with an interval; infrastructure failures are counted apart.
 
 An episode becomes an :class:`EpisodeResult`, and a report is a function of results alone: those of this process and
 those that an earlier one, killed, had written down.
@@ -8,17 +8,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rich.table import Table
-
 from agent_rl.observe.files import write_json
-from agent_rl.rollout.group import EpisodeRunner, GroupSettings, RolloutEvent, collect_groups
-from agent_rl.rollout.limiter import Limiter
-from agent_rl.types import Trajectory
 from envs import Task
 
 Z95 = 1.959963984540054
@@ -102,67 +97,6 @@ class EvalReport:
     def write(self, path: Path) -> None:
         """Write the report as JSON, atomically; NaN becomes null."""
         write_json(path, asdict(self))
-
-
-async def evaluate(
-    tasks: Sequence[Task],
-    run: EpisodeRunner,
-    *,
-    policy: str,
-    limiter: Limiter,
-    samples: int = 1,
-    retries: int = 3,
-    done: Iterable[EpisodeResult] = (),
-    on_result: Callable[[EpisodeResult, Trajectory | None], None] | None = None,
-    on_event: Callable[[RolloutEvent], None] | None = None,
-) -> EvalReport:
-    """Run ``samples`` episodes of every task and report Pass@1. ``run`` is what makes the policy: an engine, or a
-    solver (:func:`agent_rl.rollout.solvers.solver_runner`).
-
-    A sample that met an infrastructure failure is run again at most ``retries`` times. Graded samples in ``done`` are
-    not run again. ``on_result`` is told every sample that ended, with its trajectory where it was graded. Raises what
-    :func:`collect_groups` raises.
-    """
-    results = {(r.task_id, r.sample): r for r in done if r.resolved is not None}
-    missing = [(task, s) for s in range(samples) for task in tasks if (task.id, s) not in results]
-    waiting: dict[str, deque[int]] = defaultdict(deque)
-    for task, sample in missing:
-        waiting[task.id].append(sample)
-
-    def take(event: RolloutEvent) -> None:
-        if (ended := event.group or event.dropped) is not None:
-            result = _result(event, waiting[ended.task_id].popleft())
-            results[result.task_id, result.sample] = result
-            if on_result is not None:
-                on_result(result, event.group.trajectories[0] if event.group else None)
-        if on_event is not None:
-            on_event(event)
-
-    settings = GroupSettings(size=1, retries=retries, min_size=1, max_dropped=len(missing))
-    rollout = await collect_groups([task for task, _ in missing], run, settings, limiter=limiter, on_event=take)
-    return report(results.values(), tasks, policy=policy, samples=samples, seconds=rollout.seconds)
-
-
-def _result(event: RolloutEvent, sample: int) -> EpisodeResult:
-    """The result of a group of one episode, or of a dropped one."""
-    if event.group is None:
-        assert event.dropped is not None
-        errors = event.dropped.errors
-        return EpisodeResult(
-            event.dropped.task_id, sample, None, "", 0, 0.0, failures=len(errors), error=errors[-1] if errors else ""
-        )
-    (trajectory,) = event.group.trajectories
-    return EpisodeResult(
-        task_id=event.group.task_id,
-        sample=sample,
-        resolved=trajectory.resolved,
-        stop=trajectory.stop.value,
-        turns=len(trajectory.turns),
-        seconds=trajectory.seconds,
-        failures=event.group.infrastructure_failures,
-        patch=trajectory.patch,
-        suspected_hack=trajectory.suspected_hack,
-    )
 
 
 def report(
@@ -258,31 +192,3 @@ def wilson_interval(rate: float, trials: int, z: float = Z95) -> tuple[float, fl
     centre = (rate + spread / 2) / (1 + spread)
     half = z * math.sqrt(rate * (1 - rate) / trials + spread / (4 * trials)) / (1 + spread)
     return max(0.0, centre - half), min(1.0, centre + half)
-
-
-def table(reports: Sequence[EvalReport]) -> Table:
-    """The reports side by side, a column each, for a terminal."""
-    result = Table("", *(f"{item.policy} on {item.env}" for item in reports))
-    rows: dict[str, Callable[[EvalReport], str]] = {
-        "Pass@1": lambda item: f"{item.pass_at_1:.1%}",
-        "95 % interval": lambda item: f"{item.interval[0]:.1%} to {item.interval[1]:.1%}",
-        "tasks graded": lambda item: str(item.graded),
-        "tasks not graded": lambda item: str(item.ungraded),
-        "samples a task": lambda item: str(item.samples),
-        "infrastructure failures": lambda item: str(item.infrastructure_failures),
-        "suspected hacks": lambda item: str(item.suspected_hacks),
-        "turns, mean": lambda item: f"{item.turns_mean:.1f}",
-    }
-    for name, value in rows.items():
-        result.add_row(name, *map(value, reports))
-    for k in list(reports[0].pass_at_k)[1:] if reports else ():
-        result.add_row(f"Pass@{k}", *(f"{item.pass_at_k.get(k, math.nan):.1%}" for item in reports))
-    return result
-
-
-def breakdown(by_repo: Mapping[str, RepoOutcome]) -> Table:
-    """Pass@1 by repository, for a terminal."""
-    result = Table("repository", "Pass@1", "tasks", "ungraded")
-    for repo, outcome in by_repo.items():
-        result.add_row(repo, f"{outcome.pass_at_1:.1%}", str(outcome.graded), str(outcome.ungraded))
-    return result

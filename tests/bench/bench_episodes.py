@@ -15,7 +15,7 @@ import sys
 import time
 import uuid
 
-from agent_rl.evaluation.report import evaluate
+from agent_rl.evaluation.evaluate import evaluate
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.rollout.solvers import solver_runner

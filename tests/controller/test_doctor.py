@@ -11,6 +11,7 @@ import pytest
 from agent_rl.commands.doctor import diagnose, run_doctor
 from agent_rl.commands.eval import EvalOptions, run_evaluation
 from agent_rl.commands.health import check_installation, check_parts
+from agent_rl.commands.policy import PolicyChoice
 from agent_rl.config import load_config
 from agent_rl.errors import ConfigError
 from agent_rl.evaluation.quarantine import read_quarantine, write_quarantine
@@ -102,7 +103,7 @@ async def test_sick_tasks_are_found_once_and_left_out_afterwards(
         Path("configs/quickstart.yaml"),
         [*overrides, f"env.quarantine={out / 'quarantine.json'}", "rollout.concurrency=2"],
     )
-    assert await run_evaluation(config, EvalOptions(policy="gold", out=tmp_path / "eval")) is None
+    assert await run_evaluation(config, EvalOptions(PolicyChoice("gold"), out=tmp_path / "eval")) is None
     report = json.loads((tmp_path / "eval" / "report.json").read_text())
     assert [(row["task_id"], row["resolved"]) for row in report["outcomes"]] == [(healthy, 1)]
 
@@ -117,7 +118,7 @@ async def test_an_environment_without_patches_is_tried_by_its_own_solution(
     config = load_config(config_file, ["sandbox.backend=bubblewrap", "env.options.count=2"])
     await run_doctor(config, tasks=None, split="train", repeats=1, audit=True, out=tmp_path / "out")
     assert "2 of 2 tasks healthy, 0 sick, 0 undecided" in capsys.readouterr().out
-    await run_evaluation(config, EvalOptions(policy="gold", out=tmp_path / "eval"))
+    await run_evaluation(config, EvalOptions(PolicyChoice("gold"), out=tmp_path / "eval"))
     assert "repository" not in capsys.readouterr().out
 
 

@@ -14,9 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agent_rl.commands.eval import EvalOptions
+from agent_rl.config import EvalConfig, RunConfig
 from agent_rl.errors import ConfigError
+from agent_rl.evaluation.evaluate import evaluate
 from agent_rl.evaluation.folder import EvalFolder, swebench_report
-from agent_rl.evaluation.report import EpisodeResult, EvalReport, evaluate, pass_at_k
+from agent_rl.evaluation.report import EpisodeResult, EvalReport, pass_at_k
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.types import StopReason, Trajectory
 from envs import Task
@@ -199,3 +202,10 @@ def test_pass_at_k_is_the_share_of_draws_with_a_resolved_one(n: int, data: st.Da
     assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, draws)) / len(draws))
     with pytest.raises(ValueError, match="needs at least"):
         pass_at_k(n, c, n + 1)
+
+
+def test_a_run_without_evaluations_can_be_evaluated() -> None:
+    config = RunConfig(name="x", model=Path("m"), eval=EvalConfig(tasks=0))
+    assert EvalOptions().tasks_of(config) is None, "all tasks of the split"
+    assert EvalOptions(tasks=3).tasks_of(config) == 3
+    assert EvalOptions().tasks_of(config.model_copy(update={"eval": EvalConfig()})) == 256

@@ -15,7 +15,9 @@ from rich.console import Console
 
 from agent_rl.config import RolloutConfig
 from agent_rl.errors import UserError
-from agent_rl.evaluation.report import evaluate, table, wilson_interval
+from agent_rl.evaluation.evaluate import evaluate
+from agent_rl.evaluation.report import wilson_interval
+from agent_rl.evaluation.tables import table
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.rollout.records import write_trajectories

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from agent_rl.evaluation.report import evaluate
+from agent_rl.evaluation.evaluate import evaluate
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.group import GroupSettings, collect_groups
 from agent_rl.rollout.limiter import Limiter

@@ -1,0 +1,73 @@
+"""Running an evaluation: samples of every task, each of which becomes a result."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+
+from agent_rl.evaluation.report import EpisodeResult, EvalReport, report
+from agent_rl.rollout.group import EpisodeRunner, GroupSettings, RolloutEvent, collect_groups
+from agent_rl.rollout.limiter import Limiter
+from agent_rl.types import Trajectory
+from envs import Task
+
+
+async def evaluate(
+    tasks: Sequence[Task],
+    run: EpisodeRunner,
+    *,
+    policy: str,
+    limiter: Limiter,
+    samples: int = 1,
+    retries: int = 3,
+    done: Iterable[EpisodeResult] = (),
+    on_result: Callable[[EpisodeResult, Trajectory | None], None] | None = None,
+    on_event: Callable[[RolloutEvent], None] | None = None,
+) -> EvalReport:
+    """Run ``samples`` episodes of every task and report Pass@1. ``run`` is what makes the policy: an engine, or a
+    solver (:func:`agent_rl.rollout.solvers.solver_runner`).
+
+    A sample that met an infrastructure failure is run again at most ``retries`` times. Graded samples in ``done`` are
+    not run again. ``on_result`` is told every sample that ended, with its trajectory where it was graded. Raises what
+    :func:`collect_groups` raises.
+    """
+    results = {(r.task_id, r.sample): r for r in done if r.resolved is not None}
+    missing = [(task, s) for s in range(samples) for task in tasks if (task.id, s) not in results]
+    waiting: dict[str, deque[int]] = defaultdict(deque)
+    for task, sample in missing:
+        waiting[task.id].append(sample)
+
+    def take(event: RolloutEvent) -> None:
+        if (ended := event.group or event.dropped) is not None:
+            result = _result(event, waiting[ended.task_id].popleft())
+            results[result.task_id, result.sample] = result
+            if on_result is not None:
+                on_result(result, event.group.trajectories[0] if event.group else None)
+        if on_event is not None:
+            on_event(event)
+
+    settings = GroupSettings(size=1, retries=retries, min_size=1, max_dropped=len(missing))
+    rollout = await collect_groups([task for task, _ in missing], run, settings, limiter=limiter, on_event=take)
+    return report(results.values(), tasks, policy=policy, samples=samples, seconds=rollout.seconds)
+
+
+def _result(event: RolloutEvent, sample: int) -> EpisodeResult:
+    """The result of a group of one episode, or of a dropped one."""
+    if event.group is None:
+        assert event.dropped is not None
+        errors = event.dropped.errors
+        return EpisodeResult(
+            event.dropped.task_id, sample, None, "", 0, 0.0, failures=len(errors), error=errors[-1] if errors else ""
+        )
+    (trajectory,) = event.group.trajectories
+    return EpisodeResult(
+        task_id=event.group.task_id,
+        sample=sample,
+        resolved=trajectory.resolved,
+        stop=trajectory.stop.value,
+        turns=len(trajectory.turns),
+        seconds=trajectory.seconds,
+        failures=event.group.infrastructure_failures,
+        patch=trajectory.patch,
+        suspected_hack=trajectory.suspected_hack,
+    )
