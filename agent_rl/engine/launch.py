@@ -83,7 +83,7 @@ class EngineServer:
                 await self._start_on(port, command)
                 return
             except EngineStartError as error:
-                # A free port may be taken between our look and the bind; a given one is not ours to change.
+                # A free port may be taken between our look and the bind; a configured one is not changed.
                 if self._config.port or attempt == _PORT_ATTEMPTS or "is taken" not in str(error):
                     raise
 

@@ -1,4 +1,4 @@
-"""An engine that says what it is told: for tests, for replaying gold solutions, for measuring the loop around it."""
+"""An engine that answers from a script: for tests, for replaying gold solutions, for measuring the loop around it."""
 
 from __future__ import annotations
 
@@ -69,17 +69,17 @@ class ScriptedEngine:
     ) -> Completion:
         """Answer the session's next turn; cut at ``sampling.max_new_tokens``, then with finish ``length``."""
         started = time.perf_counter()
-        said = tuple(self._policy(session, self._turns[session], tokens))
-        routing = self._routing(routes_from, len(tokens), min(len(said), sampling.max_new_tokens))
+        scripted = tuple(self._policy(session, self._turns[session], tokens))
+        routing = self._routing(routes_from, len(tokens), min(len(scripted), sampling.max_new_tokens))
         if self._latency:
             await asyncio.sleep(self._latency)
         self._turns[session] += 1
         self.calls += 1
-        kept = said[: sampling.max_new_tokens]
+        kept = scripted[: sampling.max_new_tokens]
         return Completion(
             tokens=kept,
             logprobs=(self._logprob,) * len(kept),
-            finish=FinishReason.STOP if len(kept) == len(said) else FinishReason.LENGTH,
+            finish=FinishReason.STOP if len(kept) == len(scripted) else FinishReason.LENGTH,
             weight_version=self.weight_version,
             engine="scripted",
             routing=routing,

@@ -17,7 +17,6 @@ import contextlib
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -28,25 +27,13 @@ from agent_rl.config import EngineConfig
 from agent_rl.engine.answer import Asked, read_answer, read_scores, split_body
 from agent_rl.engine.homes import SessionHomes
 from agent_rl.engine.http import INFRASTRUCTURE, AsyncHttp, retrying, timed_out
-from agent_rl.engine.types import Scores
+from agent_rl.engine.types import EngineInfo, Scores
 from agent_rl.errors import EngineError, EngineRejected, EngineUnreachable, RoutesMissingError
 from agent_rl.model_facts import ModelFacts
 from agent_rl.types import Completion, SamplingParams, TokenIds
 
 _ABORT_SECONDS = 5.0
 _CONTROL_SECONDS = 120.0
-
-
-@dataclass(frozen=True, slots=True)
-class EngineInfo:
-    """What a server says of itself."""
-
-    url: str
-    model: str
-    weight_version: str
-    captures_routes: bool
-    dtype: str
-    max_total_tokens: int
 
 
 class SGLangEngine:
@@ -97,7 +84,7 @@ class SGLangEngine:
         await self._http.close()
 
     def death(self) -> str | None:
-        """Why the server that we launched is dead, in one line; None while it lives, or where it is not ours."""
+        """Why the server that we launched is dead, in one line; None while it lives, or where we launched none."""
         return self._death()
 
     def retire(self, url: str) -> None:
@@ -178,7 +165,7 @@ class SGLangEngine:
             raise
 
     async def _abort(self, url: str, rid: str) -> None:
-        # A server that can't be told isn't running the request either, or ends it when the connection drops.
+        # A server that can't be reached isn't running the request either, or ends it when the connection drops.
         with contextlib.suppress(EngineError):
             await self._http.post(f"{url}/abort_request", {"rid": rid}, seconds=_ABORT_SECONDS)
 

@@ -2,8 +2,8 @@
 
 A server that is killed, and one that is stopped too (its processes end each other with SIGKILL), leaves its files in
 ``/dev/shm``: 16 KiB of load figures and Python's semaphores, most of them with no process id in their names. SGLang's
-own sweep runs only in its CI. So what counts is whether any process still has a file mapped or open. Files are told by
-their inodes: a semaphore is mapped under a temporary name before it gets its own.
+own sweep runs only in its CI. So what counts is whether any process still has a file mapped or open. Files are compared
+by their inodes: a semaphore is mapped under a temporary name before it gets its own.
 """
 
 from __future__ import annotations

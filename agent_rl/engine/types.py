@@ -26,6 +26,18 @@ class Engine(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What a server reports about itself."""
+
+    url: str
+    model: str
+    weight_version: str
+    captures_routes: bool
+    dtype: str
+    max_total_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Scores:
     """A sequence's teacher-forced log-probs at temperature 1, each token's given those before it (0 for the first), and
     the version of the weights that gave them."""

@@ -1,4 +1,4 @@
-"""An engine's checksums of its weights, foretold from the tensors that are sent to it.
+"""An engine's checksums of its weights, predicted from the tensors that are sent to it.
 
 SGLang's ``/weights_checker`` hashes every parameter it holds. On a CPU the hash is the first 8 bytes of SHA-256 over
 the parameter's bytes; several Hugging Face tensors lie behind one another in one parameter::
@@ -32,8 +32,8 @@ _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 _VOCABULARY_MULTIPLE = 64  # SGLang fills the vocabulary up with rows of zeros
 
 
-def foretold(server: Mapping[str, Any]) -> bool:
-    """Whether the checksums of a server that says this of itself (``/server_info``) can be foretold.
+def predictable(server: Mapping[str, Any]) -> bool:
+    """Whether the checksums of a server that reports this about itself (``/server_info``) can be predicted.
 
     Not on a GPU (another hash), nor where weights are cut, quantised or packed for the CPU's matrix unit.
     """
@@ -89,7 +89,7 @@ def difference(expected: Mapping[str, str], held: Mapping[str, str]) -> str | No
 def outvoted(checksums: Mapping[str, str]) -> list[str]:
     """The engines, by URL, that do not hold what most hold; all of them where no majority does.
 
-    ``checksums``: one of all weights an engine. For engines whose checksums cannot be foretold.
+    ``checksums``: one of all weights an engine. For engines whose checksums cannot be predicted.
     """
     values = list(checksums.values())
     most = max(set(values), key=values.count)

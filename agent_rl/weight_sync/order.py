@@ -26,7 +26,7 @@ class PublishReport:
     """``failures``: why, by URL, of the engines that may not hold the version; they are left paused, the others sample.
 
     ``digests``: SGLang's checksum of every parameter as the engine should have it, from the bytes sent; empty where an
-    engine's cannot be foretold (:func:`.digests.foretold`). ``verified``: the share of engines compared
+    engine's cannot be predicted (:func:`.digests.predictable`). ``verified``: the share of engines compared
     with them. ``stale_caches``: engines that kept prefixes of the old weights (only under ``in_place``). ``seconds``
     and ``bytes`` of the update by stage.
     """

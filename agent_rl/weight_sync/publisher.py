@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from agent_rl.errors import WeightSyncError
-from agent_rl.weight_sync.digests import Digests, difference, foretold, outvoted
+from agent_rl.weight_sync.digests import Digests, difference, outvoted, predictable
 from agent_rl.weight_sync.order import PublishOrder, PublishReport
 from agent_rl.weight_sync.receivers import Pending, WeightReceivers
 
@@ -126,7 +126,7 @@ class WeightPublisher:
         self._name = f"agent-rl-{uuid.uuid4().hex[:8]}"  # an engine may still hold the group of a trainer that died
         self._receivers = WeightReceivers(urls, timeout=timeout)
         self._hashing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-digests")
-        self._foretold = False
+        self._predictable = False
         self._group: Any = None
 
     def serves(self, order: PublishOrder) -> bool:
@@ -136,7 +136,7 @@ class WeightPublisher:
     def publish(self, weights: Iterable[tuple[str, Tensor]], version: str, dtype: torch.dtype) -> PublishReport:
         """Send all ``weights`` (Hugging Face names) as ``version`` and compare what the engines then hold.
 
-        What an engine does not take is told in the report; its reasons are one line each.
+        What an engine does not take is in the report, with a reason of one line.
         """
         clock, digests, sent = Stages(), Digests(), Sent()
         parts = self._counted(buckets(weights, dtype, limit=self._bucket_bytes), dtype.itemsize, digests, sent)
@@ -154,7 +154,7 @@ class WeightPublisher:
         return PublishReport(
             failures=failures,
             digests=digests.found(),
-            verified=float(self._foretold),
+            verified=float(self._predictable),
             stale_caches=stale,
             seconds=clock.seconds,
             bytes=sent.bytes,
@@ -190,7 +190,7 @@ class WeightPublisher:
         """``parts`` as they are, counted and (where it is of use) hashed on a thread of their own."""
         for bucket in parts:
             sent.bytes += bucket.data.nbytes
-            if self._foretold:
+            if self._predictable:
                 hashing = self._hashing.submit(digests.add, bucket.names, bucket.shapes, itemsize, bucket.data)
                 sent.hashing.append(hashing)
             yield bucket
@@ -198,7 +198,7 @@ class WeightPublisher:
     def _check(self, version: str, sent: Sent, digests: Digests) -> dict[str, str]:
         """Why, by URL, an engine does not hold what was sent."""
         held = dict(zip(self.urls, self._receivers.checksums(), strict=True))
-        if self._foretold:
+        if self._predictable:
             sent.hashed()
             expected = digests.found()
             wrong = {url: difference(expected, sums.ranks[0]) for url, sums in held.items()}
@@ -229,7 +229,7 @@ class WeightPublisher:
         for url, info in zip(self.urls, infos, strict=True):
             if info.get("dtype") not in (None, "auto", wanted):
                 raise WeightSyncError(f"{url} holds its weights in {info['dtype']}, not in {wanted}: set engine.dtype")
-        self._foretold = all(foretold(info) for info in infos)
+        self._predictable = all(predictable(info) for info in infos)
         self._join()
 
     def _join(self) -> None:

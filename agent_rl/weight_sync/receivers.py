@@ -71,7 +71,7 @@ class WeightReceivers:
     """The engines that take weights, in rank order: engine i of ``tensor_parallel`` ranks has ranks 1 + i * tp onwards.
 
     ``timeout`` bounds each call in seconds. Every method raises WeightSyncError, with the engine's own words, when an
-    engine does not take what it is told. Close it after use; a context manager does.
+    engine does not take what it is sent. Close it after use; a context manager does.
     """
 
     def __init__(self, urls: Sequence[str], *, tensor_parallel: int = 1, timeout: float = 300.0) -> None:

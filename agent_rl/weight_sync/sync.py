@@ -23,9 +23,10 @@ from typing import Protocol
 import numpy as np
 
 from agent_rl.config import RunConfig
-from agent_rl.engine.sglang import SGLangEngine
+from agent_rl.engine.types import EngineInfo
 from agent_rl.errors import EngineError, WeightSyncError
-from agent_rl.types import Sample
+from agent_rl.model_facts import ModelFacts
+from agent_rl.types import Sample, TokenIds
 from agent_rl.weight_sync.digests import difference
 from agent_rl.weight_sync.order import PublishReport
 from agent_rl.weight_sync.receivers import WeightReceivers
@@ -37,14 +38,43 @@ SYNC_LIMIT = {"bfloat16": 0.3, "float32": 0.02}
 PROBE_TOKENS = 128
 
 
-class Publisher(Protocol):
-    """What of a trainer is needed here; :class:`agent_rl.train.types.Trainer` says what each does."""
+class Trainer(Protocol):
+    """The trainer, as far as a weight update needs it."""
 
-    async def logprobs(self, samples: Sequence[Sample], *, replay: bool) -> Sequence[Sequence[float]]: ...
+    async def logprobs(self, samples: Sequence[Sample], *, replay: bool) -> Sequence[Sequence[float]]:
+        """Log-probs of every token given those before it (0 for the first), one list a sample."""
+        ...
 
-    async def publish(self, engine_urls: Sequence[str], weight_version: str) -> PublishReport: ...
+    async def publish(self, engine_urls: Sequence[str], weight_version: str) -> PublishReport:
+        """Send the weights to every engine under ``weight_version``; the report names those that did not take them."""
+        ...
 
-    async def export(self, folder: Path) -> None: ...
+    async def export(self, folder: Path) -> None:
+        """Write the weights as a Hugging Face checkpoint."""
+        ...
+
+
+class Engines(Protocol):
+    """The client of the engines in use, as far as a weight update needs it."""
+
+    urls: tuple[str, ...]
+    facts: ModelFacts
+
+    async def info(self, url: str) -> EngineInfo:
+        """What the server at ``url`` reports about itself. Raises EngineError."""
+        ...
+
+    async def score(self, tokens: TokenIds, *, url: str) -> Sequence[float]:
+        """As :meth:`Trainer.logprobs`, of one sequence by the engine at ``url``. Raises EngineError."""
+        ...
+
+    def retire(self, url: str) -> None:
+        """Use the engine at ``url`` no more."""
+        ...
+
+    def death(self) -> str | None:
+        """Why a server that we launched is dead, in one line; None while it lives."""
+        ...
 
 
 @dataclass
@@ -67,12 +97,12 @@ class Update:
 class WeightSync:
     """Publishes the trainer's weights to the engines in use.
 
-    ``folder`` holds the exports that engines are given from disk (``step-NNNNNN``, the newest kept). ``note`` is told,
-    a line each, what an engine did not take and which are out of use.
+    ``folder`` holds the exports that engines are given from disk (``step-NNNNNN``, the newest kept). ``note`` is called
+    with a line for each update that an engine did not take, and for each engine put out of use.
     """
 
     def __init__(
-        self, config: RunConfig, engine: SGLangEngine, trainer: Publisher, folder: Path, note: Callable[[str], None]
+        self, config: RunConfig, engine: Engines, trainer: Trainer, folder: Path, note: Callable[[str], None]
     ) -> None:
         self._config, self._engine, self._trainer, self._folder, self._note = config, engine, trainer, folder, note
         self._tokens = np.arange(min(PROBE_TOKENS, engine.facts.vocab_size), dtype=np.int32)
@@ -85,8 +115,8 @@ class WeightSync:
         An engine that cannot be brought there is put out of use. Raises WeightSyncError where none is left.
         """
         probe = Sample(self._tokens, np.ones(len(self._tokens), bool), np.zeros(len(self._tokens), "f4"), 0.0, None)
-        (ours,) = await self._trainer.logprobs([probe], replay=False)
-        update = Update(step, np.asarray(ours))
+        (logprobs,) = await self._trainer.logprobs([probe], replay=False)
+        update = Update(step, np.asarray(logprobs))
         failures = await self._by_group(update, self._engine.urls)
         for way in (self._alone, self._from_disk):
             for url, reason in tuple(failures.items()):
@@ -153,10 +183,10 @@ class WeightSync:
             version = (await self._engine.info(url)).weight_version
             if version != update.version:
                 return f"{url} answers with weights {version!r}, not {update.version!r}"
-            theirs = await self._engine.score(self._tokens.tolist(), url=url)
+            scores = await self._engine.score(self._tokens.tolist(), url=url)
         except EngineError as error:
             return str(error)
-        difference = float(np.abs(np.asarray(theirs)[1:] - update.logprobs[1:]).mean())
+        difference = float(np.abs(np.asarray(scores)[1:] - update.logprobs[1:]).mean())
         limit = SYNC_LIMIT[self._config.engine.dtype]
         if difference < limit:
             update.worst = max(update.worst, difference)

@@ -35,7 +35,7 @@ _CALL_SECONDS = 120
 class EngineClient(docker.APIClient):
     """The ``docker`` package's client, with what its calls for archives leave out.
 
-    ``about`` is what the engine said of itself when it was connected to.
+    ``about`` is what the engine reported about itself when it was connected to.
     """
 
     about: Mapping[str, Any]

@@ -40,7 +40,7 @@ class Fault:
         """The body of a request to another endpoint as the server is to see it; None refuses it."""
         return body
 
-    def said(self, path: str, line: str) -> str:
+    def changed_line(self, path: str, line: str) -> str:
         """What another endpoint than ``/generate`` is to say."""
         return line
 
@@ -132,7 +132,7 @@ async def proxy(target: str, fault: Fault) -> AsyncIterator[str]:
             async with client.stream(method, target + path, content=body, headers=_JSON) as response:
                 writer.write(b"HTTP/1.1 %d x\r\nconnection: close\r\n\r\n" % response.status_code)
                 async for line in response.aiter_lines():
-                    changed = _changed(line, request, fault) if request else fault.said(path, line)
+                    changed = _changed(line, request, fault) if request else fault.changed_line(path, line)
                     writer.write(changed.encode() + b"\n")
                     await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError):

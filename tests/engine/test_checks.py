@@ -70,7 +70,7 @@ class Server:
             changed_at=places,
             stopped=self.answer(prompt, 3, finish="stop"),
             siblings=siblings,
-            retold=tuple(self.answer([*other, *one.tokens], 1, start=PROMPT - 1) for one in siblings),
+            repeats=tuple(self.answer([*other, *one.tokens], 1, start=PROMPT - 1) for one in siblings),
             aborted=self.answer(prompt, 5, finish="abort"),
             retracted=replace(self.answer(prompt, 5), retractions=1),
             untried="",
@@ -149,7 +149,7 @@ def test_a_router_that_strips_and_an_engine_that_does_not_capture_are_told_apart
     single = {
         name: stripped(getattr(sound, name)) for name in ("cold", "cached", "late", "stopped", "aborted", "retracted")
     }
-    several = {name: tuple(map(stripped, getattr(sound, name))) for name in ("variants", "siblings", "retold")}
+    several = {name: tuple(map(stripped, getattr(sound, name))) for name in ("variants", "siblings", "repeats")}
     bare = replace(sound, captures=captures, **single, **several)
     assert [name for name, verdict in not_ok(bare).items() if verdict is Verdict.FAILED] == [failing]
     assert found(bare)["log-probs"].verdict is Verdict.OK

@@ -59,9 +59,9 @@ def owned(engine_config: EngineConfig, model: Path, tmp_path_factory: pytest.Tem
         [sys.executable, "-c", textwrap.dedent(OWNER), *arguments], stdout=subprocess.PIPE, text=True
     )
     assert owner.stdout is not None
-    said = owner.stdout.readline()
-    assert said, log.read_text()
-    started = json.loads(said)
+    first_line = owner.stdout.readline()
+    assert first_line, log.read_text()
+    started = json.loads(first_line)
     yield Owned(started["url"], started["pid"], owner)
     owner.kill()
     owner.wait(10)

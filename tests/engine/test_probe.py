@@ -80,7 +80,7 @@ class Blank(Fault):
 class Moved(Fault):
     """A server whose model lies on another machine."""
 
-    def said(self, path: str, line: str) -> str:
+    def changed_line(self, path: str, line: str) -> str:
         return '{"model_path": "/elsewhere"}' if path == "/model_info" else line
 
 
@@ -146,8 +146,8 @@ async def test_each_fault_is_named_and_nothing_else(
     async with proxy(server, fault) as url:
         report = await probe(url, retract=True)
     found = {check.name: check.found for check in report.failed}
-    for check, said in expected.items():
-        assert said in found.get(check, ""), report.line()
+    for check, finding in expected.items():
+        assert finding in found.get(check, ""), report.line()
         assert check in report.line()
     assert found.keys() - ALSO.get(name, set()) == expected.keys()
     assert all(check.advice for check in report.failed)
@@ -181,9 +181,9 @@ def test_the_command_says_it_by_its_exit_code(server: str, model: Path, tmp_path
     done = CliRunner().invoke(cli.app, ["r3", "probe", server, "--json", str(found)])
     assert done.exit_code == 0, done.output
     assert "row i is token i's" in done.output
-    said = json.loads(found.read_text())
-    assert said["ok"] is True
-    assert [check["found"] for check in said["checks"] if check["verdict"] != "ok"] == [
+    report = json.loads(found.read_text())
+    assert report["ok"] is True
+    assert [check["found"] for check in report["checks"] if check["verdict"] != "ok"] == [
         "not provoked: only done where asked for"
     ]
     nobody = CliRunner().invoke(cli.app, ["r3", "probe", "http://127.0.0.1:9", "--model", str(model)])

@@ -18,10 +18,10 @@ LAYOUT = RouteLayout(num_layers=4, moe_layer_ids=(0, 1, 2, 3), num_experts=8, to
 
 
 async def test_transcripts_are_played_in_order_and_stitch() -> None:
-    said = {"a": [[1, 2, 3], [4], [5, 6]], "b": [[9]]}
-    engine = ScriptedEngine.from_transcripts(said, layout=LAYOUT)
+    transcripts = {"a": [[1, 2, 3], [4], [5, 6]], "b": [[9]]}
+    engine = ScriptedEngine.from_transcripts(transcripts, layout=LAYOUT)
     tokens, stitcher = [10, 11, 12], RouteStitcher(moe_layers=4, top_k=2, num_experts=8)
-    for turn in said["a"]:
+    for turn in transcripts["a"]:
         got = await engine.generate(tokens, SamplingParams(), routes_from=stitcher.next_row, session="a")
         assert list(got.tokens) == turn
         assert len(got.logprobs) == len(turn)

@@ -182,7 +182,7 @@ class TestOneEngine:
         assert not setting.folder.exists()
 
     @pytest.mark.parametrize(
-        ("fault", "said"),
+        ("fault", "reason"),
         [
             (OneBitOff, r"updated to version 3, does not hold the bytes that were sent: model\."),
             (Loses, r"does not hold the bytes that were sent: model\.norm\.weight|and \d+ more"),
@@ -190,13 +190,13 @@ class TestOneEngine:
         ],
     )
     async def test_a_fault_that_passes_is_mended_by_sending_again(
-        self, setting: Setting, engine: SGLangEngine, fault: type[WeightPublisher], said: str
+        self, setting: Setting, engine: SGLangEngine, fault: type[WeightPublisher], reason: str
     ) -> None:
         metrics = await setting.sync(engine, fault).publish(3)
         await setting.holds(engine, setting.new, "3")
         assert (metrics["weight_sync/retries"], metrics["weight_sync/disk_loads"]) == (1, 0)
         assert len(setting.notes) == 1
-        assert re.search(said, setting.notes[0])
+        assert re.search(reason, setting.notes[0])
 
     async def test_a_bit_that_log_probs_cannot_see(self, setting: Setting, engine: SGLangEngine) -> None:
         """What the check of checksums is for: by the log-probs alone the corrupted update would have passed."""
@@ -289,8 +289,8 @@ class Announces(Fault):
         if path != "/update_weights_from_distributed" or self._done:
             return body
         self._done = True
-        said = orjson.loads(body)
-        return orjson.dumps(said | {"names": self._change(said["names"])})
+        request = orjson.loads(body)
+        return orjson.dumps(request | {"names": self._change(request["names"])})
 
 
 def swap(names: list[str]) -> list[str]:

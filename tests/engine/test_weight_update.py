@@ -75,11 +75,11 @@ async def test_weights_by_process_group(engine: SGLangEngine, model: Path, other
 async def sent(*arguments: str) -> None:
     sender = await asyncio.create_subprocess_exec(sys.executable, str(SENDER), *arguments, stderr=subprocess.PIPE)
     try:
-        _, said = await asyncio.wait_for(sender.communicate(), 120)
+        _, output = await asyncio.wait_for(sender.communicate(), 120)
     finally:
         if sender.returncode is None:
             sender.kill()
-    assert sender.returncode == 0, said.decode()
+    assert sender.returncode == 0, output.decode()
 
 
 async def test_refusals_are_heard_not_waited_for(engine: SGLangEngine) -> None:

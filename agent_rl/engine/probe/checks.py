@@ -49,7 +49,7 @@ class Answers:
 
     ``cold`` and ``cached``: one prompt, twice. ``late``: again, with the routes from its middle on. ``variants``: the
     same prompt up to the token in ``changed_at``, other tokens from there. ``stopped``: ended by a stop token.
-    ``siblings``: two at once of another prompt; ``retold``: each one's prompt and completion as a prompt, with the
+    ``siblings``: two at once of another prompt; ``repeats``: each one's prompt and completion as a prompt, with the
     routes from the last token of the siblings' prompt on. ``retracted`` is None where that was not tried, for the
     reason ``untried``.
     ``captures``: what the server says of its flag.
@@ -63,7 +63,7 @@ class Answers:
     changed_at: tuple[int, ...]
     stopped: RawAnswer
     siblings: tuple[RawAnswer, ...]
-    retold: tuple[RawAnswer, ...]
+    repeats: tuple[RawAnswer, ...]
     aborted: RawAnswer
     retracted: RawAnswer | None
     untried: str
@@ -72,7 +72,7 @@ class Answers:
     def every(self) -> tuple[RawAnswer, ...]:
         last = () if self.retracted is None else (self.retracted,)
         first = (self.cold, self.cached, self.late, *self.variants, self.stopped)
-        return (*first, *self.siblings, *self.retold, self.aborted, *last)
+        return (*first, *self.siblings, *self.repeats, self.aborted, *last)
 
 
 Outcome = tuple[Verdict, str]
@@ -127,8 +127,8 @@ def _captured(answers: Answers) -> Outcome:
         return Verdict.OK, f"in {having} of {len(answers.every)} answers"
     if answers.captures:
         return Verdict.SKIPPED, "the server says it does, no answer has them"
-    said = "the server says it does not" if answers.captures is False else "no answer has routed_experts"
-    return Verdict.FAILED, said
+    reason = "the server says it does not" if answers.captures is False else "no answer has routed_experts"
+    return Verdict.FAILED, reason
 
 
 def _key(answers: Answers) -> Outcome:
@@ -145,8 +145,8 @@ def _trouble(answer: RawAnswer) -> Outcome | None:
     if answer.payload_bytes is None:
         return Verdict.SKIPPED, "no routes to look at"
     if answer.wire_TLK is None:
-        said = "not base64" if answer.payload_bytes < 0 else f"{answer.payload_bytes} bytes are not whole rows"
-        return Verdict.FAILED, f"{said} of this model's shape"
+        fault = "not base64" if answer.payload_bytes < 0 else f"{answer.payload_bytes} bytes are not whole rows"
+        return Verdict.FAILED, f"{fault} of this model's shape"
     if len(answer.wire_TLK) != answer.rows_expected:
         return Verdict.FAILED, f"expected {answer.rows_expected} rows, received {len(answer.wire_TLK)}"
     return None
@@ -165,8 +165,8 @@ def _unusable(*answers: RawAnswer) -> Outcome | None:
 def _counted(answer: RawAnswer, finish: str) -> Outcome:
     if answer.finish != finish:
         return Verdict.SKIPPED, f"not provoked: the answer ended by {answer.finish}"
-    said = f"{answer.rows_expected} rows for {len(answer.prompt)} + {len(answer.tokens)} tokens"
-    return _trouble(answer) or (Verdict.OK, said)
+    counts = f"{answer.rows_expected} rows for {len(answer.prompt)} + {len(answer.tokens)} tokens"
+    return _trouble(answer) or (Verdict.OK, counts)
 
 
 def _after_retraction(answers: Answers) -> Outcome:
@@ -249,21 +249,21 @@ def _cached(answers: Answers, moe: Sequence[int]) -> Outcome:
 
 
 def _siblings(answers: Answers, moe: Sequence[int]) -> Outcome:
-    if (trouble := _unusable(*answers.siblings, *answers.retold)) is not None:
+    if (trouble := _unusable(*answers.siblings, *answers.repeats)) is not None:
         return trouble
     first, second = answers.siblings
     shared = len(first.prompt) - 1
     prompts = (_rows(sibling, moe, 0, shared) for sibling in (first, second))
-    verdict, said = _compare(*prompts, exact=0, what="their prompt's rows")
+    verdict, finding = _compare(*prompts, exact=0, what="their prompt's rows")
     if verdict is Verdict.FAILED:
-        return verdict, said
-    for sibling, retold in zip(answers.siblings, answers.retold, strict=True):
+        return verdict, finding
+    for sibling, repeat in zip(answers.siblings, answers.repeats, strict=True):
         stop = shared + len(sibling.tokens)
-        own = (_rows(answer, moe, shared, stop) for answer in (sibling, retold))
+        own = (_rows(answer, moe, shared, stop) for answer in (sibling, repeat))
         verdict, found = _compare(*own, exact=0, what="a sibling's own rows, asked again")
         if verdict is Verdict.FAILED:
             return verdict, found
-    return verdict, said
+    return verdict, finding
 
 
 def _zero_layers(answers: Answers, facts: ModelFacts) -> tuple[list[Rows], list[int]]:

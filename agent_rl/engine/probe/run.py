@@ -126,7 +126,7 @@ class _Questions:
         cached = await self._ask(prompt, new_tokens=1)
         changed_at = np.linspace(self._length // 4, self._length * 3 // 4, VARIANTS).astype(int).tolist()
         variants = [await self._ask(self._changed(prompt, at), new_tokens=1) for at in changed_at]
-        siblings, retold = await self._siblings()
+        siblings, repeats = await self._siblings()
         retracted, untried = await self._retract(busy)
         return Answers(
             captures=captures,
@@ -137,7 +137,7 @@ class _Questions:
             changed_at=tuple(changed_at),
             stopped=await self._ask(prompt, stop=_late_token(cold.tokens)),
             siblings=siblings,
-            retold=retold,
+            repeats=repeats,
             aborted=await self._interrupted(LONG, self._server.abort),
             retracted=retracted,
             untried=untried,
@@ -146,10 +146,10 @@ class _Questions:
     async def _siblings(self) -> tuple[tuple[RawAnswer, ...], tuple[RawAnswer, ...]]:
         prompt = self._tokens(self._length)
         siblings = await asyncio.gather(*(self._ask(prompt, temperature=1.0) for _ in range(2)))
-        retold = [
+        repeats = [
             await self._ask([*prompt, *sibling.tokens], start=len(prompt) - 1, new_tokens=1) for sibling in siblings
         ]
-        return tuple(siblings), tuple(retold)
+        return tuple(siblings), tuple(repeats)
 
     async def _retract(self, busy: int | None) -> tuple[RawAnswer | None, str]:
         """Retraction is of all requests at once, so it is only tried where there is none of others'."""
