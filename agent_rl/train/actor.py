@@ -1,53 +1,75 @@
-"""The Ray actor around one trainer rank. Light to import: torch and Megatron load inside the actor's process."""
+"""The Ray actor around one trainer rank. torch and Megatron load inside the actor's process.
+
+``@ray.method`` gives a method a typed ``remote``: mypy checks what the driver passes and what it gets. An argument may
+be a reference into Ray's object store, which Ray resolves; references inside a list are resolved here.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import ray
+from ray import ObjectRef
 
 from agent_rl.errors import TrainerError
-from agent_rl.train.orders import OptimizerSpec, RankOrder
+from agent_rl.train.batching.mini_steps import MiniStepShare
+from agent_rl.train.orders import OptimizerSpec, RankOrder, StepOrder
+from agent_rl.train.reports import Differing, ForwardAnswer, RankReport, Update, WeightedSequences
+from agent_rl.train.route_shares import RankInfo
+from agent_rl.types import Sample
+from agent_rl.weight_sync.order import PublishOrder, PublishReport
+from r3.shard import RouteShard
 
 if TYPE_CHECKING:
+    from agent_rl.train.checkpoint.folder import Manifest
     from agent_rl.train.rank import TrainerRank
-    from agent_rl.train.route_shares import RankInfo
 
 WRITER = "writer"
+"""The concurrency group of :meth:`RankActor.written`, which waits beside whatever else the actor runs."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where an actor runs: its host, a port that it listens on there, its process id."""
+class Rendezvous:
+    """Where the ranks meet: rank 0's host, and the port that it listens on there."""
 
     host: str
     port: int
-    pid: int
 
 
 class RankActor:
-    """One rank in a process of its own; wrap with ``ray.remote``."""
+    """One rank in a process of its own; wrap with ``ray.remote``. Its methods are those of
+    :class:`agent_rl.train.rank.TrainerRank`, which says what each does."""
 
     def __init__(self) -> None:
-        self._rank: TrainerRank | None = None
+        self._started: TrainerRank | None = None
         self._listener = socket.create_server(("", 0))
 
-    def place(self) -> Place:
-        """Where this actor runs."""
-        import ray
+    @property
+    def _rank(self) -> TrainerRank:
+        if self._started is None:
+            raise TrainerError("the rank was not started")
+        return self._started
 
-        return Place(ray.util.get_node_ip_address(), int(self._listener.getsockname()[1]), os.getpid())
+    @ray.method
+    def rendezvous(self) -> Rendezvous:
+        """Where the others would meet this one."""
+        return Rendezvous(ray.util.get_node_ip_address(), int(self._listener.getsockname()[1]))
 
-    def start(self, order: RankOrder, optimizer: OptimizerSpec, rank: int, meeting: Place) -> RankInfo:
-        """Build the rank; all ranks are started at once and meet at rank 0's place."""
+    @ray.method
+    def start(self, order: RankOrder, optimizer: OptimizerSpec, rank: int, meeting: Rendezvous) -> RankInfo:
+        """Build the rank; all ranks are started at once."""
         from agent_rl.train.rank import TrainerRank
 
         # The rendezvous takes the listening socket over where it is used, and nobody needs it where it is not.
         listener = self._listener.detach()
         if rank != 0:
             os.close(listener)
-        self._rank = TrainerRank(
+        self._started = TrainerRank(
             order,
             optimizer,
             rank,
@@ -55,17 +77,55 @@ class RankActor:
             master_port=meeting.port,
             listener=listener if rank == 0 else None,
         )
-        return self._rank.info()
+        return self._started.info()
 
-    def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of :class:`agent_rl.train.rank.TrainerRank`."""
-        if self._rank is None:
-            raise TrainerError("the rank was not started")
-        return getattr(self._rank, method)(*arguments)
+    @ray.method
+    def set_optimizer(self, spec: OptimizerSpec) -> None:
+        self._rank.set_optimizer(spec)
 
+    @ray.method
+    def grpo(
+        self,
+        samples: Mapping[int, Sample],
+        shares: Sequence[MiniStepShare],
+        order: StepOrder,
+        routes: Sequence[ObjectRef[RouteShard]],
+    ) -> tuple[RankReport | None, Differing | None]:
+        return self._rank.grpo(samples, shares, order, ray.get(list(routes)))
+
+    @ray.method
+    def logprobs(
+        self,
+        samples: Mapping[int, Sample],
+        micro_batches: Sequence[Sequence[int]],
+        temperature: float,
+        record: bool,
+        routes: Sequence[ObjectRef[RouteShard]],
+    ) -> ForwardAnswer:
+        return self._rank.logprobs(samples, micro_batches, temperature, record, ray.get(list(routes)))
+
+    @ray.method
+    def supervise(
+        self, sequences: WeightedSequences, shares: Sequence[Sequence[Sequence[int]]], batch_weight: float
+    ) -> tuple[float, Update]:
+        return self._rank.supervise(sequences, shares, batch_weight)
+
+    @ray.method
+    def save(self, partial: Path) -> tuple[int, dict[str, int]]:
+        return self._rank.save(partial)
+
+    @ray.method(concurrency_group=WRITER)
     def written(self) -> int:
-        """:meth:`agent_rl.train.rank.TrainerRank.written`, in the concurrency group ``WRITER``: it waits beside what
-        :meth:`call` runs."""
-        if self._rank is None:
-            raise TrainerError("the rank was not started")
         return self._rank.written()
+
+    @ray.method
+    def load(self, folder: Path, manifest: Manifest) -> None:
+        self._rank.load(folder, manifest)
+
+    @ray.method
+    def export(self, folder: Path) -> None:
+        self._rank.export(folder)
+
+    @ray.method
+    def publish(self, order: PublishOrder) -> PublishReport | None:
+        return self._rank.publish(order)

@@ -3,19 +3,17 @@
 The state is Adam's two moments and a float32 master of every weight. Where the model was wrapped for Megatron's
 distributed optimizer (``train.parallel.distributed_optimizer``; ZeRO-1, arXiv 1910.02054), the ranks that hold a copy
 of a parameter share its state out: each keeps, and updates, a stretch of the flattened weight.
-:meth:`PolicyOptimizer.shards` says which, :meth:`PolicyOptimizer.named_state` puts the stretches together; both work
-with and without it.
+:meth:`PolicyOptimizer.shards` says which, with and without it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -24,7 +22,6 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from agent_rl.config import OnSpike
-from agent_rl.errors import TrainerError
 from agent_rl.train.orders import OptimizerSpec
 from agent_rl.train.reports import Update
 
@@ -103,7 +100,7 @@ class PolicyOptimizer:
         """This rank's stretches, live: what is copied into a slot is what the next update uses. Not collective.
 
         Moments are zeros before the first update. In bfloat16 the model's weights don't follow a changed master by
-        themselves: use :meth:`load_named_state`, or load the model's weights too.
+        themselves: use :meth:`load`.
         """
         names = {id(parameter): name for name, parameter in self._named_parameters()}
         for optimizer in self._parts():
@@ -114,61 +111,14 @@ class PolicyOptimizer:
                 flat = {slot: tensor.detach().view(-1) for slot, tensor in slots.items()}
                 yield StateShard(names[id(parameter)], tuple(parameter.shape), start, flat)
 
-    def named_state(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """Every parameter of this rank's model chunks with its state in full: ``(name, {slot: tensor})``.
-
-        Names and slots as in :class:`StateShard`, tensors float32 in the shape of this rank's weight (its tensor,
-        expert and pipeline share). The ranks of a data-parallel group all get the same. Collective over that group,
-        where the state is distributed: every rank must exhaust it. One parameter is gathered at a time.
-        """
-        held = {shard.name: shard for shard in self.shards()}
-        for name, parameter in self._named_parameters():
-            shard, group = held.get(name), _copies(parameter) if self.distributed else None
-            yield name, {slot: _whole(parameter, shard, slot, group) for slot in SLOTS}
-
-    def load_named_state(self, state: Callable[[str], Mapping[str, Tensor]], counts: Mapping[str, int]) -> None:
-        """Take over what :meth:`named_state` gave, of whatever layout: ``state(name)`` is the parameter's full slots.
-
-        Asked only for parameters of which this rank keeps something. The model's weights follow the masters.
-        Collective where the state is distributed. Raises TrainerError where a shape is another one.
-        """
-        for shard in self.shards():
-            full = state(shard.name)
+    def load(self, slots: Sequence[Mapping[str, Tensor]], counts: Mapping[str, int]) -> None:
+        """Take over the ``slots`` of each of :meth:`shards`, in its order, and :attr:`counts`; the model's weights
+        follow. The spec stays this run's. Collective where the state is distributed."""
+        for shard, saved in zip(self.shards(), slots, strict=True):
             for slot, tensor in shard.slots.items():
-                if tuple(full[slot].shape) != shard.shape:
-                    found, wanted = tuple(full[slot].shape), shard.shape
-                    raise TrainerError(
-                        f"optimizer state {slot} of {shard.name}: shape {found}, the model's is {wanted}"
-                    )
-                tensor.copy_(full[slot].reshape(-1)[shard.start : shard.stop])
+                tensor.copy_(saved[slot])
         self._set_counts(counts)
         self._spread_masters()
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's own stretches and the counts, for :meth:`load_state_dict` in the same layout. Not collective."""
-        shards = [(shard.name, shard.start, dict(shard.slots)) for shard in self.shards()]
-        return {"counts": self.counts, "shards": shards}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore :meth:`state_dict`'s answer exactly; the model's weights follow. Settings stay those of this run.
-
-        Collective where the state is distributed. Raises TrainerError where it was written in another layout.
-        """
-        saved = {(name, start): slots for name, start, slots in state["shards"]}
-        mine = {(shard.name, shard.start): shard.slots for shard in self.shards()}
-        if {key: slots["master"].numel() for key, slots in saved.items()} != {
-            key: slots["master"].numel() for key, slots in mine.items()
-        }:
-            raise TrainerError("the optimizer state was written in another parallel layout: it names other stretches")
-        for key, slots in mine.items():
-            for slot, tensor in slots.items():
-                tensor.copy_(saved[key][slot])
-        self._set_counts(state["counts"])
-        self._spread_masters()
-
-    def reload_params(self) -> None:
-        """Take over model weights that were changed from outside (the optimizer's master copies follow them)."""
-        self._optimizer.reload_model_params()
 
     def _named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         for index, chunk in enumerate(self._chunks):
@@ -244,23 +194,6 @@ def _held(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, int, Tensor]]:
                 if isinstance(optimizer, DistributedOptimizer):
                     start = optimizer._get_model_param_range_map(parameter)["param"].start
                 yield parameter, start, master
-
-
-def _copies(parameter: torch.nn.Parameter) -> torch.distributed.ProcessGroup:
-    """The ranks that hold a copy of ``parameter`` and share its state out."""
-    if getattr(parameter, "allreduce", True):
-        return parallel_state.get_data_parallel_group(with_context_parallel=True)
-    return parallel_state.get_expert_data_parallel_group()
-
-
-def _whole(parameter: Tensor, shard: StateShard | None, slot: str, group: Any) -> Tensor:
-    full = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
-    if shard is not None:
-        full[shard.start : shard.stop] = shard.slots[slot]
-    if group is not None:
-        # Stretches don't overlap: added as integers, their bits arrive unchanged.
-        torch.distributed.all_reduce(full.view(torch.int32), group=group)
-    return full.view(parameter.shape)
 
 
 def _agree(finite: bool, grad_norm: float) -> tuple[bool, float]:

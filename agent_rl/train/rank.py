@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from agent_rl.errors import TrainerError
+from agent_rl.train.batching.mini_steps import MiniStepShare
 from agent_rl.train.batching.packing import pack_weighted
 from agent_rl.train.checkpoint import folder as checkpoint
 from agent_rl.train.checkpoint.folder import Manifest
@@ -22,7 +21,7 @@ from agent_rl.train.megatron.batch import LossFn, PackedBatch
 from agent_rl.train.megatron.parallel import destroy_parallel, init_parallel
 from agent_rl.train.orders import OptimizerSpec, RankOrder, StepOrder
 from agent_rl.train.reference import Reference
-from agent_rl.train.reports import Differing, MiniStepShare, RankReport, Update
+from agent_rl.train.reports import Differing, ForwardAnswer, RankReport, Update, WeightedSequences
 from agent_rl.train.route_shares import RankInfo
 from agent_rl.train.route_trace import rank_trace
 from agent_rl.train.step import grpo_step, packed, sample_logprobs
@@ -84,7 +83,6 @@ class TrainerRank:
 
     def info(self) -> RankInfo:
         """This rank's place and size."""
-        parameters = sum(p.numel() for chunk in self._model.chunks for p in chunk.parameters())
         ranks = self._ranks
         return RankInfo(
             rank=ranks.rank,
@@ -92,8 +90,6 @@ class TrainerRank:
             data_size=ranks.data_size,
             lead=self._lead,
             shard=self._model.shard,
-            parameters=parameters,
-            vocab_size=self._model.vocab_size,
             moe_layers=self._model.moe_layers,
             layer_numbers=self._model.layer_numbers,
         )
@@ -116,7 +112,7 @@ class TrainerRank:
         samples: Mapping[int, Sample],
         shares: Sequence[MiniStepShare],
         order: StepOrder,
-        *routes: RouteShard,
+        routes: Sequence[RouteShard],
     ) -> tuple[RankReport | None, Differing | None]:
         """This rank's share of a GRPO global step: its data rank's samples, and its own share of every micro-batch's
         routes, in order, or none. The lead of a data rank reports. Collective."""
@@ -133,24 +129,25 @@ class TrainerRank:
         micro_batches: Sequence[Sequence[int]],
         temperature: float,
         record: bool,
-        *routes: RouteShard,
-    ) -> tuple[dict[int, NDArray[np.float32]], list[NDArray[np.unsignedinteger]]]:
+        routes: Sequence[RouteShard],
+    ) -> ForwardAnswer:
         """Log-probs of this data rank's samples, by index, from its lead; with ``record`` the experts that this rank's
         routers used, ``[R, C, K]`` a micro-batch. ``routes`` as in :meth:`grpo`. Collective."""
-        found, used = sample_logprobs(
+        logprobs, used = sample_logprobs(
             self._model, samples, micro_batches, routes, temperature=temperature, record=record
         )  # fmt: skip
         dtype = narrowest_dtype(max(1, self._model.num_experts))
-        return found if self._lead else {}, [experts.astype(dtype, copy=False) for experts in used]
+        return logprobs if self._lead else {}, [experts.astype(dtype, copy=False) for experts in used]
 
     def supervise(
         self,
-        sequences: Sequence[tuple[NDArray[np.int32], NDArray[np.float32]]],
-        plan: Sequence[Sequence[Sequence[int]]],
+        sequences: WeightedSequences,
+        shares: Sequence[Sequence[Sequence[int]]],
         batch_weight: float,
     ) -> tuple[float, Update]:
-        """One supervised update over this rank's share; its part of the loss. Collective."""
-        batches = [pack_weighted(sequences, ids) for ids in plan[self._ranks.data_rank]]
+        """One supervised update over this rank's share, ``shares[data_rank][micro_batch]``; its part of the loss.
+        Collective."""
+        batches = [pack_weighted(sequences, ids) for ids in shares[self._ranks.data_rank]]
         inputs = [packed(batch, weights=torch.from_numpy(batch.weights_T)) for batch in batches]
         parts = self._model.train_microbatches(inputs, None, _supervised_loss(batch_weight), entropy=False)
         loss = sum(float(values["loss"]) for values in parts)
@@ -165,7 +162,7 @@ class TrainerRank:
         Returns the number of updates made and the optimizer's counts."""
         from agent_rl.train.megatron.rng import rng_state
 
-        return self._updates, self._saver.begin(partial, self._state, rng_state(self._order.device))
+        return self._updates, self._saver.begin(partial, self._state.snapshot, rng_state(self._order.device))
 
     def written(self) -> int:
         """Wait until what :meth:`save` began is on the disk; its checksum. May be called beside any other method.

@@ -90,7 +90,7 @@ def _to_host(parameter: Tensor) -> Tensor:
     return host.copy_(parameter.detach())
 
 
-class Model(Protocol):
+class ForwardModel(Protocol):
     """What the penalty needs of :class:`agent_rl.train.megatron.model.PolicyModel`."""
 
     def forward_logprobs(
@@ -115,7 +115,7 @@ class Compared:
 
 
 def compare_with_reference(
-    model: Model,
+    model: ForwardModel,
     reference: Reference,
     batches: Sequence[PackedBatch],
     routes: Sequence[Routes | None] | None,
@@ -155,7 +155,7 @@ def _taken(batch: PackedBatch, penalised_T: Tensor) -> float:
     return float(taken_T[batch.extras["mask"].to(penalised_T.device)].sum())
 
 
-def _normalised(model: Model, batches: Sequence[PackedBatch], advantages: Sequence[Tensor]) -> list[Tensor]:
+def _normalised(model: ForwardModel, batches: Sequence[PackedBatch], advantages: Sequence[Tensor]) -> list[Tensor]:
     """By mean and standard deviation over all the step's sampled tokens, also those of the other data ranks."""
     own = [
         advantage_moments(values, batch.extras["mask"].to(values.device))

@@ -14,15 +14,11 @@ from numpy.typing import NDArray
 from agent_rl.errors import TrainerError
 from r3.shard import RouteShard
 
+WeightedSequences = Sequence[tuple[NDArray[np.int32], NDArray[np.float32]]]
+"""Supervised training's: the tokens ``[S]`` of each and a loss weight for every token ``[S]``."""
 
-@dataclass(frozen=True, slots=True)
-class MiniStepShare:
-    """A data rank's part of one optimizer update: its micro-batches (sample indices), and the update's sampled tokens
-    and sequences with any over *all* ranks, which the loss is divided by."""
-
-    micro_batches: tuple[tuple[int, ...], ...]
-    sampled_tokens: int
-    sequences: int
+ForwardAnswer = tuple[dict[int, NDArray[np.float32]], list[NDArray[np.unsignedinteger]]]
+"""A rank's answer to a pass without gradients: log-probs by sample, experts used ``[R, C, K]`` by micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agent_rl.errors import TrainerError
-from agent_rl.train.reports import RouteCounts, count_routes
+from agent_rl.train.reports import Differing, RouteCounts, count_routes
 from agent_rl.types import Sample
 from r3.routing import Routing, RoutingError
 from r3.shard import Packing, RouteShard, ShardSpec, cut_routes, unshard
@@ -31,8 +33,8 @@ MicroBatches = Sequence[Sequence[int]]
 class RankInfo:
     """Where a rank stands: it gets the batches of its ``data_rank`` and, of their routes, what ``shard`` says.
 
-    ``lead``: of the ranks that share a data rank, the one that reports what all of them know. ``parameters`` are this
-    rank's own; ``moe_layers`` are the whole model's, ``layer_numbers`` those layers' numbers, from 1.
+    ``lead``: of the ranks that share a data rank, the one that reports what all of them know. ``moe_layers`` are the
+    whole model's, ``layer_numbers`` those layers' numbers, from 1.
     """
 
     rank: int
@@ -40,8 +42,6 @@ class RankInfo:
     data_size: int
     lead: bool
     shard: ShardSpec
-    parameters: int
-    vocab_size: int
     moe_layers: int
     layer_numbers: tuple[int, ...] = ()
 
@@ -108,6 +108,30 @@ def count_differing(
         stored = sum(routing.experts.nbytes for routing in routings)
         total += count_routes(differs_TL, present_T, cu_seqlens, stored_bytes=stored)
     return total
+
+
+def count_all_differing(
+    samples: Sequence[Sample],
+    micro_batches: Sequence[MicroBatches],
+    infos: Sequence[RankInfo],
+    differs: Sequence[Differing | None],
+) -> tuple[RouteCounts | None, RouteCounts | None]:
+    """The counts over all ranks, with the configured replay and without any; ``differs[rank]`` is a rank's answer."""
+    replayed: list[RouteCounts] = []
+    native: list[RouteCounts] = []
+    for data_rank, batches in enumerate(micro_batches):
+        peers = [info for info in infos if info.data_rank == data_rank]
+        parts = [part for info in peers if (part := differs[info.rank]) is not None]
+        if parts:
+            replayed.append(count_differing(samples, batches, peers, [part.unpacked(part.replayed) for part in parts]))
+        without_replay = [part.unpacked(part.native) for part in parts if part.native is not None]
+        if without_replay:
+            native.append(count_differing(samples, batches, peers, without_replay))
+    return _total(replayed), _total(native)
+
+
+def _total(counts: Sequence[RouteCounts]) -> RouteCounts | None:
+    return reduce(add, counts) if counts else None
 
 
 def by_sample(samples: Sequence[Sample], ids: Sequence[int], values_T: NDArray) -> Mapping[int, NDArray]:

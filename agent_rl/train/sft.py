@@ -5,16 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from agent_rl.errors import TrainerError
+from agent_rl.train.batching.dealing import check_lengths
 from agent_rl.train.orders import OptimizerSpec
+from agent_rl.train.ranks import Ranks
 from agent_rl.train.ray_trainer import RayTrainer
+from agent_rl.train.reports import Update, WeightedSequences
 
-Sequences = Sequence[tuple[NDArray[np.int32], NDArray[np.float32]]]
-Progress = Callable[["SftProgress"], None]
+if TYPE_CHECKING:
+    from ray import ObjectRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,10 @@ class SftProgress:
 
 
 async def sft(
-    trainer: RayTrainer, sequences: Sequences, config: SftConfig, progress: Progress | None = None
+    trainer: RayTrainer,
+    sequences: WeightedSequences,
+    config: SftConfig,
+    progress: Callable[[SftProgress], None] | None = None,
 ) -> dict[str, float]:
     """Train a started trainer on ``(tokens, weights)`` pairs; ``weights`` ``[S]`` scale each token's cross entropy.
 
@@ -67,15 +73,17 @@ async def sft(
     ``sft/tokens_per_second``, ``sft/tokens`` and ``sft/seconds``. Raises TrainerError for sequences that don't line up.
     """
     _check(sequences)
-    trainer.check_lengths([len(tokens) for tokens, _ in sequences])
-    await trainer.set_optimizer(config.optimizer())
-    stored = trainer.put(list(sequences))
     lengths = [len(tokens) for tokens, _ in sequences]
+    check_lengths(lengths, trainer.config.train.microbatch_tokens)
+    await trainer.set_optimizer(config.optimizer())
+    stored = trainer.ranks.put(sequences)
     weights = [float(np.sum(weights[1:], dtype=np.float64)) for _, weights in sequences]
     losses: list[float] = []
     tokens, started = 0, time.perf_counter()
     for step, ids in enumerate(batches(len(sequences), config), 1):
-        loss, update = await trainer.supervise(stored, ids, lengths, max(sum(weights[i] for i in ids), 1e-9))
+        dealt = trainer.deal([lengths[i] for i in ids])
+        shares = [[[ids[i] for i in micro] for micro in rank] for rank in dealt]
+        loss, update = await _update(trainer.ranks, stored, shares, max(sum(weights[i] for i in ids), 1e-9))
         losses.append(loss)
         tokens += sum(lengths[i] for i in ids)
         if progress is not None:
@@ -91,6 +99,15 @@ async def sft(
     }
 
 
+async def _update(
+    ranks: Ranks, sequences: ObjectRef[WeightedSequences], shares: Sequence[Sequence[Sequence[int]]], weight: float
+) -> tuple[float, Update]:
+    """One update over ``shares[data_rank][micro_batch]``, its loss divided by ``weight``."""
+    parts = await ranks.call(lambda actor: actor.supervise.remote(sequences, shares, weight))
+    loss = sum(part for info, (part, _) in zip(ranks.infos, parts, strict=True) if info.lead)
+    return loss, parts[0][1]
+
+
 def batches(count: int, config: SftConfig) -> list[list[int]]:
     """The sequences of every update: epoch after epoch in a new order, none skipped."""
     generator = np.random.default_rng(config.seed)
@@ -99,7 +116,7 @@ def batches(count: int, config: SftConfig) -> list[list[int]]:
     return [part.tolist() for part in order.reshape(config.steps, config.batch)]
 
 
-def _check(sequences: Sequences) -> None:
+def _check(sequences: WeightedSequences) -> None:
     if not sequences:
         raise TrainerError("no sequences to train on")
     for index, (tokens, weights) in enumerate(sequences):

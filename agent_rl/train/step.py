@@ -25,12 +25,13 @@ from torch import Tensor
 
 from agent_rl.config import OldLogprobSource, OnSpike, RunConfig
 from agent_rl.errors import TrainerError
+from agent_rl.train.batching.mini_steps import MiniStepShare
 from agent_rl.train.batching.packing import MicroBatch, pack
 from agent_rl.train.loss.policy_loss import Counts, PolicyLoss, policy_loss
 from agent_rl.train.megatron.batch import LossFn, PackedBatch, PassOutput, Routes
 from agent_rl.train.orders import StepOrder
 from agent_rl.train.reference import Compared, Reference, compare_with_reference
-from agent_rl.train.reports import Differing, MiniStepShare, RankReport, ReferenceReport, Update, UpdateSums, differing
+from agent_rl.train.reports import Differing, RankReport, ReferenceReport, Update, UpdateSums, differing
 from agent_rl.train.route_trace import PassTrace, traced_pass
 from agent_rl.types import Sample
 from r3.shard import Packing, RouteShard, ShardSpec, own_routes
@@ -41,7 +42,7 @@ SUMS = ("loss", "clipped", "entropy", "kl", "correction", "dropped", "kl_referen
 """What the loss function adds up over micro-batches: the fields of :class:`UpdateSums`."""
 
 
-class Model(Protocol):
+class StepModel(Protocol):
     """What a step needs of :class:`agent_rl.train.megatron.model.PolicyModel`."""
 
     @property
@@ -73,15 +74,15 @@ class Model(Protocol):
     def sum_over_data(self, values: Tensor) -> Tensor: ...
 
 
-class Optimizer(Protocol):
+class StepOptimizer(Protocol):
     """What a step needs of :class:`agent_rl.train.optimizer.PolicyOptimizer`."""
 
     def step(self, *, finite_loss: bool, spike_norm: float | None, on_spike: OnSpike) -> Update: ...
 
 
 def grpo_step(
-    model: Model,
-    optimizer: Optimizer,
+    model: StepModel,
+    optimizer: StepOptimizer,
     samples: Mapping[int, Sample],
     shares: Sequence[MiniStepShare],
     rollout: Sequence[RouteShard],
@@ -137,7 +138,7 @@ def grpo_step(
 
 
 def sample_logprobs(
-    model: Model,
+    model: StepModel,
     samples: Mapping[int, Sample],
     micro_batches: Sequence[Sequence[int]],
     routes: Sequence[RouteShard],
@@ -153,12 +154,12 @@ def sample_logprobs(
     batches = [pack(samples, ids) for ids in micro_batches]
     inputs = [packed(batch) for batch in batches]
     outputs = model.forward_logprobs(inputs, routes or None, temperature=temperature, record=record)
-    found = {
+    logprobs = {
         index: output.logprobs[batch.cu_seqlens[at] : batch.cu_seqlens[at + 1]].float().cpu().numpy()
         for batch, output in zip(batches, outputs, strict=True)
         for at, index in enumerate(batch.sample_ids)
     }
-    return found, [_recorded(output) for output in outputs] if record else []
+    return logprobs, [_recorded(output) for output in outputs] if record else []
 
 
 def packed(batch: MicroBatch, **extras: Tensor) -> PackedBatch:
@@ -175,7 +176,7 @@ def packed(batch: MicroBatch, **extras: Tensor) -> PackedBatch:
 
 
 def _forward(
-    model: Model, batches: Sequence[MicroBatch], routes: Shards, temperature: float, *, record: bool
+    model: StepModel, batches: Sequence[MicroBatch], routes: Shards, temperature: float, *, record: bool
 ) -> list[PassOutput]:
     inputs = [packed(batch) for batch in batches]
     return model.forward_logprobs(inputs, routes, temperature=temperature, record=record)
@@ -188,7 +189,7 @@ def _recorded(output: PassOutput) -> NDArray[np.integer]:
 
 
 def _as_shards(
-    model: Model, batches: Sequence[MicroBatch], recorded: Sequence[NDArray[np.integer]]
+    model: StepModel, batches: Sequence[MicroBatch], recorded: Sequence[NDArray[np.integer]]
 ) -> list[RouteShard]:
     """The experts of a pass as routes to replay."""
     spec = model.shard
@@ -200,7 +201,7 @@ def _as_shards(
 
 
 def _differing(
-    model: Model,
+    model: StepModel,
     rollout: Sequence[RouteShard],
     recorded: Sequence[NDArray[np.integer]],
     native: Sequence[PassOutput] | None,
@@ -216,7 +217,7 @@ def _differing(
 
 
 def _compare(
-    model: Model,
+    model: StepModel,
     reference: Reference | None,
     inputs: Sequence[PackedBatch],
     routes: Shards,
@@ -233,8 +234,8 @@ def _compare(
 
 
 def _updates(
-    model: Model,
-    optimizer: Optimizer,
+    model: StepModel,
+    optimizer: StepOptimizer,
     shares: Sequence[MiniStepShare],
     inputs: Sequence[PackedBatch],
     routes: Shards,

@@ -308,9 +308,9 @@ def updates(model: Path, batches: Sequence[Sequence[Sample]]) -> list[dict[str, 
     """For every batch, the metrics of one update under every variant, by its name; the weights stay as they were."""
     from one_rank import free_port
 
+    from agent_rl.train.batching.mini_steps import split_step
     from agent_rl.train.orders import OptimizerSpec, RankOrder, StepOrder
     from agent_rl.train.rank import TrainerRank
-    from agent_rl.train.ray_trainer import split_step
     from agent_rl.train.route_shares import cut, without_routes
     from agent_rl.train.step_metrics import step_metrics
 
@@ -327,7 +327,7 @@ def updates(model: Path, batches: Sequence[Sequence[Sample]]) -> list[dict[str, 
             train = {"replay": replay, "old_logprob": {"source": source}, "correction": {"kind": correction}}
             config = RunConfig.model_validate({"name": "pairs", "model": model, "train": train})
             order = StepOrder(config, measure_native=False)
-            report, _ = rank.grpo(without_routes(samples, ids), shares, order, *shards)
+            report, _ = rank.grpo(without_routes(samples, ids), shares, order, shards)
             assert report is not None
             values = step_metrics([report], None, None)
             figures[f"{replay} {source} {correction}"] = {name: values[name] for name in PAIRED}

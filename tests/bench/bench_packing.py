@@ -29,7 +29,7 @@ from one_rank import arguments, free_port, one_rank, policy, timed, world
 from agent_rl.config import ParallelConfig
 from agent_rl.model_facts import ModelFacts
 from agent_rl.train.batching.cost import TOKENS, SequenceCost, sequence_cost
-from agent_rl.train.batching.dealing import Plan, plan
+from agent_rl.train.batching.dealing import Deal, deal
 
 QWEN3_30B: dict[str, Any] = {
     "model_type": "qwen3_moe",
@@ -67,11 +67,11 @@ def lengths_of(count: int, seed: int) -> list[int]:
     return [int(n) for n in np.clip(drawn, 512, LONGEST)]
 
 
-def by_tokens_in_rows(lengths: Sequence[int], budget: int, ranks: int) -> Plan:
-    return plan(lengths, budget=budget, ranks=ranks, lockstep=ranks)
+def by_tokens_in_rows(lengths: Sequence[int], budget: int, ranks: int) -> Deal:
+    return deal(lengths, budget=budget, ranks=ranks, lockstep=ranks)
 
 
-def first_fit(lengths: Sequence[int], budget: int, ranks: int) -> Plan:
+def first_fit(lengths: Sequence[int], budget: int, ranks: int) -> Deal:
     bins: list[list[int]] = []
     for index, length in enumerate(lengths):
         room = (b for b in bins if sum(lengths[i] for i in b) + length <= budget)
@@ -83,13 +83,13 @@ def first_fit(lengths: Sequence[int], budget: int, ranks: int) -> Plan:
     return tuple(tuple(tuple(ids) for ids in bins[rank::ranks]) for rank in range(ranks))
 
 
-def rank_imbalance(planned: Plan, costs: Sequence[float]) -> float:
-    totals = [sum(costs[i] for ids in rank for i in ids) for rank in planned]
+def rank_imbalance(dealt: Deal, costs: Sequence[float]) -> float:
+    totals = [sum(costs[i] for ids in rank for i in ids) for rank in dealt]
     return max(totals) / statistics.mean(totals)
 
 
-def row_imbalance(planned: Plan, costs: Sequence[float]) -> float:
-    spent = [[sum(costs[i] for i in ids) for ids in rank] for rank in planned]
+def row_imbalance(dealt: Deal, costs: Sequence[float]) -> float:
+    spent = [[sum(costs[i] for i in ids) for ids in rank] for rank in dealt]
     rows = max(len(rank) for rank in spent)
     dearest = sum(max(rank[row] if row < len(rank) else 0.0 for rank in spent) for row in range(rows))
     return dearest / (sum(map(sum, spent)) / len(spent))
@@ -99,9 +99,9 @@ def report_plans(count: int, ranks: int, draws: int = 5) -> None:
     cost = sequence_cost(ModelFacts.of(QWEN3_30B))
     print(f"\n{count} sequences over {ranks} ranks, budget {LONGEST}: imbalance (worst of {draws} draws) and seconds")
     for lockstep, measure in ((1, rank_imbalance), (ranks, row_imbalance)):
-        plans: dict[str, Callable[[list[int]], Plan]] = {
-            "cost": lambda n, g=lockstep: plan(n, budget=LONGEST, ranks=ranks, cost=cost, lockstep=g),
-            "tokens": lambda n, g=lockstep: plan(n, budget=LONGEST, ranks=ranks, cost=TOKENS, lockstep=g),
+        plans: dict[str, Callable[[list[int]], Deal]] = {
+            "cost": lambda n, g=lockstep: deal(n, budget=LONGEST, ranks=ranks, cost=cost, lockstep=g),
+            "tokens": lambda n, g=lockstep: deal(n, budget=LONGEST, ranks=ranks, cost=TOKENS, lockstep=g),
             "rows by tokens": lambda n: by_tokens_in_rows(n, LONGEST, ranks),
             "first-fit": lambda n: first_fit(n, LONGEST, ranks),
         }
@@ -111,10 +111,10 @@ def report_plans(count: int, ranks: int, draws: int = 5) -> None:
             for seed in range(draws):
                 lengths = lengths_of(count, seed)
                 started = time.perf_counter()
-                planned = make(lengths)
+                dealt = make(lengths)
                 seconds.append(time.perf_counter() - started)
-                found.append(measure(planned, cost.of(lengths)))
-                counts.append(max(map(len, planned)))
+                found.append(measure(dealt, cost.of(lengths)))
+                counts.append(max(map(len, dealt)))
             print(f"    {name:15} {max(found):.3f}   micro-batches a rank {max(counts):3}   {max(seconds):.2f} s")
 
 
@@ -128,13 +128,13 @@ def batches_of(ids: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[Any
     ]
 
 
-def rank_main(rank: int, port: int, plans: dict[str, Plan], lengths: list[int], rounds: int, queue: Any) -> None:
+def rank_main(rank: int, port: int, plans: dict[str, Deal], lengths: list[int], rounds: int, queue: Any) -> None:
     """One data rank: every plan in turn, ``rounds`` times; its own processor seconds a plan."""
     torch.set_num_threads(1)
     parallel = ParallelConfig(world_size=2)
     with world(parallel, rank, port, "cpu") as device:
         _, model = policy(device, SMALL, parallel)
-        work = {name: batches_of(planned[rank], lengths) for name, planned in plans.items()}
+        work = {name: batches_of(dealt[rank], lengths) for name, dealt in plans.items()}
         spent: dict[str, list[float]] = {name: [] for name in plans}
         for turn in range(rounds + 1):
             for name, batches in work.items():
@@ -155,7 +155,7 @@ def report_step(rounds: int) -> None:
     )
     lengths = [max(2, n // SHRINK) for n in lengths_of(24, seed=3)]
     plans = {
-        "cost": plan(lengths, budget=budget, ranks=2, cost=cost),
+        "cost": deal(lengths, budget=budget, ranks=2, cost=cost),
         "rows by tokens": by_tokens_in_rows(lengths, budget, 2),
         "first-fit": first_fit(lengths, budget, 2),
     }
@@ -172,9 +172,9 @@ def report_step(rounds: int) -> None:
     size = f"{len(lengths)} sequences, {sum(lengths)} tokens, {rounds} rounds"
     print(f"\ntwo ranks, {size}: the slower rank's processor time")
     steps = {n: [max(pair) for pair in zip(spent[0][n], spent[1][n], strict=True)] for n in plans}
-    for name, planned in plans.items():
+    for name, dealt in plans.items():
         ratio = statistics.median(a / b for a, b in zip(steps[name], steps["cost"], strict=True))
-        expected = rank_imbalance(planned, cost.of(lengths)) / rank_imbalance(plans["cost"], cost.of(lengths))
+        expected = rank_imbalance(dealt, cost.of(lengths)) / rank_imbalance(plans["cost"], cost.of(lengths))
         print(f"  {name:15} {statistics.median(steps[name]):.2f} s, over cost's {ratio:.3f} (by FLOPs {expected:.3f})")
 
 

@@ -17,7 +17,7 @@ import time
 
 import numpy as np
 
-from agent_rl.train.batching.dealing import plan
+from agent_rl.train.batching.dealing import deal
 from agent_rl.train.route_shares import cut
 from agent_rl.types import Sample
 from r3.routing import Routing
@@ -60,7 +60,7 @@ def measure(samples: list[Sample], data: int, context: int, tensor: int, pipelin
     needed, routes, pickled, cutting, checking = 0, 0, 0, 0.0, 0.0
     specs = specs_of(context, tensor, pipeline, virtual)
     lengths = [len(sample.tokens) for sample in samples]
-    for batches in plan(lengths, budget=BUDGET, ranks=data):
+    for batches in deal(lengths, budget=BUDGET, ranks=data):
         for ids in batches:
             packing = Packing(tuple(lengths[index] for index in ids), specs[0].multiple)
             tokens = np.concatenate([samples[index].tokens for index in ids])

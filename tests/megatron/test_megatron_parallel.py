@@ -13,9 +13,9 @@ import layout_matrix as matrix
 import numpy as np
 import torch
 from layout_matrix import RUNS, TWO_RANKS
+from whole_pieces import whole_parameters, whole_part
 
 from agent_rl.train.checkpoint import folder as checkpoint
-from agent_rl.train.checkpoint.pieces import whole_part
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 
@@ -127,7 +127,7 @@ def whole_state(folder: Path) -> dict[tuple[str, str], Any]:
     reader = checkpoint.open_pieces(folder, manifest)
     return {
         (part.name, slot): reader.read(whole_part(part), slot)
-        for part in reader.wholes()
+        for part in whole_parameters(reader)
         for slot in ("master", "exp_avg", "exp_avg_sq")
     }
 

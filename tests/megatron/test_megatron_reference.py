@@ -17,10 +17,10 @@ from torch import Tensor
 
 from agent_rl.config import RunConfig
 from agent_rl.errors import ConfigError
+from agent_rl.train.batching.mini_steps import split_step
 from agent_rl.train.loss.objectives import kl_estimate, penalised_advantages
 from agent_rl.train.megatron.batch import PackedBatch, PackedRoutes
 from agent_rl.train.orders import OptimizerSpec, StepOrder
-from agent_rl.train.ray_trainer import split_step
 from agent_rl.train.reports import RankReport
 from agent_rl.types import Sample
 
@@ -85,8 +85,8 @@ def traces(model: Any, optimizer: Any) -> dict[str, Tensor]:
     found = {}
     for name, parameter in model.modules[0].named_parameters():
         found |= {f"{name} weight": parameter.detach().clone(), f"{name} gradient": parameter.main_grad.clone()}
-    for name, slots in optimizer.named_state():
-        found |= {f"{name} {slot}": tensor.clone() for slot, tensor in slots.items()}
+    for shard in optimizer.shards():
+        found |= {f"{shard.name} {slot}": tensor.clone() for slot, tensor in shard.slots.items()}
     return found
 
 

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from whole_pieces import whole_part
 
 from agent_rl.config import ParallelConfig
 from agent_rl.errors import ConfigError, TrainerError, UserError
 from agent_rl.train.checkpoint import folder as checkpoint
 from agent_rl.train.checkpoint.folder import Manifest, latest_checkpoint, read_manifest
-from agent_rl.train.checkpoint.pieces import Part, whole_part, write_pieces
+from agent_rl.train.checkpoint.pieces import Part, write_pieces
 
 LAYOUT = ParallelConfig()
 RUN = {"run_id": "r", "step": 3, "position": 24}
@@ -156,7 +157,8 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
 def test_a_full_disk_is_told_in_one_line(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="needs the trainer environment")
-    from agent_rl.train.checkpoint.saver import Snapshot, write_rank
+    from agent_rl.train.checkpoint.pieces import Snapshot
+    from agent_rl.train.checkpoint.saver import write_rank
 
     small = tmp_path / "small"
     small.mkdir()

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_rl.errors import TrainerError
-from agent_rl.train.batching.dealing import plan
-from agent_rl.train.batching.packing import pack, pack_weighted, unpack
-from agent_rl.train.ray_trainer import split_step
+from agent_rl.train.batching.dealing import deal
+from agent_rl.train.batching.mini_steps import split_step
+from agent_rl.train.batching.packing import pack, pack_weighted
 from agent_rl.types import Sample
 
 lengths_of = st.lists(st.integers(2, 40), min_size=1, max_size=30)
@@ -34,10 +34,16 @@ def distinct(length: int, index: int) -> Sample:
 @given(lengths_of, st.integers(1, 3))
 def test_round_trip(lengths: list[int], ranks: int) -> None:
     samples = [distinct(length, index) for index, length in enumerate(lengths)]
-    batches = [pack(samples, ids) for rank in plan(lengths, budget=64, ranks=ranks) for ids in rank]
+    batches = [pack(samples, ids) for rank in deal(lengths, budget=64, ranks=ranks) for ids in rank]
 
-    def returned(name: str) -> list[np.ndarray]:
-        return unpack(batches, [getattr(batch, name) for batch in batches], len(samples))
+    def returned(name: str) -> dict[int, np.ndarray]:
+        pieces = [
+            (index, getattr(batch, name)[batch.cu_seqlens[at] : batch.cu_seqlens[at + 1]])
+            for batch in batches
+            for at, index in enumerate(batch.sample_ids)
+        ]
+        assert sorted(index for index, _ in pieces) == list(range(len(samples))), "every sample exactly once"
+        return dict(pieces)
 
     for index, sample in enumerate(samples):
         np.testing.assert_array_equal(returned("tokens_T")[index], sample.tokens)
@@ -46,17 +52,6 @@ def test_round_trip(lengths: list[int], ranks: int) -> None:
         assert not returned("mask_T")[index][0]
         assert set(returned("advantages_T")[index]) == {np.float32(sample.advantage)}
         assert set(returned("weights_T")[index]) == {np.float32(sample.weight)}
-
-
-def test_unpack_demands_every_sample_exactly_once() -> None:
-    samples = [distinct(5, 0), distinct(6, 1)]
-    one = pack(samples, (0,))
-    with pytest.raises(TrainerError, match="1 of 2 samples are in no micro-batch, the first is 1"):
-        unpack([one], [one.tokens_T], 2)
-    with pytest.raises(TrainerError, match="sample 0 is in two micro-batches"):
-        unpack([one, one], [one.tokens_T] * 2, 2)
-    with pytest.raises(TrainerError, match="5 tokens came back with 4 rows"):
-        unpack([one], [one.tokens_T[1:]], 1)
 
 
 def test_what_does_not_line_up_raises() -> None:

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from whole_pieces import whole_part
 
 from agent_rl.errors import TrainerError
-from agent_rl.train.checkpoint.pieces import Part, PieceReader, Stretch, whole_part, write_pieces
+from agent_rl.train.checkpoint.pieces import Part, PieceReader, Stretch, write_pieces
 
 Floats = NDArray[np.float32]
 WHOLE = (12, 12)

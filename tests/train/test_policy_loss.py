@@ -26,10 +26,10 @@ from agent_rl.config import (  # noqa: E402
     TrainConfig,
 )
 from agent_rl.objective_facts import OBJECTIVES  # noqa: E402
+from agent_rl.train.batching.mini_steps import split_step  # noqa: E402
 from agent_rl.train.batching.packing import MicroBatch, pack  # noqa: E402
 from agent_rl.train.loss.objectives import aggregation_weights  # noqa: E402
 from agent_rl.train.loss.policy_loss import Counts, policy_loss  # noqa: E402
-from agent_rl.train.ray_trainer import split_step  # noqa: E402
 from agent_rl.types import Sample  # noqa: E402
 
 NAMES = ("new", "old", "log_ratio", "log_weight", "advantages", "weights", "reference", "entropy")

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_rl.errors import TrainerError
-from agent_rl.train.batching.dealing import plan
+from agent_rl.train.batching.dealing import deal
 from agent_rl.train.reports import Differing, RouteCounts, count_routes, differing
 from agent_rl.train.route_shares import (
     RankInfo,
@@ -51,7 +51,7 @@ def infos_of(data: int, context: int, tensor: int, stages: list[tuple[int, ...]]
         for c in range(context)
         for t in range(tensor)
     ]
-    return [RankInfo(rank, d, data, rank == 0, spec, 0, 0, layers) for rank, (d, spec) in enumerate(places)]
+    return [RankInfo(rank, d, data, rank == 0, spec, layers) for rank, (d, spec) in enumerate(places)]
 
 
 @st.composite
@@ -73,7 +73,7 @@ def test_what_ranks_hold_gives_the_routes_and_their_differences_back(
     samples, infos = world
     layers = infos[0].moe_layers
     others = [sample_of(len(sample.tokens), layers, 99 + at, share=1) for at, sample in enumerate(samples)]
-    micro_batches = plan([len(sample.tokens) for sample in samples], budget=40, ranks=infos[0].data_size)
+    micro_batches = deal([len(sample.tokens) for sample in samples], budget=40, ranks=infos[0].data_size)
     total = None
     for data_rank, batches in enumerate(micro_batches):
         peers = [info for info in infos if info.data_rank == data_rank]

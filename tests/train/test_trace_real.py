@@ -14,9 +14,10 @@ import pytest
 
 from agent_rl.config import R3Config, RunConfig, TraceConfig, TrainConfig
 from agent_rl.errors import ConfigError, TrainerError
-from agent_rl.train import ray_trainer
+from agent_rl.train import hand_out
+from agent_rl.train.batching.mini_steps import split_step
 from agent_rl.train.orders import OptimizerSpec, RankOrder, StepOrder
-from agent_rl.train.ray_trainer import RayTrainer, split_step
+from agent_rl.train.ray_trainer import RayTrainer
 from agent_rl.train.route_shares import cut, without_routes
 from agent_rl.train.route_trace import begin_trace
 from agent_rl.types import Sample
@@ -78,7 +79,7 @@ def traced_step(rank: TrainerRank, config: RunConfig, data: Sequence[Sample], st
     trace = begin_trace(config, step, data, [batches], [info])
     routes = [cut(data, ids, info.shard) for ids in batches]
     order = StepOrder(config, measure_native=True, trace=trace)
-    rank.grpo(without_routes(data, batches), shares[0], order, *routes)
+    rank.grpo(without_routes(data, batches), shares[0], order, routes)
 
 
 def test_a_step_on_one_rank_holds(rank: TrainerRank, run_config: Config, make_sample: Make, tmp_path: Path) -> None:
@@ -201,7 +202,7 @@ async def test_spoiled_routes_are_found(
         await trainer.step(data, measure_native=False, step=1)
         reports = {"sound": check(tmp_path)}
         for name, fault in faults.items():  # the same step again, each time: it forgets its earlier trace
-            monkeypatch.setattr(ray_trainer, "cut", fault(cut))
+            monkeypatch.setattr(hand_out, "cut", fault(cut))
             if name == "exchanged":
                 with pytest.raises(TrainerError, match="routes do not belong to the tokens they came with"):
                     await trainer.step(data, measure_native=False, step=1)
@@ -211,7 +212,7 @@ async def test_spoiled_routes_are_found(
     assert reports["sound"].holds, str(reports["sound"].breaks[0])
     assert tally(reports["sound"], HandOver.FETCH) == dict.fromkeys(STAGES, 4 * len(LENGTHS))
 
-    ranks = {info.rank: info.shard for info in trainer._infos}
+    ranks = {info.rank: info.shard for info in trainer.ranks.infos}
     first = reports["shifted"].breaks[0]
     assert (first.hand_over, first.stage, first.step) == (HandOver.FETCH, "prev-logprob", 1)
     assert {ranks[b.rank].context_rank for b in reports["shifted"].breaks if b.rank is not None} == {1}

@@ -247,3 +247,14 @@ async def test_a_cancelled_start_leaves_nothing(run_config: Config) -> None:
     with pytest.raises(asyncio.CancelledError):
         await starting
     assert not descendants(os.getpid()) - before
+
+
+async def test_a_cancelled_close_returns_when_its_work_is_done(run_config: Config) -> None:
+    before = descendants(os.getpid())
+    trainer = await RayTrainer(run_config()).start()
+    closing = asyncio.create_task(trainer.close())
+    await asyncio.sleep(0)  # the task runs up to its first await
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert not descendants(os.getpid()) - before

@@ -26,8 +26,8 @@ from agent_rl.config import ParallelConfig
 from agent_rl.errors import TrainerError
 from agent_rl.train.batching.cost import TOKENS, SequenceCost
 
-Plan = tuple[tuple[tuple[int, ...], ...], ...]
-"""``plan[rank][micro_batch]`` = the sequences packed there. A rank may have none, where there are few sequences."""
+Deal = tuple[tuple[tuple[int, ...], ...], ...]
+"""``deal[rank][micro_batch]`` = the sequences packed there. A rank may have none, where there are few sequences."""
 
 Loads = Sequence[NDArray[np.float64]]
 """A sequence's (token, expert) pairs, ``[moe_layers, expert_ranks]`` (:func:`.cost.expert_loads`)."""
@@ -35,7 +35,7 @@ Loads = Sequence[NDArray[np.float64]]
 Bin = list[int]
 
 
-def plan(
+def deal(
     lengths: Sequence[int],
     *,
     budget: int,
@@ -43,7 +43,7 @@ def plan(
     cost: SequenceCost = TOKENS,
     lockstep: int = 1,
     loads: Loads | None = None,
-) -> Plan:
+) -> Deal:
     """Spread sequences over ``ranks`` data ranks and over as few micro-batches of ``budget`` tokens as hold them.
 
     ``lockstep`` neighbouring data ranks share their experts: they get equally many micro-batches (one fewer where
@@ -56,14 +56,14 @@ def plan(
     if ranks % lockstep:
         raise ValueError(f"{ranks} data ranks are not groups of {lockstep} in lockstep")
     costs = cost.of(lengths)
-    planned: list[tuple[tuple[int, ...], ...]] = []
+    dealt: list[tuple[tuple[int, ...], ...]] = []
     for members in differencing(costs, ranks // lockstep):
         rows = _rows(_bins(members, lengths, costs, budget, lockstep), costs, lockstep)
         if loads is not None and len(rows) > 1:
             _swap_between_rows(rows, costs, loads, cost.expert)
         for rank in range(lockstep):
-            planned.append(tuple(tuple(row[rank]) for row in rows if row[rank]))
-    return tuple(planned)
+            dealt.append(tuple(tuple(row[rank]) for row in rows if row[rank]))
+    return tuple(dealt)
 
 
 def lockstep_ranks(parallel: ParallelConfig) -> int:
@@ -175,7 +175,7 @@ def _swap_between_rows(rows: list[list[Bin]], costs: Sequence[float], loads: Loa
             for j in range(len(rows[b])):
                 one = [*known[a][:i], known[b][j], *known[a][i + 1 :]]
                 other = [*known[b][:j], known[a][i], *known[b][j + 1 :]]
-                found = row_cost(one), row_cost(other)
-                if sum(found) < (current[a] + current[b]) * (1 - 1e-9):
-                    known[a], known[b], (current[a], current[b]) = one, other, found
+                swapped = row_cost(one), row_cost(other)
+                if sum(swapped) < (current[a] + current[b]) * (1 - 1e-9):
+                    known[a], known[b], (current[a], current[b]) = one, other, swapped
                     rows[a][i], rows[b][j] = rows[b][j], rows[a][i]

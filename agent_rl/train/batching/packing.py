@@ -96,24 +96,6 @@ def pack_weighted(sequences: Sequence[tuple[NDArray[np.int32], NDArray[np.float3
     )
 
 
-def unpack(batches: Sequence[MicroBatch], packed: Sequence[NDArray], count: int) -> list[NDArray]:
-    """Cut per-token arrays ``[T, ...]`` back into one array a sample, in the samples' order.
-
-    Raises TrainerError unless every one of ``count`` samples is found exactly once.
-    """
-    found: dict[int, NDArray] = {}
-    for batch, values in zip(batches, packed, strict=True):
-        if len(values) != batch.tokens:
-            raise TrainerError(f"a micro-batch of {batch.tokens} tokens came back with {len(values)} rows")
-        for position, index in enumerate(batch.sample_ids):
-            if index in found:
-                raise TrainerError(f"sample {index} is in two micro-batches")
-            found[index] = values[batch.cu_seqlens[position] : batch.cu_seqlens[position + 1]]
-    if missing := sorted(set(range(count)) - found.keys()):
-        raise TrainerError(f"{len(missing)} of {count} samples are in no micro-batch, the first is {missing[0]}")
-    return [found[index] for index in range(count)]
-
-
 def _trainable(sample: Sample) -> NDArray[np.bool_]:
     mask = np.array(sample.loss_mask, dtype=bool)
     mask[0] = False

@@ -123,14 +123,14 @@ def read_manifest(folder: Path) -> Manifest:
     if not path.is_file():
         raise ConfigError(f"{folder}: not a complete checkpoint (no manifest.json)")
     try:
-        said = json.loads(path.read_text())
-        if said["format"] == FORMAT:
-            return Manifest(**{**said, "checksums": tuple(said["checksums"])})
+        fields = json.loads(path.read_text())
+        if fields["format"] == FORMAT:
+            return Manifest(**{**fields, "checksums": tuple(fields["checksums"])})
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path}: not the manifest of a checkpoint: {error}") from error
     raise ConfigError(
-        f"{folder}: checkpoint format {said['format']}, this version reads {FORMAT}: go on with the version that wrote "
-        "it, or start a new run from an exported model"
+        f"{folder}: checkpoint format {fields['format']}, this version reads {FORMAT}: go on with the version that "
+        "wrote it, or start a new run from an exported model"
     )
 
 

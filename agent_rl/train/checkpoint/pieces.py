@@ -51,9 +51,14 @@ class Stretch:
         return self.stop - self.start
 
 
-def whole_part(part: Part) -> Stretch:
-    """All of ``part``."""
-    return Stretch(part, 0, math.prod(part.shape))
+@dataclass(frozen=True, slots=True, eq=False)
+class Snapshot:
+    """A copy of what a rank writes: ``values`` are the pieces (stretches and slots), one after the other, in host
+    memory. ``counts`` are the optimizer's."""
+
+    pieces: list[tuple[Stretch, str]]
+    values: Floats
+    counts: dict[str, int]
 
 
 def write_pieces(file: IO[bytes], pieces: Sequence[tuple[Stretch, str]], values: Floats) -> int:
@@ -72,10 +77,10 @@ def write_pieces(file: IO[bytes], pieces: Sequence[tuple[Stretch, str]], values:
     if values.nbytes != offset or len(header) != len(pieces):
         raise TrainerError(f"checkpoint: {values.nbytes} bytes for pieces of {offset}, or a piece named twice")
     header["__metadata__"] = {"stretches": json.dumps(stretches)}
-    said = json.dumps(header).encode()
-    said += b" " * (-len(said) % 8)
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
     data = values.view(np.uint8).data
-    for view in (memoryview(len(said).to_bytes(8, "little") + said), data):
+    for view in (memoryview(len(encoded).to_bytes(8, "little") + encoded), data):
         while view:
             view = view[file.write(view) :]  # an unbuffered file takes at most 2 GiB at once
     return zlib.crc32(data)
@@ -90,36 +95,32 @@ class PieceReader:
             for stretch, slots in _open(path):
                 self._by_name.setdefault(stretch.part.name, []).append((stretch, slots))
 
-    def wholes(self) -> list[Part]:
-        """Every parameter that the files hold something of, uncut."""
-        return [_uncut(stretches[0][0].part) for stretches in self._by_name.values()]
-
     def read(self, wanted: Stretch, slot: str) -> Floats:
         """``wanted`` of ``slot``, flat. Raises TrainerError where the files do not hold all of it."""
-        found = self._by_name.get(wanted.part.name)
-        if found is None:
+        held = self._by_name.get(wanted.part.name)
+        if held is None:
             raise TrainerError(f"the checkpoint has no state of {wanted.part.name}: it is another model's")
         values = np.empty(wanted.size, np.float32)
-        if any(stretch.part == wanted.part for stretch, _ in found):
-            own = [(stretch, slots[slot]) for stretch, slots in found if stretch.part == wanted.part]
+        if any(stretch.part == wanted.part for stretch, _ in held):
+            own = [(stretch, slots[slot]) for stretch, slots in held if stretch.part == wanted.part]
             _fill(values, wanted.start, own, wanted.part.name)
             return values
-        values[:] = self._assembled(wanted.part, found, slot).reshape(-1)[wanted.start : wanted.stop]
+        values[:] = self._assembled(wanted.part, held, slot).reshape(-1)[wanted.start : wanted.stop]
         return values
 
-    def _assembled(self, wanted: Part, found: Sequence[tuple[Stretch, Mapping[str, Floats]]], slot: str) -> Floats:
+    def _assembled(self, wanted: Part, held: Sequence[tuple[Stretch, Mapping[str, Floats]]], slot: str) -> Floats:
         """``wanted`` put together from parts that were cut into another number."""
         out = np.empty(wanted.shape, np.float32)
         width = wanted.shape[wanted.axis]
         low, filled = wanted.index * width, 0
-        for part in sorted({stretch.part for stretch, _ in found}, key=lambda part: part.index):
+        for part in sorted({stretch.part for stretch, _ in held}, key=lambda part: part.index):
             _check_fits(part, wanted)
             own_width = part.shape[part.axis]
             start, stop = max(low, part.index * own_width), min(low + width, (part.index + 1) * own_width)
             if start >= stop:
                 continue
             flat = np.empty(math.prod(part.shape), np.float32)
-            _fill(flat, 0, [(s, slots[slot]) for s, slots in found if s.part == part], part.name)
+            _fill(flat, 0, [(s, slots[slot]) for s, slots in held if s.part == part], part.name)
             source = _along(part.axis, start - part.index * own_width, stop - part.index * own_width)
             out[_along(wanted.axis, start - low, stop - low)] = flat.reshape(part.shape)[source]
             filled += stop - start
@@ -173,14 +174,14 @@ def _open(path: Path) -> list[tuple[Stretch, Mapping[str, Floats]]]:
             name, _, slot = key.rpartition(".")
             start, stop = entry["data_offsets"]
             slots[name][slot] = data[start // 4 : stop // 4]
-        return [(_stretch(said), slots[name]) for name, said in stretches.items()]
+        return [(_stretch(fields), slots[name]) for name, fields in stretches.items()]
     except (OSError, ValueError, KeyError, TypeError, MemoryError, OverflowError) as error:
         raise TrainerError(f"{path}: could not be read: {error}") from error
 
 
-def _stretch(said: Mapping[str, Any]) -> Stretch:
-    part = said["part"]
-    return Stretch(Part(**{**part, "shape": tuple(part["shape"])}), said["start"], said["stop"])
+def _stretch(fields: Mapping[str, Any]) -> Stretch:
+    part = fields["part"]
+    return Stretch(Part(**{**part, "shape": tuple(part["shape"])}), fields["start"], fields["stop"])
 
 
 def checksum(path: Path) -> int:
@@ -189,9 +190,9 @@ def checksum(path: Path) -> int:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             file.seek(8 + length)
-            found = 0
+            crc = 0
             while chunk := file.read(1 << 24):
-                found = zlib.crc32(chunk, found)
-            return found
+                crc = zlib.crc32(chunk, crc)
+            return crc
     except OSError as error:
         raise TrainerError(f"{path}: could not be read: {error.strerror}") from error

@@ -9,31 +9,17 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import torch
 
 from agent_rl.errors import TrainerError
 from agent_rl.observe.files import disk_error
 from agent_rl.train.checkpoint.folder import rank_file, rng_file
-from agent_rl.train.checkpoint.pieces import Floats, Stretch, write_pieces
-
-if TYPE_CHECKING:
-    from agent_rl.train.checkpoint.state_pieces import StatePieces
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Snapshot:
-    """A copy of what a rank writes: ``values`` are the pieces (stretches and slots), one after the other, in host
-    memory. ``counts`` are the optimizer's."""
-
-    pieces: list[tuple[Stretch, str]]
-    values: Floats
-    counts: dict[str, int]
+from agent_rl.train.checkpoint.pieces import Snapshot, write_pieces
 
 
 class RankSaver:
@@ -44,14 +30,14 @@ class RankSaver:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[int] | None = None
 
-    def begin(self, partial: Path, pieces: StatePieces, rng: Mapping[str, Any]) -> dict[str, int]:
-        """Copy the state and start writing it into ``partial``; returns the optimizer's counts.
+    def begin(self, partial: Path, copy_state: Callable[[], Snapshot], rng: Mapping[str, Any]) -> dict[str, int]:
+        """Copy the state and start writing the copy into ``partial``; returns the optimizer's counts.
 
         Waits for the former write, if any; its failure is :meth:`written`'s to tell.
         """
         if self._writing is not None:
             self._writing.exception()
-        snapshot = pieces.snapshot()
+        snapshot = copy_state()
         self._writing = self._thread.submit(write_rank, partial, self._rank, snapshot, _bytes(rng))
         return snapshot.counts
 
@@ -71,12 +57,12 @@ def write_rank(folder: Path, rank: int, snapshot: Snapshot, rng: bytes) -> int:
     path = rank_file(folder, rank)
     try:
         with path.open("wb", buffering=0) as file:
-            found = write_pieces(file, snapshot.pieces, snapshot.values)
+            checksum = write_pieces(file, snapshot.pieces, snapshot.values)
             os.fsync(file.fileno())
         with rng_file(folder, rank).open("wb") as file:
             file.write(rng)
             _sync(file)
-        return found
+        return checksum
     except OSError as error:
         raise disk_error(path, error) from error
 

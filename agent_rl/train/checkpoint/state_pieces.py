@@ -13,8 +13,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from agent_rl.train.checkpoint.pieces import Part, PieceReader, Stretch
-from agent_rl.train.checkpoint.saver import Snapshot
+from agent_rl.train.checkpoint.pieces import Part, PieceReader, Snapshot, Stretch
 from agent_rl.train.megatron import hf
 from agent_rl.train.megatron.hf import Cut, Slot
 from agent_rl.train.megatron.model import PolicyModel
@@ -49,8 +48,7 @@ class StatePieces:
     def load(self, reader: PieceReader, counts: Mapping[str, int]) -> None:
         """Take this rank's state out of a checkpoint of any layout; the model's weights follow. Raises TrainerError
         where it is of another model or damaged."""
-        shards = [(shard.name, shard.start, self._read(reader, shard)) for shard in self._optimizer.shards()]
-        self._optimizer.load_state_dict({"counts": dict(counts), "shards": shards})
+        self._optimizer.load([self._read(reader, shard) for shard in self._optimizer.shards()], counts)
 
     def _read(self, reader: PieceReader, shard: StateShard) -> dict[str, Tensor]:
         stretch = self._stretch(shard)

@@ -34,7 +34,7 @@ from r3.shard import RouteShard, ShardSpec
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Microbatch:
+class ReadyBatch:
     """A micro-batch ready to run: the batch on the device, its cut, this rank's routes. ``real`` False: a filler."""
 
     batch: PackedBatch
@@ -74,7 +74,7 @@ class Passes:
         """See :meth:`PolicyModel.forward_logprobs`."""
         recorded: list[list[Tensor]] = [[] for _ in self.chunks]
 
-        def finish(item: Microbatch, hidden: Tensor) -> tuple[Tensor, Any]:
+        def finish(item: ReadyBatch, hidden: Tensor) -> tuple[Tensor, Any]:
             logprobs, spread = self._logprobs(hidden, item, temperature, entropy)
             return logprobs.sum(), (logprobs, spread)
 
@@ -97,7 +97,7 @@ class Passes:
     ) -> list[dict[str, Any]]:
         """See :meth:`PolicyModel.train_microbatches`."""
 
-        def finish(item: Microbatch, hidden: Tensor) -> tuple[Tensor, Any]:
+        def finish(item: ReadyBatch, hidden: Tensor) -> tuple[Tensor, Any]:
             logprobs, spread = self._logprobs(hidden, item, temperature, entropy, entropy_gradient)
             if not item.real:
                 return logprobs.sum() * 0.0, {}
@@ -116,7 +116,7 @@ class Passes:
         self,
         batches: Sequence[PackedBatch],
         routes: Sequence[Routes | None] | None,
-        finish: Callable[[Microbatch, Tensor], tuple[Tensor, Any]],
+        finish: Callable[[ReadyBatch, Tensor], tuple[Tensor, Any]],
         recorded: list[list[Tensor]] | None,
         *,
         forward_only: bool,
@@ -155,13 +155,13 @@ class Passes:
 
     def _items(
         self, batches: Sequence[PackedBatch], routes: Sequence[Routes | None] | None, count: int
-    ) -> Iterator[Microbatch]:
+    ) -> Iterator[ReadyBatch]:
         for index, batch in enumerate(batches):
             yield self._item(index, batch, routes[index] if routes else None, real=True)
         for index in range(len(batches), count):
             yield self._item(index, PackedBatch.from_sequences([[0, 0]]), None, real=False)
 
-    def _item(self, index: int, batch: PackedBatch, routes: Routes | None, *, real: bool) -> Microbatch:
+    def _item(self, index: int, batch: PackedBatch, routes: Routes | None, *, real: bool) -> ReadyBatch:
         layout = Layout(batch, self.shard)
         experts = present = None
         if routes is not None and self.facts.moe_layer_ids:
@@ -178,7 +178,7 @@ class Passes:
             if self.trace is not None:
                 self.trace.handed(index, batch, layout, experts, pinned, checked)
             experts, present = experts.to(self.device), None if bool(pinned.all()) else pinned.to(self.device)
-        return Microbatch(batch.to(self.device), layout, experts, present, real)
+        return ReadyBatch(batch.to(self.device), layout, experts, present, real)
 
     def _cut(self, routes: PackedRoutes, batch: PackedBatch, layout: Layout) -> RouteShard:
         if len(routes.experts) != len(batch):
@@ -192,10 +192,10 @@ class Passes:
 
     def _step(
         self,
-        items: Iterator[Microbatch],
+        items: Iterator[ReadyBatch],
         chunk: Any,
         *,
-        finish: Callable[[Microbatch, Tensor], tuple[Tensor, Any]],
+        finish: Callable[[ReadyBatch, Tensor], tuple[Tensor, Any]],
         recorded: list[list[Tensor]] | None,
         backward: bool,
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Any]]]:
@@ -220,7 +220,7 @@ class Passes:
         return output, loss
 
     def _logprobs(
-        self, hidden: Tensor, item: Microbatch, temperature: float, entropy: bool, entropy_gradient: bool = False
+        self, hidden: Tensor, item: ReadyBatch, temperature: float, entropy: bool, entropy_gradient: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probs (and entropy) ``[T]`` in the uncut batch's order, the same on every tensor and context rank."""
         layout, batch = item.layout, item.batch

@@ -1,0 +1,73 @@
+"""The driver's side of checkpoints: the ranks write their files in the background, then the manifest makes it whole."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from agent_rl.aio import shielded
+from agent_rl.config import TrainConfig
+from agent_rl.train.checkpoint import folder as checkpoint
+from agent_rl.train.ranks import Ranks
+
+
+class CheckpointDriver:
+    """Saves and loads the state of ``ranks``, one checkpoint at a time. All ranks must see its folder."""
+
+    def __init__(self, ranks: Ranks, train: TrainConfig) -> None:
+        self._ranks, self._train = ranks, train
+        self._saving: asyncio.Task[None] | None = None
+
+    async def begin(self, folder: Path, run: Mapping[str, int | str]) -> asyncio.Task[None]:
+        """See :meth:`agent_rl.train.ray_trainer.RayTrainer.begin_save`."""
+        if self._saving is not None:
+            await asyncio.wait([self._saving])
+        folder = absolute(folder)
+        partial = await asyncio.to_thread(checkpoint.begin, folder)
+        try:
+            (updates, counts), *_ = await self._ranks.call(lambda actor: actor.save.remote(partial))
+        except BaseException:
+            checkpoint.abandon(folder)
+            raise
+        self._saving = asyncio.create_task(self._finish(folder, updates, counts, run))
+        return self._saving
+
+    async def _finish(
+        self, folder: Path, updates: int, counts: Mapping[str, int], run: Mapping[str, int | str]
+    ) -> None:
+        try:
+            checksums = await self._ranks.written()
+        except BaseException:
+            checkpoint.abandon(folder)
+            raise
+        manifest = checkpoint.Manifest(
+            format=checkpoint.FORMAT,
+            updates=updates,
+            counts=counts,
+            parallel=self._train.parallel.model_dump(),
+            dtype=self._train.dtype,
+            checksums=checksums,
+            run=dict(run),
+        )
+        # Shielded: a thread can't be cancelled, and must not find its files gone.
+        await shielded(asyncio.to_thread(checkpoint.commit, folder, manifest))
+
+    async def load(self, folder: Path) -> checkpoint.Manifest:
+        """See :meth:`agent_rl.train.ray_trainer.RayTrainer.load`."""
+        folder = absolute(folder)
+        manifest = checkpoint.read_manifest(folder)
+        await self._ranks.call(lambda actor: actor.load.remote(folder, manifest))
+        return manifest
+
+    async def stop(self) -> None:
+        """Give up a save that is under way. Idempotent."""
+        if self._saving is not None:
+            self._saving.cancel()
+            await asyncio.wait([self._saving])
+
+
+def absolute(folder: Path) -> Path:
+    """Ranks may run in another working directory."""
+    return Path(os.path.abspath(folder))

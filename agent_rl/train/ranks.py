@@ -1,0 +1,108 @@
+"""The trainer's ranks as the driver holds them: started together, called together, stopped together.
+
+Every call reaches all ranks at once, since they meet in collectives. A rank that fails or dies leaves the others
+waiting there, so the first failure ends the ranks: later calls raise the same reason. An engine that refuses weights
+(WeightSyncError) is no such failure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from agent_rl.aio import shielded
+from agent_rl.config import RunConfig
+from agent_rl.errors import AgentRlError, TrainerError, WeightSyncError
+from agent_rl.train.answers import gather, rank_died
+from agent_rl.train.launch import start_actors
+from agent_rl.train.orders import OptimizerSpec, RankOrder
+from agent_rl.train.route_shares import RankInfo
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorProxy
+
+    from agent_rl.train.actor import RankActor
+
+T = TypeVar("T")
+
+START_SECONDS = 600.0
+CALL_SECONDS = 6 * 3600.0
+
+
+class Ranks:
+    """The ranks' actors, in order. ``infos``: where each stands, once they are started."""
+
+    def __init__(self) -> None:
+        self.infos: list[RankInfo] = []
+        self._actors: list[ActorProxy[RankActor]] = []
+        self._stack = ExitStack()
+        self._ended: str | None = None
+
+    async def start(self, config: RunConfig, optimizer: OptimizerSpec) -> None:
+        """Start Ray and the actors, and build the model in each. Raises TrainerError or ConfigError."""
+        # Shielded: a cancelled start must not leave behind a thread that starts processes nobody owns.
+        order = await shielded(asyncio.to_thread(self._launch, config))
+        meeting, *_ = await gather([actor.rendezvous.remote() for actor in self._actors], START_SECONDS)
+        calls = [actor.start.remote(order, optimizer, rank, meeting) for rank, actor in enumerate(self._actors)]
+        self.infos = await gather(calls, START_SECONDS)
+
+    def _launch(self, config: RunConfig) -> RankOrder:
+        self._actors, order = start_actors(config, self._stack)
+        return order
+
+    async def call(
+        self, call: Callable[[ActorProxy[RankActor]], ObjectRef[T]], *, timeout: float = CALL_SECONDS
+    ) -> list[T]:
+        """Make the same call to every rank; the answers by rank. Raises as :func:`agent_rl.train.answers.gather`."""
+        return await self.call_each(lambda actor, _: call(actor), timeout=timeout)
+
+    async def call_each(
+        self, call: Callable[[ActorProxy[RankActor], RankInfo], ObjectRef[T]], *, timeout: float = CALL_SECONDS
+    ) -> list[T]:
+        """As :meth:`call`, with arguments of its own for each rank."""
+        self.check_running()
+        try:
+            return await gather([call(*rank) for rank in zip(self._actors, self.infos, strict=True)], timeout)
+        except AgentRlError as error:
+            if not isinstance(error, WeightSyncError):
+                self.end(str(error))
+            raise
+
+    async def written(self) -> tuple[int, ...]:
+        """Wait until every rank's checkpoint is on the disk; the files' checksums. No rank waits for another here, so a
+        failure ends the ranks only where one of them died."""
+        try:
+            return tuple(await gather([actor.written.remote() for actor in self._actors], CALL_SECONDS))
+        except AgentRlError as error:
+            if rank_died(error):
+                self.end(str(error))
+            raise
+
+    def put(self, value: T) -> ObjectRef[T]:
+        """Put a value into Ray's object store once, for calls to refer to."""
+        import ray
+
+        self.check_running()  # before Ray is touched: it would start a new one by itself
+        return ray.put(value)
+
+    def check_running(self) -> None:
+        """Raises TrainerError, with the reason, where the ranks were not started or have ended."""
+        if self._ended is not None or not self.infos:
+            raise TrainerError(self._ended or "the trainer was not started")
+
+    def end(self, reason: str) -> None:
+        """Refuse all further calls with ``reason``, or with an earlier one."""
+        self._ended = self._ended or reason
+
+    def kill(self) -> None:
+        """End the actors, and Ray where it is ours; blocks. Idempotent."""
+        import ray
+
+        actors: list[Any] = list(self._actors)  # Any: by Ray's types no proxy can be killed
+        self._actors = []
+        for actor in actors:
+            ray.kill(actor)
+        self._stack.close()
