@@ -210,7 +210,7 @@ def show(
     path: Annotated[
         Path, typer.Argument(metavar="RUN|FILE", help="A run's or an evaluation's folder, or a file with trajectories.")
     ],
-    step: Annotated[int | None, typer.Option(help="Step of a run; its last by default.")] = None,
+    step: Annotated[int | None, typer.Option(min=0, help="Step of a run; its last by default.")] = None,
     task: Annotated[str | None, typer.Option(help="Only this task.")] = None,
     sample: Annotated[int | None, typer.Option(min=0, help="Only this sample of a task, counted from 0.")] = None,
     as_list: Annotated[bool, typer.Option("--list", help="List them, also where there is only one.")] = False,

@@ -17,7 +17,10 @@ import typer
 from typer.testing import CliRunner
 
 from agent_rl import cli
+from agent_rl.controller import train
+from agent_rl.errors import UserError
 from agent_rl.observe.folder_lock import hold_folder
+from agent_rl.train.cluster import check_ray
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
@@ -222,6 +225,48 @@ def test_runs_dir_is_a_file(
         f"engine.python={sys.executable}",
     )  # fmt: skip
     assert f"runs_dir: {tmp_path}/runs is a file" in told
+
+
+@pytest.mark.parametrize(
+    ("override", "answer"),
+    [
+        ("train.ray_address=127.0.0.1:9", "train.ray_address: 127.0.0.1:9: "),
+        ("train.ray_address=head-node", "train.ray_address: head-node: write it as HOST:PORT"),
+        ("engine.urls=[http://127.0.0.1:9]", "engine.urls: http://127.0.0.1:9/model_info: "),
+    ],
+)
+def test_a_cluster_or_engine_that_is_not_there_is_told_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    tiny: Path,
+    override: str,
+    answer: str,
+) -> None:
+    monkeypatch.setattr(train, "open_world", None)
+    monkeypatch.setattr(train, "RayTrainer", None)
+    told = complaint(
+        monkeypatch, capsys, "train", QUICKSTART, f"model={tiny}", f"runs_dir={tmp_path}",
+        f"engine.python={sys.executable}", override,
+    )  # fmt: skip
+    assert answer in told
+    assert not (tmp_path / "quickstart" / "config.yaml").exists(), "the folder is free for another config"
+
+
+async def test_a_ray_address_that_takes_no_connection_is_given_up() -> None:
+    """The server's queue is full, so a further connection hangs, as to a host that drops packets."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen(0)
+        host, port = server.getsockname()
+        waiting = [socket.socket() for _ in range(3)]
+        for client in waiting:
+            client.setblocking(False)
+            client.connect_ex((host, port))
+        with pytest.raises(UserError, match=r"train\.ray_address: .*: no answer within 0\.2 s"):
+            await check_ray(f"{host}:{port}", seconds=0.2)
+        for client in waiting:
+            client.close()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import shutil
 from pathlib import Path
 
 from agent_rl.config import RunConfig
+from agent_rl.engine.open import check_engines
 from agent_rl.errors import UserError
 from agent_rl.model_facts import ModelFacts, check_alike, read_facts
 from agent_rl.packaged import MODELS
+from agent_rl.rollout.group import first_leaf
 from agent_rl.train.batching.dealing import over_budget
+from agent_rl.train.cluster import check_ray
 
 FREE_BYTES_WANTED = 1 << 30
 TRAINER_PACKAGES = ("torch", "megatron-core", "ray")
@@ -28,6 +32,20 @@ def check(config: RunConfig) -> ModelFacts:
         raise UserError(f"engine.python: no interpreter {config.engine.python}; `agent-rl install engine` makes it")
     check_room(config.runs_dir)
     return facts
+
+
+async def ask_elsewhere(config: RunConfig) -> None:
+    """Ask the engines and the Ray cluster that run elsewhere whether they answer, side by side and with deadlines,
+    before anything heavy is started. Raises UserError for the first that does not."""
+    questions = [check_engines(config.engine.urls)] if config.engine.urls else []
+    if config.train.ray_address is not None:
+        questions.append(check_ray(config.train.ray_address))
+    try:
+        async with asyncio.TaskGroup() as asking:
+            for question in questions:
+                asking.create_task(question)
+    except BaseExceptionGroup as errors:
+        raise first_leaf(errors) from None
 
 
 def check_trainer() -> None:

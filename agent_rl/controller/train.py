@@ -68,6 +68,7 @@ async def train(config: RunConfig) -> None:
     preflight.check_lengths(config, facts)
     display = Display(config.name)
     with hold_folder(config.run_dir), display:
+        await preflight.ask_elsewhere(config)
         state = RunState(config)
         async with _parts(config, facts, state, display) as (world, trainer):
             run = TrainingRun(config, state, display, world, trainer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import logging
 import os
@@ -14,10 +15,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from agent_rl.errors import TrainerError
+from agent_rl.errors import TrainerError, UserError
 
 OBJECT_STORE_BYTES = 256 << 20
 STOP_SECONDS = 10.0
+ANSWER_SECONDS = 10.0
 _FOLDER = "agent-rl-ray-"
 _MARK = "AGENT_RL_RAY_FOLDER"
 _LOCK = "owner.lock"
@@ -47,6 +49,26 @@ def ray_cluster(address: str | None, *, cpus: int) -> Iterator[None]:
             shutil.rmtree(folder, ignore_errors=True)
         if lock is not None:
             lock.close()
+
+
+async def check_ray(address: str, *, seconds: float = ANSWER_SECONDS) -> None:
+    """Raises UserError where nothing listens at ``address`` (``HOST:PORT`` or ``ray://HOST:PORT``): Ray itself would go
+    on asking for ten minutes. ``auto`` is looked up by Ray."""
+    if address == "auto":
+        return
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdecimal():
+        raise UserError(f"train.ray_address: {address}: write it as HOST:PORT")
+    try:
+        async with asyncio.timeout(seconds):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except (OSError, OverflowError, UnicodeError) as error:  # a timeout is an OSError too
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else f"no answer within {seconds:g} s"
+        raise UserError(
+            f"train.ray_address: {address}: {reason}; start a cluster there (`ray start --head`), mend the address, or "
+            "leave the key out for a local Ray"
+        ) from None
+    writer.close()
 
 
 def _hold(folder: Path) -> IO[bytes]:
