@@ -99,7 +99,7 @@ def encode(routing: Routing, *, layer_ids: Sequence[int] | None = None, keep_ord
 
 
 def decode(data: bytes | memoryview, *, max_bytes: int = MAX_BYTES, where: str = "archive") -> Routing:
-    """The routing that ``data`` holds, checked as one that came over the wire is. Its layers: :func:`read_header`.
+    """The routing that ``data`` holds, checked as one that came over the wire is.
 
     Raises RoutingError, its message led by ``where``, for anything that is not exactly an archive of at most
     ``max_bytes`` of expert ids.
@@ -118,11 +118,6 @@ def decode(data: bytes | memoryview, *, max_bytes: int = MAX_BYTES, where: str =
     routing = Routing(experts_TMK, present, header.spans, header.num_experts)
     validate(routing, where)
     return routing
-
-
-def read_header(data: bytes | memoryview, *, where: str = "archive") -> Header:
-    """What ``data`` says of itself, its checksum and bounds checked. Raises RoutingError."""
-    return _parse(memoryview(data), MAX_BYTES, where)[0]
 
 
 def write(path: Path, routing: Routing, *, layer_ids: Sequence[int] | None = None, keep_order: bool = False) -> None:

@@ -117,13 +117,6 @@ def narrow(
     return experts
 
 
-def encode_payload(experts_TMK: NDArray[np.unsignedinteger], layout: RouteLayout) -> bytes:
-    """The payload the engine would send for ``experts``: the inverse of :func:`decode_payload`."""
-    wire_TLK = np.zeros((len(experts_TMK), layout.num_layers, layout.top_k), dtype="<i4")
-    wire_TLK[:, list(layout.moe_layer_ids)] = experts_TMK
-    return pybase64.b64encode(wire_TLK.tobytes())
-
-
 def extract_payload(body: bytes) -> tuple[memoryview, bytes] | None:
     """Cut the base64 payload out of a response body without parsing it as JSON: ``(payload, body without it)``.
 

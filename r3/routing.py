@@ -7,7 +7,6 @@ fed back). Dense layers have no row: only MoE layers are kept.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -142,40 +141,6 @@ def _check_spans(routing: Routing, where: str) -> None:
             raise RoutingError(f"{where}: {span} disagrees with the present-row mask")
     if at != routing.tokens:
         raise RoutingError(f"{where}: spans cover {at} rows, expected {routing.tokens}")
-
-
-def slice_rows(routing: Routing, start: int, stop: int) -> Routing:
-    """Rows ``start`` to ``stop`` (exclusive) as a routing of their own; a view, not a copy."""
-    if not 0 <= start <= stop <= routing.tokens:
-        raise RoutingError(f"rows [{start}, {stop}) asked of a routing that has {routing.tokens}")
-    spans = tuple(
-        replace(span, start=max(span.start, start) - start, stop=min(span.stop, stop) - start)
-        for span in routing.spans
-        if span.start < stop and span.stop > start
-    )
-    return replace(routing, experts=routing.experts[start:stop], present=routing.present[start:stop], spans=spans)
-
-
-def concat(routings: Sequence[Routing]) -> Routing:
-    """The routings one after the other; neighbouring spans of the same provenance become one."""
-    if not routings:
-        raise RoutingError("nothing to concatenate")
-    first = routings[0]
-    for index, other in enumerate(routings):
-        if (other.num_experts, other.experts.shape[1:]) != (first.num_experts, first.experts.shape[1:]):
-            raise RoutingError(
-                f"routing {index} has {other.moe_layers} layers, top-{other.top_k} of {other.num_experts}; "
-                f"expected {first.moe_layers}, top-{first.top_k} of {first.num_experts}"
-            )
-    spans: list[Span] = []
-    at = 0
-    for routing in routings:
-        for span in routing.spans:
-            append_span(spans, span.shifted(at))
-        at += routing.tokens
-    experts = np.concatenate([routing.experts for routing in routings])
-    present = np.concatenate([routing.present for routing in routings])
-    return Routing(experts, present, tuple(spans), first.num_experts)
 
 
 def append_span(spans: list[Span], span: Span) -> None:

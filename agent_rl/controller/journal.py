@@ -116,7 +116,7 @@ class StepJournal:
         if not self.path.exists():
             return 0
         with self.path.open("rb") as file:
-            frames = _frames(file)
+            frames = frames_of(file)
             said, end = next(frames, (b"", 0))
             if not _same(said, header):
                 return 0
@@ -138,16 +138,6 @@ class StepJournal:
                 raise disk_error(self.path, error) from error
 
 
-def read_journal(path: Path) -> list[Trajectory]:
-    """The trajectories in a journal, whatever its header says, in the order they finished; none where it is absent."""
-    if not path.exists():
-        return []
-    with path.open("rb") as file:
-        frames = _frames(file)
-        next(frames, None)  # the header
-        return [decode_trajectory(payload, str(path)) for payload, _ in frames]
-
-
 def _write_whole(file: IO[bytes], data: bytes) -> None:
     start, view = file.tell(), memoryview(data)
     try:
@@ -161,7 +151,7 @@ def _write_whole(file: IO[bytes], data: bytes) -> None:
         raise
 
 
-def _frames(file: IO[bytes]) -> Iterator[tuple[bytes, int]]:
+def frames_of(file: IO[bytes]) -> Iterator[tuple[bytes, int]]:
     """Every whole frame's payload, and where the frame ends; up to the first that is torn or damaged."""
     while len(head := file.read(_FRAME.size)) == _FRAME.size:
         length, checksum = _FRAME.unpack(head)

@@ -24,6 +24,7 @@ import argparse
 import base64
 import json
 import multiprocessing
+import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -35,9 +36,12 @@ import pybase64
 from numpy.typing import NDArray
 
 from r3 import archive
-from r3.codec import RouteLayout, decode_payload, encode_payload, extract_payload
+from r3.codec import RouteLayout, decode_payload, extract_payload
 from r3.routing import Routing, Span, SpanKind
 from r3.stitch import RouteStitcher
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from routing_rows import encode_payload
 
 LAYERS, TOP_K, EXPERTS = 48, 8, 128
 LAYOUT = RouteLayout(LAYERS, tuple(range(LAYERS)), EXPERTS, TOP_K)

@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+from routing_rows import slice_rows
 from server_control import tell
 from trajectories import trajectory
 
@@ -22,7 +23,7 @@ from agent_rl.rollout.limiter import Limiter
 from agent_rl.rollout.rescore import Rescorer
 from agent_rl.types import Completion, FinishReason, SamplingParams, Trajectory
 from envs import Task
-from r3.routing import Routing, SpanKind, slice_rows, validate
+from r3.routing import Routing, SpanKind, validate
 from r3.stitch import RouteStitcher
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]

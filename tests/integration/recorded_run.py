@@ -24,10 +24,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from journal_rows import read_journal
 from numpy.typing import NDArray
 
 from agent_rl.config import RunConfig, load_config
-from agent_rl.controller.journal import read_journal
 from agent_rl.controller.state import RunState
 from agent_rl.controller.train import TrainingRun
 from agent_rl.model_facts import read_facts

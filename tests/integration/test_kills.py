@@ -8,9 +8,9 @@ import signal
 from pathlib import Path
 
 import pytest
+from journal_rows import read_journal
 from killed_run import Life, broken, episodes, exact, step_saved, write_config
 
-from agent_rl.controller.journal import read_journal
 from agent_rl.model.shipped import install_model
 from agent_rl.observe.metrics_log import read_metrics
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from integration_run import Run, wait
+from journal_rows import read_journal
 from killed_run import exact
 
-from agent_rl.controller.journal import read_journal
 from agent_rl.observe.metrics_log import read_metrics
 from agent_rl.rollout.records import read_trajectories
 from agent_rl.types import Trajectory

@@ -13,9 +13,7 @@ from r3.routing import (
     Span,
     SpanKind,
     append_span,
-    concat,
     narrowest_dtype,
-    slice_rows,
     validate,
 )
 
@@ -88,19 +86,6 @@ def broken(name: str) -> Routing:
 def test_what_disagrees_is_named(name: str, message: str) -> None:
     with pytest.raises(RoutingError, match=f"here.*{message}"):
         validate(broken(name), "here")
-
-
-@pytest.mark.parametrize(("start", "stop"), [(-1, 2), (2, 1), (0, 5)])
-def test_rows_outside_are_refused(start: int, stop: int) -> None:
-    with pytest.raises(RoutingError, match="asked of a routing that has 4"):
-        slice_rows(example(), start, stop)
-
-
-def test_routings_of_different_models_do_not_concatenate() -> None:
-    with pytest.raises(RoutingError, match="routing 1 has"):
-        concat([example(), replace(example(), num_experts=5)])
-    with pytest.raises(RoutingError, match="nothing"):
-        concat([])
 
 
 def test_equal_neighbours_merge_and_empty_spans_vanish() -> None:

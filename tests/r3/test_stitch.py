@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from routing_rows import concat, slice_rows
 
-from r3.routing import Routing, RoutingError, Span, SpanKind, concat, slice_rows, validate
+from r3.routing import Routing, RoutingError, Span, SpanKind, validate
 from r3.stitch import RouteStitcher
 
 LAYERS, TOP_K, EXPERTS = 3, 2, 256

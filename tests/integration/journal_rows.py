@@ -1,0 +1,19 @@
+"""What a step's journal holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from agent_rl.controller.journal import frames_of
+from agent_rl.rollout.records import decode_trajectory
+from agent_rl.types import Trajectory
+
+
+def read_journal(path: Path) -> list[Trajectory]:
+    """The trajectories in a journal, whatever its header says, in the order they finished; none where it is absent."""
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        frames = frames_of(file)
+        next(frames, None)  # the header
+        return [decode_trajectory(payload, str(path)) for payload, _ in frames]
