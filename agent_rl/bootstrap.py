@@ -80,11 +80,15 @@ def build_trainer() -> None:
     run(pip, "install", "--quiet", "--progress-bar=on", "--editable", ".[train,dev]")
 
 
+def trainer_packages() -> list[str]:
+    """The requirements of the extra ``train``, as the installed agent-rl names them."""
+    marked = [text.partition(";") for text in importlib.metadata.requires("agent-rl") or ()]
+    return [package.strip() for package, _, marker in marked if 'extra == "train"' in marker]
+
+
 def add_trainer_packages() -> None:
-    """Install the extra ``train`` of the installed agent-rl into the environment that runs this, torch first."""
-    marked = [text.split(";") for text in importlib.metadata.requires("agent-rl") or () if "train" in text]
-    packages = [package.strip() for package, *marks in marked if any('extra == "train"' in mark for mark in marks)]
-    for wanted in ([TORCH], packages):
+    """Install the trainer's packages into the environment that runs this, torch first."""
+    for wanted in ([TORCH], trainer_packages()):
         run(sys.executable, "-m", "pip", "install", "--quiet", "--progress-bar=on", *wanted)
     say("trainer packages: ready")
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -107,6 +108,13 @@ def test_the_engine_environment_belongs_beside_the_one_of_the_command(agent_rl: 
     refused = agent_rl("install", "engine", PIP_NO_INDEX="1")  # as far as it gets without a package index
     assert refused.returncode == 2
     assert f"error: this command failed, its reason stands above: {engine}/bin/pip install" in refused.stderr
+
+
+def test_the_trainer_s_packages_are_those_of_the_extra(installed: Path) -> None:
+    code = "from agent_rl.bootstrap import trainer_packages as found; print(*found())"
+    listed = run(installed / ".venv/bin/python", "-c", code, cwd=installed).stdout.split()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert listed == project["optional-dependencies"]["train"]
 
 
 def test_without_the_trainer_s_packages_the_command_that_installs_them_is_told(tmp_path: Path) -> None:
