@@ -16,7 +16,7 @@ from rich.table import Table
 from agent_rl.config import EngineConfig, RunConfig, load_config
 from agent_rl.controller import preflight
 from agent_rl.controller.world import box_limits, open_pool
-from agent_rl.engine.sglang import SGLangEngine
+from agent_rl.engine.open import open_engine
 from agent_rl.errors import AgentRlError, EngineError, UserError
 from agent_rl.model_facts import read_facts
 from sandbox import SandboxError
@@ -78,7 +78,7 @@ async def _engine(config: RunConfig) -> str:
 
 
 async def _running(config: RunConfig) -> str:
-    async with SGLangEngine(config.engine.urls, read_facts(config.model), config.engine) as engine:
+    async with open_engine(config.engine, config.model, read_facts(config.model), config.runs_dir) as engine:
         found = [await engine.info(url) for url in engine.urls]
     return ", ".join(f"{info.url}: {info.model}, {info.dtype}" for info in found)
 
