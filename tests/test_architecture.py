@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import import_graph
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -95,6 +96,12 @@ def test_every_part_of_agent_rl_has_its_place_in_the_table() -> None:
         path.stem for path in (ROOT / "agent_rl").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
     }
     assert parts - {"__init__"} == set(INSIDE_AGENT_RL)
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    graph = import_graph.import_graph(import_graph.modules(ROOT))
+    assert import_graph.circles(graph) == []
+    assert import_graph.circles(import_graph.parts_graph(graph)) == []
 
 
 @pytest.mark.parametrize(
