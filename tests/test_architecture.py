@@ -6,8 +6,7 @@ import ast
 import importlib.metadata
 import subprocess
 import sys
-from collections.abc import Collection, Iterator
-from graphlib import CycleError, TopologicalSorter
+from collections.abc import Iterator
 from pathlib import Path
 
 import import_graph
@@ -90,33 +89,6 @@ def test_parts_of_agent_rl_import_only_downstream(part: str) -> None:
             if names[1] not in INSIDE_AGENT_RL[part]:
                 wrong.append(f"{path.relative_to(ROOT)}:{line} imports {module}")
     assert not wrong, "\n".join(wrong)
-
-
-def module_of(path: Path) -> str:
-    names = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(names[:-1] if names[-1] == "__init__" else names)
-
-
-def imported_modules(path: Path, known: Collection[str]) -> set[str]:
-    """The modules of ``known`` that a file imports; ``from package import module`` imports the module."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            named = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= {name if name in known else node.module or "" for name in named}
-    return found & set(known)
-
-
-def test_no_modules_import_each_other_in_a_circle() -> None:
-    """Imports within functions and under TYPE_CHECKING count: a reader follows them as well."""
-    modules = {module_of(path): path for package in PACKAGES for path in sources(package)}
-    graph = {module: imported_modules(path, modules) - {module} for module, path in modules.items()}
-    try:
-        TopologicalSorter(graph).prepare()
-    except CycleError as error:
-        pytest.fail(" <- ".join(error.args[1]))
 
 
 def test_every_part_of_agent_rl_has_its_place_in_the_table() -> None:
