@@ -309,12 +309,12 @@ def _parts_table(what: str, native: Mapping[Any, Mismatch], replay: Mapping[Any,
         what, "sampled tokens", "k3-KL native", "k3-KL replay", "sets that differ, native", title=f"by {what}"
     )
     for label, part in native.items():
-        ours, theirs = part.logprobs, replay[label].logprobs
+        own, replayed = part.logprobs, replay[label].logprobs
         table.add_row(
             str(label),
-            f"{ours.tokens:,}" if ours else "0",
-            _text(ours.metrics["k3_kl"]) if ours else "",
-            _text(theirs.metrics["k3_kl"]) if theirs else "",
+            f"{own.tokens:,}" if own else "0",
+            _text(own.metrics["k3_kl"]) if own else "",
+            _text(replayed.metrics["k3_kl"]) if replayed else "",
             f"{part.routes.router:.3%}" if part.routes else "",
         )
     return table

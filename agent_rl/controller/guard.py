@@ -76,10 +76,10 @@ class Crossing:
     steps: int = 1
 
     def __str__(self) -> str:
-        told = f"{self.metric} is {self.value:.3g}"
+        line = f"{self.metric} is {self.value:.3g}"
         if math.isfinite(self.value):
-            told += f", {self.side} its limit {self.limit:.3g} ({self.key})"
-        return told + (f", {self.steps} steps in a row" if self.steps > 1 else "")
+            line += f", {self.side} its limit {self.limit:.3g} ({self.key})"
+        return line + (f", {self.steps} steps in a row" if self.steps > 1 else "")
 
 
 def crossings(row: Row, history: Sequence[Row], config: GuardConfig) -> Iterator[Crossing]:
@@ -179,8 +179,8 @@ class Guard:
     def __init__(self, config: GuardConfig, run_dir: Path, note: Callable[[str], None]) -> None:
         self._config, self._note = config, note
         self._path = run_dir / "guard.jsonl"
-        told = self._path.read_bytes() if self._path.exists() else b""
-        self._events = [orjson.loads(line) for line in told.splitlines()]
+        written = self._path.read_bytes() if self._path.exists() else b""
+        self._events = [orjson.loads(line) for line in written.splitlines()]
         self._since = 0
         self._reason: str | None = None
         self._began: int | None = None
@@ -219,8 +219,8 @@ class Guard:
         if lost := values.get("train/skipped_updates", 0.0):
             self._tell("skipped", step, f"{lost:.0f} update(s) left out", {"skipped": lost, "in_window": skipped})
         if spikes := values.get("train/spikes", 0.0):
-            told = f"{spikes:.0f} gradient-norm spike(s), guard.on_spike: {self._config.on_spike}"
-            self._tell("spike", step, told, {"spikes": spikes})
+            text = f"{spikes:.0f} gradient-norm spike(s), guard.on_spike: {self._config.on_spike}"
+            self._tell("spike", step, text, {"spikes": spikes})
         self._reason = self._why_stop(standing, skipped)
         if self._reason is not None:
             self._record("stop", step, self._reason, {})

@@ -39,7 +39,7 @@ from envs import Task
 
 FORMAT = 1
 _FRAME = struct.Struct("<II")
-_TOLD_BY = ("train/updates", "train/loss", "train/grad_norm", "mismatch/k3_kl")
+_NAMED_BY = ("train/updates", "train/loss", "train/grad_norm", "mismatch/k3_kl")
 
 
 def lineage(before: str, metrics: Mapping[str, float]) -> str:
@@ -48,8 +48,8 @@ def lineage(before: str, metrics: Mapping[str, float]) -> str:
     It takes up the loss, gradient norm and k3-KL bit for bit: over thousands of tokens two different updates do not
     agree in all three, and the same update done again on the same machine in float32 on a CPU does.
     """
-    told = [float(metrics[name]).hex() for name in _TOLD_BY if name in metrics]
-    return hashlib.sha256(" ".join([before, *told]).encode()).hexdigest()[:16]
+    reported = [float(metrics[name]).hex() for name in _NAMED_BY if name in metrics]
+    return hashlib.sha256(" ".join([before, *reported]).encode()).hexdigest()[:16]
 
 
 class Journal:
@@ -117,8 +117,8 @@ class StepJournal:
             return 0
         with self.path.open("rb") as file:
             frames = frames_of(file)
-            said, end = next(frames, (b"", 0))
-            if not _same(said, header):
+            first, end = next(frames, (b"", 0))
+            if not _same(first, header):
                 return 0
             for payload, after in frames:
                 trajectory = replace(decode_trajectory(payload, str(self.path)), recovered=True)
@@ -161,8 +161,8 @@ def frames_of(file: IO[bytes]) -> Iterator[tuple[bytes, int]]:
         yield payload, file.tell()
 
 
-def _same(said: bytes, header: Mapping[str, object]) -> bool:
+def _same(frame: bytes, header: Mapping[str, object]) -> bool:
     try:
-        return bool(json.loads(said) == dict(header))
+        return bool(json.loads(frame) == dict(header))
     except ValueError:
         return False

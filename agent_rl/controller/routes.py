@@ -27,9 +27,9 @@ async def probe_engines(config: RunConfig, engine: SGLangEngine, display: Displa
             display.table(table(report))
         display.fact("routes", report.line())
         if spoiling := report.spoils(missing_allowed=config.r3.missing != "error"):
-            said = "; ".join(f"{check.name}: {check.found}" for check in spoiling)
+            findings = "; ".join(f"{check.name}: {check.found}" for check in spoiling)
             raise RoutesMissingError(
-                f"{url}: its routes can't be replayed ({said}): {spoiling[0].advice}; "
+                f"{url}: its routes can't be replayed ({findings}): {spoiling[0].advice}; "
                 "see `agent-rl r3 probe URL`, or set train.replay to r2 or off"
             )
 
