@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -10,6 +11,7 @@ import pytest
 
 from envs import EnvContext, Environment, load_environment
 from envs.conformance import check_environment
+from envs.template import write_template
 from tools import ToolCall
 
 PAGE = Path(__file__).parents[2] / "docs/environments.md"
@@ -22,6 +24,18 @@ def printed(number: int, context: EnvContext, monkeypatch: pytest.MonkeyPatch) -
     block = PAGE.read_text().split("```python\n")[number + 1].split("```")[0]
     exec(compile(block, str(PAGE), "exec"), module.__dict__)
     return load_environment(f"{module.__name__}:Sums", context, {"count": 3})
+
+
+def test_users_code_imports_from_one_place(tmp_path: Path) -> None:
+    written = write_template("letters", tmp_path)
+    pages = [PAGE, PAGE.with_name("tools.md")]
+    sources = [*PAGE.parent.glob("examples/*.py"), written.environment, written.test]
+    code = [block.split("```")[0] for page in pages for block in page.read_text().split("```python\n")[1:]]
+    code += [path.read_text() for path in sources]
+    found = {word for text in code for word in re.findall(r"^(?:from|import) ([\w.]+)", text, re.MULTILINE)}
+    assert "agent_rl.api" in found
+    assert not {name for name in found if name.split(".")[0] in {"envs", "tools", "sandbox", "r3"}}
+    assert {name for name in found if name.startswith("agent_rl")} == {"agent_rl.api"}
 
 
 async def test_the_printed_class_of_tools_runs(monkeypatch: pytest.MonkeyPatch) -> None:
