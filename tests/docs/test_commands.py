@@ -62,6 +62,7 @@ RUN: Mapping[str, str] = {
     "agent-rl envs check letters:Letters": "kept",
     "agent-rl eval configs/quickstart.yaml --policy gold --tasks 2": "100.0%",
     "agent-rl eval configs/quickstart.yaml --policy noop --tasks 2": " 0.0%",
+    "agent-rl show runs/quickstart/eval/gold-heldout": "resolved",
     "agent-rl model init OUT": "made",
     "agent-rl plan configs/paper-swe.yaml": "GPU",
     "agent-rl plan configs/paper-swe.yaml hardware.gpu_memory_gb=141 train.parallel.world_size=16": "GPU",
@@ -70,6 +71,15 @@ RUN: Mapping[str, str] = {
     "python -m sandbox.reap --list": "",
 }
 """Commands that the test runs as they are printed, one after another in one folder, and a part of their output."""
+
+AFTER: Mapping[str, tuple[str, str]] = {
+    "agent-rl envs check letters:Letters": ("letters.py", "agent-rl envs new letters"),
+    "agent-rl show runs/quickstart/eval/gold-heldout": (
+        "runs/quickstart/eval/gold-heldout",
+        "agent-rl eval configs/quickstart.yaml --policy gold --tasks 2",
+    ),
+}
+"""What a command needs that an earlier one makes: the file or folder, and the earlier command."""
 
 NOT_RUN: Mapping[str, tuple[str, ...]] = {
     "sets up environments, or runs the suite or all benchmarks": (
@@ -197,8 +207,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.bubblewrap
 @pytest.mark.parametrize("text", RUN)
 def test_the_command_runs_as_it_is_printed(text: str, folder: Path) -> None:
-    if "letters" in text and "new" not in text and not (folder / "letters.py").exists():
-        run("agent-rl envs new letters", folder)
+    needed, earlier = AFTER.get(text, (".", ""))
+    if not (folder / needed).exists():
+        run(earlier, folder)
     assert RUN[text] in run(text, folder)
 
 
