@@ -16,6 +16,7 @@ from agent_rl.aio import shielded
 from agent_rl.config import RunConfig
 from agent_rl.errors import AgentRlError, TrainerError, WeightSyncError
 from agent_rl.train.answers import gather, rank_died
+from agent_rl.train.cluster import check_ray
 from agent_rl.train.launch import start_actors
 from agent_rl.train.orders import OptimizerSpec, RankOrder
 from agent_rl.train.route_shares import RankInfo
@@ -42,7 +43,9 @@ class Ranks:
         self._ended: str | None = None
 
     async def start(self, config: RunConfig, optimizer: OptimizerSpec) -> None:
-        """Start Ray and the actors, and build the model in each. Raises TrainerError or ConfigError."""
+        """Start Ray and the actors, and build the model in each. Raises TrainerError or UserError."""
+        if config.train.ray_address is not None:
+            await check_ray(config.train.ray_address)
         # Shielded: a cancelled start must not leave behind a thread that starts processes nobody owns.
         order = await shielded(asyncio.to_thread(self._launch, config))
         meeting, *_ = await gather([actor.rendezvous.remote() for actor in self._actors], START_SECONDS)

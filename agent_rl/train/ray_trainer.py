@@ -57,7 +57,7 @@ class RayTrainer:
         self._cost = TOKENS  # the model's own once it is known, in start()
 
     async def start(self) -> RayTrainer:
-        """Start Ray and the ranks and build the model in each. Raises TrainerError or ConfigError."""
+        """Start Ray and the ranks and build the model in each. Raises TrainerError or UserError."""
         try:
             self._cost = sequence_cost(read_facts(self.config.model))
             await self.ranks.start(self.config, self._optimizer)

@@ -1,0 +1,127 @@
+"""Ray itself: an address that is dead is told at once; a local one has few processes, and none outlives its owner."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from agent_rl.config import RunConfig, TrainConfig
+from agent_rl.errors import UserError
+from agent_rl.train.cluster import check_ray
+from agent_rl.train.ray_trainer import RayTrainer
+
+OWNER = """
+import sys
+import ray
+from agent_rl.train.cluster import ray_cluster
+
+@ray.remote(num_cpus=1)
+class Rank:
+    def ready(self):
+        return True
+
+with ray_cluster(None, cpus=1):
+    rank = Rank.remote()
+    ray.get(rank.ready.remote())
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+KINDS = ("gcs_server", "raylet/raylet", "/monitor.py", "dashboard.py", "log_monitor.py", "Agent", "ray::Rank")
+"""In the order in which command lines are told apart."""
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """pytest's own folders are too long for the paths of Ray's sockets."""
+    with tempfile.TemporaryDirectory(prefix="ray-") as folder:
+        yield Path(folder)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@pytest.mark.parametrize("scheme", ["", "ray://"])
+async def test_a_dead_address_is_told_at_once(scheme: str) -> None:
+    address = f"{scheme}127.0.0.1:{free_port()}"
+    with pytest.raises(UserError, match=rf"train\.ray_address: {address}: .* mend the address"):
+        await check_ray(address, seconds=5)
+
+
+async def test_an_address_that_answers_passes() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        await check_ray(f"127.0.0.1:{server.getsockname()[1]}")
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "http://127.0.0.1:1", "127.0.0.1:port", "127.0.0.1:99999", ":6379"])
+async def test_what_is_no_address_is_told(address: str) -> None:
+    with pytest.raises(UserError, match=f"train.ray_address: {address}: write it as HOST:PORT, ray://HOST:PORT or"):
+        await check_ray(address)
+
+
+async def test_auto_asks_the_address_that_ray_would_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray", reason="needs the trainer environment")
+    port = free_port()
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+    with pytest.raises(UserError, match=rf"train\.ray_address: auto, \S+:{port}: .* mend the address"):
+        await check_ray("auto", seconds=5)
+
+
+@pytest.mark.megatron
+async def test_the_trainers_start_asks_first(tiny_moe: Path) -> None:
+    train = TrainConfig(ray_address=f"127.0.0.1:{free_port()}", device="cpu")
+    with pytest.raises(UserError, match=r"train\.ray_address: 127\.0\.0\.1"):
+        await RayTrainer(RunConfig(name="test", model=tiny_moe, train=train)).start()
+
+
+@pytest.mark.slow
+@pytest.mark.megatron
+def test_a_local_rays_processes_are_few_and_die_with_a_killed_owner(short_folder: Path) -> None:
+    pytest.importorskip("ray", reason="needs the trainer environment")
+    environment = {**os.environ, "TMPDIR": str(short_folder)}
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    )
+    try:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == "ready\n"
+        running = {pid: line for pid, line in processes(short_folder).items() if pid != owner.pid}
+        guards = [pid for pid, line in running.items() if "ray_leftovers" in line]
+        counted = Counter(kind_of(line) for pid, line in running.items() if pid not in guards)
+        assert len(guards) == 1
+        assert counted == Counter(["Agent", *KINDS]), running
+    finally:
+        owner.send_signal(signal.SIGKILL)
+        owner.communicate()
+    deadline = time.monotonic() + 10
+    while processes(short_folder) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not processes(short_folder)
+    assert not list(short_folder.iterdir())
+
+
+def kind_of(line: str) -> str:
+    return next((kind for kind in KINDS if kind in line), line)
+
+
+def processes(folder: Path) -> dict[int, str]:
+    """The command lines of the living processes whose files for a while are in ``folder``."""
+    mark, lines = f"TMPDIR={folder}".encode(), {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (entry / "environ").read_bytes().split(b"\0"):
+                lines[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+        except OSError:
+            continue
+    return lines
