@@ -78,7 +78,7 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
     check_trainer()
     from agent_rl.controller.train import train as run
 
-    _run_async(run(loaded))
+    _run_async(run(loaded), RESUMES)
 
 
 @app.command("eval")

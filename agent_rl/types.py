@@ -31,8 +31,8 @@ class StopReason(StrEnum):
     PARSE_FAILURES = "parse_failures"  # too many turns in a row held no well-formed tool call
     SANDBOX_FAILURE = "sandbox_failure"  # infrastructure: the sandbox or the grading broke
     ENGINE_FAILURE = "engine_failure"  # infrastructure: the engine failed past its retry budget
-    STALE = "stale"  # dropped: begun with weights too old
-    CANCELLED = "cancelled"  # the run was stopped
+    STALE = "stale"  # reserved for asynchronous training: dropped, as its weights are too old
+    CANCELLED = "cancelled"  # reserved for asynchronous training: stopped by the controller
 
     @property
     def infrastructure(self) -> bool:

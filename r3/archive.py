@@ -90,12 +90,12 @@ def encode(routing: Routing, *, layer_ids: Sequence[int] | None = None, keep_ord
         _sort(planes_KN)
         planes_KN[1:] -= planes_KN[:-1].copy()
     body = zstandard.ZstdCompressor(level=_LEVEL).compress(_split(planes_KN, header.dtype).data)
-    said = _header_bytes(header)
-    if len(said) > _MAX_HEADER_BYTES:
-        raise RoutingError(f"archive: the header takes {len(said)} bytes, at most {_MAX_HEADER_BYTES} are read")
-    lengths = (MAGIC, VERSION, len(said), len(body))
-    checksum = _checksum(_PREFIX.pack(*lengths, 0), said, body)
-    return b"".join((_PREFIX.pack(*lengths, checksum), said, body))
+    head = _header_bytes(header)
+    if len(head) > _MAX_HEADER_BYTES:
+        raise RoutingError(f"archive: the header takes {len(head)} bytes, at most {_MAX_HEADER_BYTES} are read")
+    lengths = (MAGIC, VERSION, len(head), len(body))
+    checksum = _checksum(_PREFIX.pack(*lengths, 0), head, body)
+    return b"".join((_PREFIX.pack(*lengths, checksum), head, body))
 
 
 def decode(data: bytes | memoryview, *, max_bytes: int = MAX_BYTES, where: str = "archive") -> Routing:
@@ -149,10 +149,10 @@ def _parse(data: memoryview, max_bytes: int, where: str) -> tuple[Header, memory
     expected = _PREFIX.size + header_bytes + body_bytes
     if len(data) != expected:
         raise RoutingError(f"{where}: {len(data)} bytes, expected {expected} by its own lengths")
-    said, body = data[_PREFIX.size : _PREFIX.size + header_bytes], data[_PREFIX.size + header_bytes :]
-    if _checksum(_PREFIX.pack(magic, version, header_bytes, body_bytes, 0), said, body) != checksum:
+    head, body = data[_PREFIX.size : _PREFIX.size + header_bytes], data[_PREFIX.size + header_bytes :]
+    if _checksum(_PREFIX.pack(magic, version, header_bytes, body_bytes, 0), head, body) != checksum:
         raise RoutingError(f"{where}: its checksum does not match: the file was damaged")
-    header = _read_header(bytes(said), where)
+    header = _read_header(bytes(head), where)
     _check(header, max_bytes, where)
     return header, body
 
@@ -166,13 +166,13 @@ def _checksum(*parts: bytes | memoryview) -> int:
 
 def _header_bytes(header: Header) -> bytes:
     spans = [[s.start, s.stop, s.weight_version, s.engine, s.kind.value] for s in header.spans]
-    said = {name: getattr(header, name) for name in Header.__slots__} | {"spans": spans}
-    return json.dumps(said, separators=(",", ":")).encode()
+    fields = {name: getattr(header, name) for name in Header.__slots__} | {"spans": spans}
+    return json.dumps(fields, separators=(",", ":")).encode()
 
 
-def _read_header(said: bytes, where: str) -> Header:
+def _read_header(data: bytes, where: str) -> Header:
     try:
-        fields: dict[str, Any] = json.loads(said)
+        fields: dict[str, Any] = json.loads(data)
         spans = tuple(_span(values) for values in fields["spans"])
         layer_ids = fields["layer_ids"]
         tokens, moe_layers, top_k, num_experts, dtype, is_sorted = _typed(

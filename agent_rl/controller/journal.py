@@ -9,7 +9,7 @@ A file is only ever appended to, a frame in one write. A kill tears at most the 
 next writer cuts the tear off. Frames are not synced to the disk: a killed process loses none of what it wrote, and a
 machine that loses its power loses the work of seconds, which is sampled again, for a torn frame has no matching CRC.
 
-Which weights an episode was sampled with is told by a :func:`lineage`, a hash of all that the run's updates reported; a
+The weights of an episode are named by a :func:`lineage`, a hash of all that the run's updates reported; a
 weight version alone is a step's number, which another attempt at the same step would bear too. A step's journal is used
 only where its lineage is that of the weights at hand.
 """
