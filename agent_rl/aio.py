@@ -31,9 +31,10 @@ def cancel_on_signals() -> None:
 
 
 def _stop(task: asyncio.Task[object]) -> None:
-    if not task.cancelling():
+    first = not task.cancelling()
+    task.cancel()  # before anything is printed: it takes the panel off the screen
+    if first:
         print("stopping: ending what was started (some seconds) ...", file=sys.stderr, flush=True)
         last_resort = threading.Timer(STOP_SECONDS, os._exit, [STOPPED])
         last_resort.daemon = True
         last_resort.start()
-    task.cancel()

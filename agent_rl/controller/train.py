@@ -244,6 +244,9 @@ class TrainingRun:
             limiter=self.world.limiter,
             on_event=self._on_event,
         )
+        if not report.graded:
+            self.display.fact(what, f"not known: none of {report.tasks} tasks could be graded")
+            return report
         low, high = report.interval
         self.display.fact(what, f"{100 * report.pass_at_1:.1f} % [{100 * low:.1f}, {100 * high:.1f}]")
         return report

@@ -1,0 +1,37 @@
+"""A run's recording is graded anew without a word on its split, which is train unless another is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from agent_rl.commands.eval import EvalOptions, run_evaluation
+from agent_rl.commands.policy import PolicyChoice
+from agent_rl.config import load_config
+from agent_rl.errors import ConfigError
+from envs.mini import generate, to_record
+from tools import ToolCall
+from tools.formats import tool_format
+
+QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"
+
+
+@pytest.mark.bubblewrap
+async def test_a_recording_of_training_needs_no_split(tmp_path: Path) -> None:
+    recording, turn = (
+        tmp_path / "step-000001.jsonl",
+        tool_format("xml").render(ToolCall("finish", {"command": "submit"})),
+    )
+    task = to_record(next(iter(generate("train", 1, 0)))).id
+    recording.write_text(json.dumps({"task_id": task, "turns": [{"text": turn}]}) + "\n")
+    config = load_config(
+        QUICKSTART, [f"runs_dir={tmp_path}", "env.options.train_tasks=2", "env.options.heldout_tasks=2"]
+    )
+    policy = PolicyChoice(f"replay:{recording}")
+    assert await run_evaluation(config, EvalOptions(policy, out=tmp_path / "out")) is None
+    (outcome,) = json.loads((tmp_path / "out" / "report.json").read_text())["outcomes"]
+    assert (outcome["task_id"], outcome["stops"]) == (task, ["submitted"])
+    with pytest.raises(ConfigError, match="--split heldout: none of the recording's tasks is of it"):
+        await run_evaluation(config, EvalOptions(policy, split="heldout", out=tmp_path / "other"))
