@@ -24,6 +24,7 @@ def steps(target: str) -> str:
         ("quickstart", "bootstrap.py", "agent-rl train"),
         ("quickstart", "agent-rl setup", "agent-rl train"),
         ("bench", "bootstrap.py", "tests/bench"),
+        ("docs", "bootstrap.py docs", "sphinx-build"),
     ],
 )
 def test_a_target_makes_what_it_needs_first(target: str, before: str, after: str) -> None:
