@@ -185,6 +185,15 @@ def test_a_setting_that_the_folder_is_older_than_has_its_default(tmp_path: Path)
         EvalFolder(tmp_path, {**SETTINGS, "new": [1]})
 
 
+def test_a_setting_that_only_the_folder_has_is_not_compared(tmp_path: Path) -> None:
+    begun(tmp_path)
+    held = json.loads((tmp_path / "settings.json").read_text())
+    (tmp_path / "settings.json").write_text(json.dumps(held | {"dropped by a release": 900.0}))
+    EvalFolder(tmp_path, SETTINGS)
+    with pytest.raises(ConfigError, match='with policy "told"'):
+        EvalFolder(tmp_path, {**SETTINGS, "policy": "gold"})
+
+
 @pytest.mark.parametrize("line", ["[]", "{}", "nonsense", '{"task_id": "a", "suspected_hack": 3}'])
 def test_a_line_that_is_no_result_is_told(tmp_path: Path, line: str) -> None:
     folder = EvalFolder(tmp_path, SETTINGS)
