@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import uuid
 from collections.abc import Mapping
@@ -65,7 +66,9 @@ class RunState:
         return self._evaluations
 
     def record_evaluation(self, key: str, report: Mapping[str, Any]) -> None:
-        self._evaluations[key] = dict(report)
+        """Keep a report. A rate of nothing, NaN, is None from now on, as it is after a restart: JSON has no NaN."""
+        unknown = {name for name, value in report.items() if isinstance(value, float) and math.isnan(value)}
+        self._evaluations[key] = {name: None if name in unknown else value for name, value in report.items()}
         self._write()
 
     def forget_after(self, step: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,17 @@ def test_steps_without_an_update_are_counted_with_their_reason(tmp_path: Path) -
     out = io.StringIO()
     Console(file=out, width=200).print(summary_table(summary))
     assert "2 of 3: the rewards within every group are equal, all 0: the tasks are too hard" in out.getvalue()
+
+
+def test_an_evaluation_in_which_nothing_was_graded_has_no_rate(tmp_path: Path) -> None:
+    state = RunState(RunConfig(name="demo", runs_dir=tmp_path, model=Path("m")))
+    report = {"pass_at_1": math.nan, "interval": (0.0, 1.0), "infrastructure_failures": 8, "seconds": 1.0}
+    state.record_evaluation("step-0/sampled", report)
+    summary = summarize(state, [{"step": 1.0, **LEARNED}], FACTS, steps=1)
+    assert summary["pass_at_1_before"] is None
+    out = io.StringIO()
+    Console(file=out, width=200).print(summary_table(summary))
+    assert "nan" not in out.getvalue()
 
 
 @pytest.mark.parametrize(
