@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import tomllib
 from collections.abc import Iterable, Iterator
 
 import doc_pages as pages
 import pytest
+import yaml
 
 PAGE = pages.ROOT / "CONTRIBUTING.md"
 
@@ -40,3 +42,12 @@ def test_there_are_twelve_questions() -> None:
 @pytest.mark.parametrize(("question", "file", "name"), list(answers()))
 def test_each_question_is_answered_where_the_page_says(question: str, file: str, name: str) -> None:
     assert name in set(definitions(ast.parse((pages.ROOT / file).read_text()).body)), f"{file} defines no {name}"
+
+
+def test_the_hooks_are_programs_of_the_development_environment() -> None:
+    extras = tomllib.loads((pages.ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["dev"]
+    repositories = yaml.safe_load((pages.ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert [repository["repo"] for repository in repositories] == ["local"]
+    for hook in repositories[0]["hooks"]:
+        program = hook["entry"].split()[0].removeprefix(".venv/bin/")
+        assert any(extra.startswith(f"{program}>") for extra in extras), f"{program} is not in the extra dev"
