@@ -252,11 +252,11 @@ def cut_routes(
     bounds = np.searchsorted(rows.sequence, np.arange(len(routings) + 1)).tolist()
     for routing, start, stop in zip(routings, bounds[:-1], bounds[1:], strict=True):
         at = rows.positions[start:stop]
-        for mine, theirs in _runs(at[at < routing.tokens]):
-            here = slice(start + mine.start, start + mine.stop)
-            present[here] = routing.present[theirs]
+        for places, rows_given in _runs(at[at < routing.tokens]):
+            here = slice(start + places.start, start + places.stop)
+            present[here] = routing.present[rows_given]
             for to, of in columns:
-                experts[here, to] = routing.experts[theirs, of]
+                experts[here, to] = routing.experts[rows_given, of]
     experts[~present] = filler(int((~present).sum()), len(spec.columns), first.top_k, first.num_experts)
     return RouteShard(experts, present, _identities(rows, samples, tokens), spec.columns)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from agent_rl.config import RunConfig, TrainConfig
 from agent_rl.errors import TrainerError
-from agent_rl.train.orders import RankOrder
+from agent_rl.train.orders import RankDevice, RankOrder
 
 if TYPE_CHECKING:
     from ray.actor import ActorClass, ActorProxy
@@ -35,7 +35,7 @@ def start_actors(config: RunConfig, stack: ExitStack) -> tuple[list[ActorProxy[R
     return [actor_class.remote() for _ in range(world)], _order(config, device)
 
 
-def _order(config: RunConfig, device: Literal["cpu", "cuda"]) -> RankOrder:
+def _order(config: RunConfig, device: RankDevice) -> RankOrder:
     reference = config.reference_folder
     return RankOrder(
         config,
@@ -46,7 +46,7 @@ def _order(config: RunConfig, device: Literal["cpu", "cuda"]) -> RankOrder:
     )
 
 
-def _device(train: TrainConfig) -> Literal["cpu", "cuda"]:
+def _device(train: TrainConfig) -> RankDevice:
     import ray
 
     gpus, world = ray.cluster_resources().get("GPU", 0), train.parallel.world_size

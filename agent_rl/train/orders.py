@@ -10,6 +10,8 @@ from typing import Literal
 from agent_rl.config import RunConfig, TrainConfig
 from r3.trace.points import TraceOrder
 
+RankDevice = Literal["cpu", "cuda"]
+
 
 @dataclass(frozen=True, slots=True)
 class RankOrder:
@@ -22,7 +24,7 @@ class RankOrder:
     config: RunConfig
     model: Path
     reference: Path | None
-    device: Literal["cpu", "cuda"]
+    device: RankDevice
     threads: int
 
 

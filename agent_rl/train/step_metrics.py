@@ -69,16 +69,16 @@ def _train(reports: Sequence[RankReport]) -> dict[str, float]:
 
 def _reference(reports: Sequence[RankReport]) -> dict[str, float]:
     """The KL to the reference in the updates, and what it took from the advantages, a sampled token."""
-    found = [report.reference for report in reports if report.reference is not None]
-    if not found:
+    references = [report.reference for report in reports if report.reference is not None]
+    if not references:
         return {}
     finite = [(rank, report) for report in reports for rank in report.updates if rank.update.finite]
     tokens = sum(rank.tokens for rank, report in finite if report is reports[0])
     sampled = sum(rank.tokens for rank in reports[0].updates)
     return {
         "train/kl_reference": sum(rank.kl_reference for rank, _ in finite) / max(1, tokens),
-        "train/kl_penalty": sum(report.taken for report in found) / max(1, sampled),
-        "time/reference_logprob": max(report.seconds for report in found),
+        "train/kl_penalty": sum(report.taken for report in references) / max(1, sampled),
+        "time/reference_logprob": max(report.seconds for report in references),
     }
 
 

@@ -208,34 +208,34 @@ def _index(step: int, events: Sequence[Event]) -> _Step:
         raise TraceError(f"step {step}: {len(plans)} trace_plan records, expected the driver's one")
     if len({rank.rank for rank in plans[0].ranks}) != len(plans[0].ranks):
         raise TraceError(f"step {step}: its trace_plan names a rank twice")
-    found = _Step(plans[0])
+    records = _Step(plans[0])
     for event in events:
-        table, key = _table(found, event)
+        table, key = _table(records, event)
         if key in table:
-            found.twice.append(event)
+            records.twice.append(event)
         table.setdefault(key, event)
-    return found
+    return records
 
 
-def _table(found: _Step, event: Event) -> tuple[dict[Any, Any], Hashable]:
+def _table(records: _Step, event: Event) -> tuple[dict[Any, Any], Hashable]:
     """Where a record belongs."""
     match event:
         case Plan():
             return {}, None
         case Payload():
-            return found.payloads, event.key
+            return records.payloads, event.key
         case Fetch():
-            return found.fetches, (_PASS_OF[event.stage], event.key)
+            return records.fetches, (_PASS_OF[event.stage], event.key)
         case Shard():
-            return found.shards, (event.stage, _rank(event), event.microbatch_idx)
+            return records.shards, (event.stage, _rank(event), event.microbatch_idx)
         case Assignment():
-            return found.assigned, _layer_place(event)
+            return records.assigned, _layer_place(event)
         case Action():
-            return found.actions, (event.action, _layer_place(event))
+            return records.actions, (event.action, _layer_place(event))
         case ForwardVerify():
-            return found.verified, (event.action, _layer_place(event))
+            return records.verified, (event.action, _layer_place(event))
         case End():
-            return found.ends, event.rank
+            return records.ends, event.rank
 
 
 def _layer_place(event: Assignment | Action | ForwardVerify) -> LayerPlace:
@@ -326,16 +326,16 @@ class _StepChecker:
         return None
 
     def _fetch(self, stage: Stage) -> None:
-        found = {key: fetch for key, fetch in self.of.fetches.items() if key[0] == stage}
+        fetches = {key: fetch for key, fetch in self.of.fetches.items() if key[0] == stage}
 
         def places(key: tuple[Stage, str]) -> dict[str, Any]:
             payload = self.of.payloads[key[1]]
             return _places(payload) | {"stage": stage, "rank": payload.to_rank}
 
         expected = [(stage, key) for key in self.of.payloads]
-        for key in self._same_keys(HandOver.FETCH, expected, found, places):
+        for key in self._same_keys(HandOver.FETCH, expected, fetches, places):
             self._count(HandOver.FETCH, stage)
-            payload, fetch = self.of.payloads[key[1]], found[key]
+            payload, fetch = self.of.payloads[key[1]], fetches[key]
             if fetch.rank != payload.to_rank:
                 what = f"rank {fetch.rank} holds what was meant for rank {payload.to_rank}"
                 self._break(HandOver.FETCH, what, **places(key))
@@ -345,15 +345,15 @@ class _StepChecker:
                 self._compare(HandOver.FETCH, payload, fetch, places(key))
 
     def _shard(self, stage: Stage) -> None:
-        found = {key: shard for key, shard in self.of.shards.items() if key[0] == stage}
+        shards = {key: shard for key, shard in self.of.shards.items() if key[0] == stage}
         expected = [
             (stage, plan.rank, index)
             for plan in self.of.plan.ranks
-            for index in range(min(plan.micro_batches, len(found) + 1) if plan.layers else 0)
+            for index in range(min(plan.micro_batches, len(shards) + 1) if plan.layers else 0)
         ]
         segments: dict[str, tuple[Shard, SampleRows]] = {}
-        for key in self._same_keys(HandOver.SHARD, expected, found, _place_names):
-            shard = found[key]
+        for key in self._same_keys(HandOver.SHARD, expected, shards, _place_names):
+            shard = shards[key]
             self._shard_alone(shard)
             segments |= {segment.key: (shard, segment) for segment in shard.segments}
         for (_, name), fetch in ((k, f) for k, f in self.of.fetches.items() if k[0] == stage):
@@ -392,10 +392,10 @@ class _StepChecker:
         ]
 
     def _router(self, stage: Stage) -> None:
-        found = {key: given for key, given in self.of.assigned.items() if key[0] == stage}
-        for key in self._same_keys(HandOver.ROUTER, self._layer_places(stage), found, _layer_names):
+        assigned = {key: given for key, given in self.of.assigned.items() if key[0] == stage}
+        for key in self._same_keys(HandOver.ROUTER, self._layer_places(stage), assigned, _layer_names):
             self._count(HandOver.ROUTER, stage)
-            given, shard = found[key], self.of.shards[key[:3]]
+            given, shard = assigned[key], self.of.shards[key[:3]]
             held = dict(zip(shard.layers, shard.layer_sha256, strict=True))
             columns = {layer: column for column, layer in enumerate(self.of.plan.layers)}
             if given.layer_number not in held or columns.get(given.layer_number) != given.payload_idx:
@@ -571,9 +571,9 @@ def _hand_over_of(event: Event) -> HandOver:
 def _places(event: Event) -> dict[str, Any]:
     """The places a record names, under :class:`Break`'s names."""
     names = {"microbatch_idx": "microbatch", "sample_idx": "sample", "layer_number": "layer"}
-    found = {name: getattr(event, field, None) for field, name in names.items()}
+    named = {name: getattr(event, field, None) for field, name in names.items()}
     stage = getattr(event, "stage", None)
-    return found | {"rank": event.rank, "stage": _PASS_OF.get(stage, stage) if stage else None}
+    return named | {"rank": event.rank, "stage": _PASS_OF.get(stage, stage) if stage else None}
 
 
 def _place_names(key: Place) -> dict[str, Any]:

@@ -129,8 +129,8 @@ def test_the_latest_is_the_highest_step(tmp_path: Path) -> None:
 
 def test_another_format_is_refused_in_one_line(tmp_path: Path) -> None:
     folder = written(tmp_path / "step-000001")
-    said = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps({**said, "format": 1}))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "format": 1}))
     with pytest.raises(ConfigError, match=r"checkpoint format 1, this version reads 2: go on with the version"):
         read_manifest(folder)
     (folder / "manifest.json").write_text(json.dumps({"format": 2}))

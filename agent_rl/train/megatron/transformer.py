@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from agent_rl.config import ParallelConfig
+from agent_rl.config import ParallelConfig, Recompute
 from agent_rl.model_facts import ModelFacts
 from agent_rl.train.layouts import expert_problems, model_problems, recompute_problems, refuse
 
@@ -18,7 +18,7 @@ def transformer_config(
     facts: ModelFacts,
     parallel: ParallelConfig,
     dtype: torch.dtype,
-    recompute: Literal["none", "selective", "full"],
+    recompute: Recompute,
     recompute_modules: Sequence[str],
 ) -> TransformerConfig:
     """Megatron's configuration, with everything off that needs Transformer Engine or Apex.
