@@ -20,6 +20,15 @@ FOREIGN = {
 }
 """Files that pages name and that are not of this repository."""
 
+NAME = re.compile(r"(?=\w*_|[A-Z][a-z]|[\w.]+\()[A-Za-z_][\w.]*(\(.*\))?")
+"""A code span that names a class, a function or another identifier with an underline."""
+
+FOREIGN_NAMES = {
+    *("dp_reshardable", "fully_reshardable", "fully_sharded_model_space", "sharded_state_dict"),  # of Megatron-core
+    *("RLIMIT_AS", "RLIMIT_NPROC", "RLIMIT_FSIZE"),  # of the kernel
+    *("nemo_rl", "router_replay_graph_consumer"),  # of NeMo RL
+}
+
 WRITTEN_BY_RUNS = ("runs/", "trajectories/", "journal/", "checkpoints/", "weights/", "model/", "tensorboard/", "eval/")
 
 
@@ -76,3 +85,21 @@ def test_every_page_starts_with_a_title_and_a_sentence() -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((pages.ROOT / "README.md").read_text().splitlines()) <= 80
+
+
+@functools.cache
+def words_of_the_source() -> frozenset[str]:
+    """Every word in the packages, the tests and the configs."""
+    files = [pages.ROOT / path for path in repository() if path.endswith((".py", ".yaml", ".sh")) and "/" in path]
+    return frozenset(re.findall(r"\w+", "".join(file.read_text() for file in files if file.exists())))
+
+
+@pytest.mark.parametrize("page", pages.PAGES, ids=relative)
+def test_every_name_of_code_is_in_the_source(page: Path) -> None:
+    unknown = []
+    for line, span in pages.code_spans(page):
+        name = span.split("(")[0]
+        if NAME.fullmatch(span) and not FILE.match(span):
+            missing = set(name.split(".")) - words_of_the_source() - FOREIGN_NAMES - {""}
+            unknown += [f"{relative(page)}:{line}: `{span}`: {missing}"] if missing else []
+    assert not unknown, "names that the source does not have:\n" + "\n".join(unknown)
