@@ -1,7 +1,7 @@
 """Tokens a second and peak memory of one training step against the length of its one sequence, up to 65,536 tokens.
 
 Run: ``python tests/bench/bench_long.py [--lengths 1024 4096] [--model small vocabulary] [--device cuda]``
-(the issue's length: ``--lengths 65536``; minutes on two cores)
+(``--lengths 65536``, a whole trajectory, takes minutes on two cores)
 
 One trajectory with replayed routes goes through the forward and the backward pass, with full recomputation, in a fresh
 process a point: a real Megatron rank on the trainer's own model. Models: ``small``, and the same with Qwen3-30B-A3B's

@@ -228,12 +228,16 @@ SPANS = [
     pytest.param(span, id=f"{page.name}:{line} {span}")
     for page in pages.PAGES
     for line, span in pages.code_spans(page)
-    if span.startswith("agent-rl ")
+    if span.startswith(("agent-rl ", "python "))
 ]
 
 
 @pytest.mark.parametrize("span", SPANS)
 def test_commands_and_options_named_in_a_sentence_exist(span: str) -> None:
-    command, rest = find(span.split()[1:])
+    program, *words = span.split()
+    if program == "python":
+        read_python(words)
+        return
+    command, rest = find(words)
     known = {option for parameter in command.params for option in parameter.opts} | {"--help", "--version"}
     assert not (unknown := [word for word in rest if word.startswith("--") and word not in known]), unknown
