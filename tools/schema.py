@@ -8,13 +8,15 @@ signature wants another type is read as JSON first: ``"3"`` becomes 3, ``"[1, 10
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import itertools
 import json
 import re
+import types
 import typing
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -108,6 +110,20 @@ def tool_function(function: AsyncFunction) -> ToolFunction:
     Raises ``ToolDefinitionError`` where it is not async, has an argument without a type (or a ``*args``, ``**kwargs``
     or positional-only one), has no docstring, or documents an argument that it does not have.
     """
+    method = getattr(function, "__func__", None)
+    if method is None:
+        return _describe(function)
+    return replace(_describe_method(method), function=function)
+
+
+@functools.lru_cache(maxsize=256)
+def _describe_method(method: AsyncFunction) -> ToolFunction:
+    """The tool that a class's method is, whatever object it is bound to. Every episode binds the same methods anew,
+    and pydantic takes 5 ms for the schemas of a set of tools."""
+    return _describe(types.MethodType(method, object()))
+
+
+def _describe(function: AsyncFunction) -> ToolFunction:
     name = getattr(function, "__name__", type(function).__name__)
     if not inspect.iscoroutinefunction(function):
         raise ToolDefinitionError(f"tool {name}: must be an async function")

@@ -203,3 +203,24 @@ def test_only_newlines_end_lines(text: str) -> None:
     lines = split_lines(text)
     assert "\n".join(lines) in (text, text.removesuffix("\n"))
     assert len(lines) == text.count("\n") + (not text.endswith("\n") and text != "")
+
+
+class Counter:
+    """Counts what its tool is given."""
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    async def add(self, number: int) -> str:
+        """Add a number."""
+        self.total += number
+        return str(self.total)
+
+
+async def test_a_method_is_described_once_and_called_on_its_own_object() -> None:
+    first, second = Counter(), Counter()
+    tools = [tool_function(counter.add) for counter in (first, second)]
+    assert tools[0].arguments is tools[1].arguments
+    for tool, number in zip(tools, (3, 5), strict=True):
+        await tool.function(**tool.bind({"number": number}))
+    assert (first.total, second.total) == (3, 5)
