@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from envs.context import EnvContext
-from envs.swe.patches import split_patch
+from envs.swe.patches import patched_paths, split_patch
 from envs.swe.records import SWEBENCH_SCRIPT, SweRecord
 from envs.swe.repositories import SETUP_TIMEOUT, WORKDIR, Repositories, first_commit, in_workdir
 from envs.swe.swebench import eval_script
@@ -24,6 +24,14 @@ _LOG = "/tmp/agent-rl-tests.log"
 _LOG_BYTES = 400_000
 _LOG_FILE_KIB = 64 * 1024
 _BEGIN = b"agent-rl: tests begin\n"
+_NAMED = "/tmp/agent-rl-named"
+# Applies the patch, and ends where a path changed (its inode, time, size, mode or kind) that the patch does not name.
+_APPLY = f"""(export LC_ALL=C
+list() {{ find . -path ./.git -prune -o ! -type d -printf '%P\\t%i %C@ %s %m %y\\0' | sort -z; }}
+list >{_NAMED}.before && git apply --whitespace=nowarn - >&2 && list >{_NAMED}.after || exit
+changed=$(sort -z {_NAMED}.before {_NAMED}.after | uniq -zu | cut -zf1 | sort -zu | comm -z23 - {_NAMED} | tr '\\0' ' ')
+if [ -n "$changed" ]; then echo "it changes files that it does not name: $changed" >&2; exit 1; fi) || exit
+"""
 
 _GIT_ENV = {
     "GIT_AUTHOR_NAME": "agent-rl",
@@ -144,20 +152,20 @@ async def take_patch(sandbox: Sandbox, base: str) -> str:
         raise PatchError(f"no patch can be taken: git said {result.stderr.decode(errors='replace').strip()[-200:]!r}")
     if result.truncated or len(result.stdout) > MAX_PATCH_BYTES:
         raise PatchError(f"the patch is larger than {MAX_PATCH_BYTES} bytes")
-    return _decode(result.stdout)
+    return await asyncio.to_thread(_decode, result.stdout)
 
 
 async def run_tests(context: EnvContext, record: SweRecord, spec: SandboxSpec, patch: str) -> TestRun:
     """Apply ``patch`` to the original repository in a fresh box and run the hidden tests there."""
     witness = Witness(watched=sorted(record.hidden) or ["r2e_tests"]) if record.runs_pytest else None
     script = await asyncio.to_thread(eval_script, record) if record.swebench else ""
+    named = await asyncio.to_thread(_sorted_paths, patch)
     async with context.box(spec) as sandbox:
         # Hidden tests may be written first: a screened patch touches none of them.
         files = {**in_workdir({**record.files, **record.tests}), **(witness.files() if witness else {})}
         if script:
             files[SWEBENCH_SCRIPT] = script.encode()
-        if files:
-            await sandbox.write_files(files)
+        await sandbox.write_files({**files, _NAMED: named})
         command = _grade_command(record, patch, witness.exports if witness else "")
         result = await sandbox.exec(command, timeout=context.grade_timeout, cwd=WORKDIR, stdin=patch.encode())
         began = result.stdout.startswith(_BEGIN)
@@ -166,6 +174,11 @@ async def run_tests(context: EnvContext, record: SweRecord, spec: SandboxSpec, p
         if script and began:  # its results stand between markers, the first of which may be far from the end
             log = await _whole_log(sandbox)
     return TestRun(began, result, log.decode(errors="replace"), witness is not None, report)
+
+
+def _sorted_paths(patch: str) -> bytes:
+    """The paths that a patch names, sorted by their bytes, each with a null byte at its end."""
+    return b"".join(path + b"\0" for path in sorted(path.encode(errors="replace") for path in patched_paths(patch)))
 
 
 async def _whole_log(sandbox: Sandbox) -> bytes:
@@ -183,7 +196,7 @@ def _grade_command(record: SweRecord, patch: str, exports: str) -> str:
     size is limited, and no pipe is left open for a daemon that a test may leave behind.
     """
     prepare = "" if record.is_local else _LINK_IMAGE_TESTS
-    apply = "git apply --whitespace=nowarn - >&2 || exit\n" if patch else ""
+    apply = _APPLY if patch else ""
     return (
         f"{prepare}{apply}{exports}echo '{_BEGIN.decode().strip()}'\n"
         f"( ulimit -f {_LOG_FILE_KIB}; eval {shlex.quote(record.command)} ) >{_LOG} 2>&1 </dev/null; code=$?\n"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from pathlib import Path
 
 from envs.context import EnvContext
 from envs.swe.boxes import box_spec, run_tests
-from envs.swe.patches import patched_paths, screen
+from envs.swe.patches import screen
 from envs.swe.records import SweRecord
 from envs.swe.verdict import read_run, rule
 from envs.types import Grade, GradingError
@@ -25,7 +26,7 @@ async def grade_patch(context: EnvContext, record: SweRecord, patch: str, *, sit
     ``SandboxError``.
     """
     began = time.perf_counter()
-    screened = screen(patch, hidden=record.hidden, allowed=patched_paths(record.gold))
+    screened = await asyncio.to_thread(screen, patch, hidden=record.hidden, gold=record.gold)
     if not screened.text and record.verified:
         return Grade(reward=0.0, resolved=False, patch=patch, suspected_hack=screened.undone)
     ruling = await rule(context, record, screened.text, site_root)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import re
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import PurePosixPath
 
 TEST_INFRASTRUCTURE = frozenset(
@@ -33,7 +35,22 @@ TEST_INFRASTRUCTURE = frozenset(
 _INSTALLATION = (".pth", ".egg-info", ".dist-info", ".egg-link", ".egg")
 """Endings of names that bring code into an interpreter, or plugins into pytest, without being imported."""
 
-_HUNK = re.compile(r"^@@ -\d+(?:,(\d+))? \+\d+(?:,(\d+))? @@")
+MAX_FILES = 5000
+"""File patches that one patch may have; one with more is undone as a whole."""
+
+_MAX_PATH = 4096
+_MODE = r"(?:100644|100755|120000)"
+# Everything that git writes between a file patch's header and its hunks; [0-9], as \d takes the digits of any script.
+_HEAD = re.compile(
+    rf"(?P<mode>(?P<new>new file mode {_MODE}\n)|(?P<gone>deleted file mode {_MODE}\n)"
+    rf"|old mode {_MODE}\nnew mode {_MODE}\n)?"
+    rf"(?:index [0-9a-f]{{3,64}}\.\.[0-9a-f]{{3,64}}(?: {_MODE})?\n)?"
+    r"(?:--- (?P<before>[^\n]+)\n\+\+\+ (?P<after>[^\n]+)\n)?"
+)
+_HUNK = re.compile(r"@@ -[0-9]{1,9}(?:,([0-9]{1,9}))? \+[0-9]{1,9}(?:,([0-9]{1,9}))? @@")
+_QUOTED = r'"(?:[^"\\\x00-\x1f\x7f-\U0010ffff]|\\(?:[abtnvfr"\\]|[0-3][0-7]{2}))*"'
+_QUOTED_HEADER = re.compile(rf"({_QUOTED}) ({_QUOTED})")
+_TWO_NAMES = ("rename from ", "rename to ", "rename old ", "rename new ", "copy from ", "copy to ")
 
 IMPORTED_BY_TESTS = (frozenset(sys.stdlib_module_names) | {"pytest", "_pytest", "pluggy", "iniconfig"}) - {"test"}
 """Modules that a new one at the top of the repository would shadow while the tests run. Whether a folder further down
@@ -42,20 +59,19 @@ is on the import path is not known here; the run's report names what was shadowe
 
 @dataclass(frozen=True, slots=True)
 class FilePatch:
-    """The part of a git diff that changes one file. ``text`` ends with a newline; ``path`` is the path afterwards.
+    """The part of a git diff that changes one file. ``path`` is the path afterwards, ``text`` ends with a newline.
 
     ``paths`` are all the paths it names: a rename has two, and so has a header that says one thing and means another.
-    ``unusable`` says why the change cannot be carried as text, or is empty.
+    ``rebuilt`` is the change written anew from what was understood of it. Where that is not the whole, ``unusable``
+    says why and ``rebuilt`` is empty.
     """
 
     path: str
     text: str
     paths: frozenset[str]
+    rebuilt: str = ""
+    is_new: bool = False
     unusable: str = ""
-
-    @property
-    def is_new(self) -> bool:
-        return "\nnew file mode " in self.text.split("\n@@", 1)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,57 +136,102 @@ def split_patch(patch: str) -> Iterator[FilePatch]:
 
 def _file_patch(lines: list[str]) -> FilePatch:
     start = next((index for index, line in enumerate(lines) if line.startswith("@@ ")), len(lines))
-    head = [line.rstrip("\n") for line in lines[:start]]
-    path = _header_path(head[0])
-    named = {path, *(name for line in head[1:] if (name := _named(line)))}
-    if head[0].startswith("diff --git a/"):
-        named.add(head[0].removeprefix("diff --git a/").partition(" b/")[0])
-    return FilePatch(path, "".join(lines), frozenset(named), _unusable(head, lines[start:]))
-
-
-def _unusable(head: list[str], hunks: list[str]) -> str:
-    if any(line.startswith(("Binary files ", "GIT binary patch")) for line in head):
-        return "binary change"
-    if any(re.search(r"(mode|^index \S+) 160000$", line) for line in head):
-        return "nested repository"
+    head = "".join(lines[1:start])
+    before, path = _header_paths(lines[0].removeprefix("diff --git ").removesuffix("\n"))
+    named = frozenset({before, path, *(name for line in lines[1:start] if (name := _named(line)))})
+    known, hunks = _HEAD.fullmatch(head), _hunks(lines[start:])
+    if reason := _unusable(head, named):
+        return FilePatch(path, "".join(lines), named, unusable=reason)
     # What follows a hunk's last line is read by git as a patch of its own, of whatever file it names.
-    return "" if _are_hunks(hunks) else "malformed change"
+    if known is None or hunks is None or not _names_fit(known, path, bool(hunks)):
+        return FilePatch(path, "".join(lines), named, unusable="malformed change")
+    rebuilt = "".join([_head(path, known["mode"] or "", bool(hunks)), *hunks])
+    return FilePatch(path, "".join(lines), named, rebuilt, is_new=known["new"] is not None)
 
 
-def _are_hunks(lines: list[str]) -> bool:
-    """Whether the lines are hunks and nothing else, each as long as its header says."""
+def _unusable(head: str, named: Collection[str]) -> str:
+    """Why a file patch cannot be carried, as far as its head's lines say, or an empty string."""
+    lines = head.split("\n")
+    if any(line.startswith(("Binary files ", "GIT binary patch")) for line in lines):
+        return "binary change"
+    if any(line.endswith(" 160000") and line.startswith(("new", "old", "deleted", "index")) for line in lines):
+        return "nested repository"
+    if len(named) > 1 or any(line.startswith(_TWO_NAMES) for line in lines):
+        return "more than one name"
+    return ""
+
+
+def _names_fit(head: re.Match[str], path: str, has_hunks: bool) -> bool:
+    """Whether the names before and after are the header's, or none where there is no file; there with hunks alone."""
+    if not has_hunks:
+        return head["before"] is None
+    before = "/dev/null" if head["new"] else f"a/{path}"
+    after = "/dev/null" if head["gone"] else f"b/{path}"
+    return (_unquoted(head["before"] or ""), _unquoted(head["after"] or "")) == (before, after)
+
+
+def _head(path: str, mode: str, has_hunks: bool) -> str:
+    """The head of a file patch, from the header on. ``mode`` are its lines on modes."""
+    header = f"diff --git a/{path} b/{path}\n{mode}"
+    if not has_hunks:
+        return header
+    before = "/dev/null" if mode.startswith("new file") else f"a/{path}"
+    after = "/dev/null" if mode.startswith("deleted") else f"b/{path}"
+    return f"{header}--- {before}\n+++ {after}\n"
+
+
+def _hunks(lines: list[str]) -> list[str] | None:
+    """The lines as hunks written anew, or None where they are not hunks alone, each as long as its header says."""
+    rebuilt: list[str] = []
     old = new = 0
     for line in lines:
-        if old > 0 or new > 0:
-            old -= line[0] in " -\n"
-            new -= line[0] in " +\n"
-            if line[0] not in " +-\\\n" or old < 0 or new < 0:
-                return False
+        if line.startswith("\\") and rebuilt and not rebuilt[-1].startswith("@@"):
+            line = "\\ No newline at end of file\n"
+        elif old > 0 or new > 0:
+            line = " \n" if line == "\n" else line
+            old -= line[0] in " -"
+            new -= line[0] in " +"
+            if line[0] not in " +-" or old < 0 or new < 0:
+                return None
         elif match := _HUNK.match(line):
             old, new = (1 if count is None else int(count) for count in match.groups())
-        elif not line.startswith("\\ "):
-            return False
-    return old == new == 0
+            line = f"{match.group()}\n"
+        else:
+            return None
+        rebuilt.append(line)
+    return rebuilt if old == new == 0 else None
 
 
 def _named(line: str) -> str:
     """The path that a line of a file patch's head names, or an empty string."""
-    for start in ("--- ", "+++ ", "rename from ", "rename to ", "copy from ", "copy to "):
+    for start in ("--- ", "+++ ", *_TWO_NAMES):
         if line.startswith(start):
-            name = line.removeprefix(start).removesuffix("\t")
+            name = _unquoted(line.removeprefix(start).removesuffix("\n"))
             if name == "/dev/null":
                 return ""
             return name[2:] if start in ("--- ", "+++ ") and name.startswith(("a/", "b/")) else name
     return ""
 
 
-def _header_path(header: str) -> str:
-    """The path in ``diff --git a/X b/X``; a quoted header (control characters in the name) is returned as it is."""
-    names = header.removeprefix("diff --git ")
+def _unquoted(name: str) -> str:
+    """A name as git writes it, without the tab at its end and without its quotes."""
+    name = name.removesuffix("\t")
+    if not re.fullmatch(_QUOTED, name):
+        return name
+    content: bytes = ast.literal_eval(f"b{name}")
+    return content.decode(errors="surrogateescape")
+
+
+def _header_paths(names: str) -> tuple[str, str]:
+    """The paths before and after in ``a/X b/Y``. What is neither that nor quoted is returned as it is, twice."""
+    if quoted := _QUOTED_HEADER.fullmatch(names):
+        before, after = (_unquoted(name) for name in quoted.groups())
+        return before.removeprefix("a/"), after.removeprefix("b/")
     half = (len(names) - 1) // 2
     if names[half : half + 3] == " b/" and names.startswith("a/") and names[2:half] == names[half + 3 :]:
-        return names[2:half]
-    return names.partition(" b/")[2] if names.startswith("a/") else names
+        return names[2:half], names[2:half]
+    before, between, after = names.partition(" b/")
+    return (before[2:], after) if names.startswith("a/") and between else (names, names)
 
 
 def patched_paths(patch: str) -> frozenset[str]:
@@ -178,41 +239,89 @@ def patched_paths(patch: str) -> frozenset[str]:
     return frozenset(path for part in split_patch(patch) for path in part.paths)
 
 
-def screen(patch: str, *, hidden: Collection[str], allowed: Collection[str]) -> Screened:
-    """Leave out the changes that could tamper with the grading.
+def screen(patch: str, *, hidden: Collection[str], gold: str = "") -> Screened:
+    """Leave out the changes that could tamper with the grading, and write the others anew.
 
-    ``hidden`` are the hidden tests' paths, ``allowed`` the paths that the gold patch changes (these are always kept).
+    ``hidden`` are the hidden tests' paths. The paths that ``gold`` changes may be changed, and its own file patches
+    are kept as they stand, renames too.
     """
+    parts = list(islice(split_patch(patch), MAX_FILES + 1))
+    if len(parts) > MAX_FILES:
+        return Screened("", (f"the patch changes more than {MAX_FILES} files, undone",))
+    tests = _Tests.of(hidden)
+    golden = {part.text: part for part in split_patch(gold)}
+    allowed = frozenset(path for part in golden.values() for path in part.paths)
     kept: list[str] = []
     undone: list[str] = []
     own_tests: list[str] = []
-    for part in split_patch(patch):
-        foreign = sorted(part.paths - frozenset(allowed))
-        reason = part.unusable or next(filter(None, (_tampering(path, part.is_new, hidden) for path in foreign)), "")
+    for part in parts:
+        foreign = sorted(part.paths - allowed)
+        reason = "" if part.text in golden and not _is_no_text(part) else part.unusable
+        reason = reason or next(filter(None, (_tampering(path, part.is_new, tests) for path in foreign)), "")
         if reason:
             undone.append(f"{part.path}: {reason}, undone")
-        elif any(_beside(path, hidden) for path in foreign):
+        elif any(tests.beside(path) for path in foreign):
             own_tests.append(part.path)
         else:
-            kept.append(part.text)
+            kept.append(part.text if part.text in golden else part.rebuilt)
     return Screened("".join(kept), tuple(undone), tuple(own_tests))
 
 
-def _beside(path: str, hidden: Collection[str]) -> bool:
-    """Whether ``path`` is a test's and lies in or below a folder (not the top one) that holds a hidden test."""
-    folders = {test.rpartition("/")[0] for test in hidden} - {""}
-    return is_test_path(path) and any(path.startswith(f"{folder}/") for folder in folders)
+def _is_no_text(part: FilePatch) -> bool:
+    return part.unusable in ("binary change", "nested repository")
 
 
-def _tampering(name: str, is_new: bool, hidden: Collection[str]) -> str:
-    path = PurePosixPath(name)
-    if name.startswith('"') or any(ord(letter) < 32 for letter in name):
+@dataclass(frozen=True, slots=True)
+class _Tests:
+    """The hidden tests' paths, so that a path is compared with all of them at once."""
+
+    paths: frozenset[str]
+    above: frozenset[str]
+    """Every folder above a hidden test, the top one left out."""
+    folders: frozenset[str]
+    """The folders that hold one, the top one left out."""
+    depths: frozenset[int]
+    """How many parts the paths and folders have."""
+
+    @classmethod
+    def of(cls, hidden: Collection[str]) -> _Tests:
+        paths = [PurePosixPath(path) for path in hidden]
+        folders = {path.parent for path in paths if path.parent.parts}
+        return cls(
+            paths=frozenset(map(str, paths)),
+            above=frozenset(str(folder) for path in paths for folder in path.parents if folder.parts),
+            folders=frozenset(map(str, folders)),
+            depths=frozenset(len(path.parts) for path in (*paths, *folders)),
+        )
+
+    def touched_by(self, path: str) -> bool:
+        """Whether ``path`` is a hidden test, above one or below one."""
+        return path in self.paths or path in self.above or self._is_below(path, self.paths)
+
+    def beside(self, path: str) -> bool:
+        """Whether ``path`` is a test's and lies in or below a folder that holds a hidden test."""
+        return is_test_path(path) and self._is_below(path, self.folders)
+
+    def _is_below(self, path: str, places: Collection[str]) -> bool:
+        parts = path.split("/")
+        return any("/".join(parts[:depth]) in places for depth in self.depths if depth < len(parts))
+
+
+def _tampering(name: str, is_new: bool, tests: _Tests) -> str:
+    if _is_unusual(name):
         return "unusual file name"
-    if any(name == test or test.startswith(f"{name}/") or name.startswith(f"{test}/") for test in hidden):
+    if tests.touched_by(name):
         return "hidden test"
-    if TEST_INFRASTRUCTURE & set(path.parts) or any(part.endswith(_INSTALLATION) for part in path.parts):
+    parts = name.split("/")
+    if not TEST_INFRASTRUCTURE.isdisjoint(parts) or any(part.endswith(_INSTALLATION) for part in parts):
         return "test infrastructure"
-    top = path.parts[0]
-    if is_new and path.parts in ((top,), (top, "__init__.py")) and top.removesuffix(".py") in IMPORTED_BY_TESTS:
-        return "shadows a module that the tests import"
+    if is_new and parts in ([parts[0]], [parts[0], "__init__.py"]):
+        return "shadows a module that the tests import" if parts[0].removesuffix(".py") in IMPORTED_BY_TESTS else ""
     return ""
+
+
+def _is_unusual(name: str) -> bool:
+    """Whether a name is one that git would quote, or no plain path below the working folder."""
+    if len(name) > _MAX_PATH or not name.isprintable() or any(mark in name for mark in '"\\'):
+        return True
+    return any(part in ("", ".", "..", ".git") for part in name.split("/"))

@@ -45,9 +45,10 @@ def parse_summary(log: str, expected: Collection[str] = ()) -> dict[str, str] | 
     if not sections:
         return None
     statuses: dict[str, str] = {}
+    lengths = frozenset(map(len, expected))
     for section in sections:
         for line in section.split("\n"):
-            _take_line(line.rstrip("\r"), statuses, expected)
+            _take_line(line.rstrip("\r"), statuses, expected, lengths)
     return statuses
 
 
@@ -56,7 +57,7 @@ def count_summaries(log: str) -> int:
     return len(_HEADER.findall(_ANSI.sub("", log)))
 
 
-def _take_line(line: str, statuses: dict[str, str], expected: Collection[str]) -> None:
+def _take_line(line: str, statuses: dict[str, str], expected: Collection[str], lengths: Collection[int]) -> None:
     match = _LINE.match(line)
     if match is None:
         return
@@ -64,22 +65,20 @@ def _take_line(line: str, statuses: dict[str, str], expected: Collection[str]) -
     status = "FAILED" if word.startswith("SUBFAILED") else word
     if status == "SKIPPED" and _FOLDED_SKIP.match(rest):
         return
-    node = rest if status == "PASSED" else _node_id(rest, expected)  # pytest gives a passed test no message
+    node = rest if status == "PASSED" else _node_id(rest, expected, lengths)  # pytest gives a passed test no message
     node = node.rstrip(" ")  # old versions end an XPASS without a reason with a space
     statuses[node] = worst(status, statuses.get(node, status))
 
 
-def _node_id(rest: str, expected: Collection[str]) -> str:
-    """The node id at the start of ``rest``, which may go on with " - message"."""
+def _node_id(rest: str, expected: Collection[str], lengths: Collection[int]) -> str:
+    """The node id at the start of ``rest``, which may go on with " - message". ``lengths``: those of ``expected``."""
     cuts = [match.start() for match in re.finditer(" - ", rest)] + [len(rest)]
     for cut in reversed(cuts):
-        if rest[:cut] in expected:
+        if cut in lengths and rest[:cut] in expected:
             return rest[:cut]
-    for cut in cuts:
-        candidate = rest[:cut]
-        if "[" not in candidate or candidate.endswith("]"):
-            return candidate
-    return rest[: cuts[0]]
+    bracket = rest.find("[")
+    whole = (cut for cut in cuts if not 0 <= bracket < cut or rest[cut - 1] == "]")
+    return rest[: next(whole, cuts[0])]
 
 
 def worst(first: str, second: str) -> str:
