@@ -107,6 +107,11 @@ class SandboxConfig(Section):
         "an engine answers, bubblewrap where none does.",
     )
     image: str | None = Field(None, description="Image for tasks that name none; None takes the backend's default.")
+    image_root: Path | None = Field(
+        None,
+        description="Folder below which the images that tasks name must lie under bubblewrap, where an image is a "
+        "folder of this machine. None: tasks with images of their own are refused there.",
+    )
     memory_mb: int = Field(512, gt=0, description="Memory limit of one box.")
     pids: int = Field(128, gt=0, description="Process limit of one box.")
     cpus: float = Field(1.0, gt=0, description="CPU limit of one box.")
@@ -503,7 +508,13 @@ class RunConfig(Section):
         return (kl.reference or self.model) if kl.coefficient else None
 
 
-INPUTS = (("model",), ("engine", "python"), ("env", "quarantine"), ("train", "kl", "reference"))
+INPUTS = (
+    ("model",),
+    ("engine", "python"),
+    ("sandbox", "image_root"),
+    ("env", "quarantine"),
+    ("train", "kl", "reference"),
+)
 """Keys of files and folders that a run reads; a relative one is looked for beside the config that names it."""
 
 

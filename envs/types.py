@@ -7,6 +7,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+from sandbox import printable
 from tools import ToolCall, ToolSet
 
 Message = Mapping[str, str]
@@ -50,7 +51,10 @@ class Finding:
 
 
 class EnvsError(Exception):
-    """Base of the package's errors."""
+    """Base of the package's errors. The message is made printable: it may quote what was printed in a box."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(printable(message))
 
 
 class TaskRecordError(EnvsError):

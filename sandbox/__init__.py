@@ -10,6 +10,7 @@ from sandbox.errors import (
     SandboxLostError,
     SandboxStartError,
     SandboxUnavailableError,
+    printable,
 )
 from sandbox.pool import SandboxPool
 from sandbox.select import BACKENDS, open_backend
@@ -45,4 +46,5 @@ __all__ = [
     "bounded",
     "open_backend",
     "open_session",
+    "printable",
 ]

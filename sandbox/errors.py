@@ -15,8 +15,17 @@
 from __future__ import annotations
 
 
+def printable(text: str) -> str:
+    """``text`` without what would steer a terminal or could not be encoded for it: U+FFFD in the place of each control
+    character but newline and tab. Much of what errors quote was printed in a box."""
+    return "".join(each if each.isprintable() or each in "\n\t" else "\N{REPLACEMENT CHARACTER}" for each in text)
+
+
 class SandboxError(Exception):
-    """A sandbox broke."""
+    """A sandbox broke. The message is made :func:`printable`."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(printable(message))
 
 
 class SandboxUnavailableError(SandboxError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 
@@ -61,7 +62,12 @@ class SandboxSpec:
 
 @dataclass(frozen=True, slots=True)
 class ImagePolicy:
-    """``pull``: fetch missing images, ``pulls_at_once`` at a time. ``budget_gb``: GB that pulled images may take."""
+    """``pull``: fetch missing images, ``pulls_at_once`` at a time. ``budget_gb``: GB that pulled images may take.
+
+    ``root`` and ``own`` concern bubblewrap, whose images are folders of the host, so that a name from a task's row
+    could be any of them: such a name must lead below ``root`` (None: there are no such images), or be ``own``, the
+    image that the user chose.
+    """
 
     pull: bool = False
     budget_gb: float | None = None
@@ -69,6 +75,8 @@ class ImagePolicy:
     attempts: int = 6
     first_wait: float = 2.0
     """Seconds of the first wait between attempts; they double, with jitter, up to a minute."""
+    root: Path | None = None
+    own: str | None = None
 
 
 @runtime_checkable

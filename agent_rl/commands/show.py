@@ -25,6 +25,7 @@ from rich.text import Text
 
 from agent_rl.errors import UserError
 from agent_rl.rollout.records import FOLDER, read_rows, steps_on_disk, trajectories_path
+from sandbox import printable
 
 CALL_TAGS = ("<tool_call>", "<function=")
 LISTED = 40
@@ -119,7 +120,7 @@ def _list(file: Path, episodes: Sequence[Shown]) -> Table:
 def _episode(episode: Shown) -> RenderableType:
     row = episode.row
     head = f"{episode.task_id}, sample {episode.sample}: {episode.outcome}; {row['stop'] or row.get('error', '')}"
-    parts: list[RenderableType] = [Text(head, style="bold")]
+    parts: list[RenderableType] = [_plain(head, "bold")]
     for message in row["messages"]:
         if message["role"] == "assistant":
             break
@@ -128,8 +129,8 @@ def _episode(episode: Shown) -> RenderableType:
         parts += _turn(number, turn)
     parts.append(Rule("end", align="left"))
     if hacks := row.get("suspected_hack"):
-        parts.append(Text(f"suspected hack: {', '.join(hacks)}", style="red"))
-    return Group(*parts, Text(f"{head}; {len(row['turns'])} turns in {row['seconds']:.1f} s", style="bold"))
+        parts.append(_plain(f"suspected hack: {', '.join(hacks)}", "red"))
+    return Group(*parts, _plain(f"{head}; {len(row['turns'])} turns in {row['seconds']:.1f} s", "bold"))
 
 
 def _turn(number: int, turn: Mapping[str, Any]) -> list[RenderableType]:
@@ -161,5 +162,4 @@ def _before_call(turn: Mapping[str, Any]) -> str:
 
 def _plain(text: str, style: str = "") -> Text:
     """``text`` without what would steer a terminal or could not be encoded for it."""
-    kept = "".join(each if each.isprintable() or each in "\n\t" else "\N{REPLACEMENT CHARACTER}" for each in text)
-    return Text(kept, style=style)
+    return Text(printable(text), style=style)

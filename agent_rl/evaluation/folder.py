@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,6 +28,8 @@ from agent_rl.evaluation.report import EpisodeResult, EvalReport
 from agent_rl.observe.files import read_json, write_atomic, write_json
 from agent_rl.types import Trajectory
 from envs import Task
+
+_LONGEST_NAME = 200
 
 
 class EvalFolder:
@@ -76,7 +79,7 @@ class EvalFolder:
             path.unlink(missing_ok=True)
 
     def log_of(self, result: EpisodeResult) -> Path:
-        return self.path / "logs" / quote(result.task_id, safe="@[]=,+") / f"{result.sample}.json"
+        return self.path / "logs" / _folder_name(result.task_id) / f"{result.sample}.json"
 
     def finish(self, report: EvalReport, tasks: Sequence[Task], model: str) -> None:
         """Write the report and the predictions, in our format and in SWE-bench's."""
@@ -126,6 +129,16 @@ def swebench_report(
         "failure_reasons": {task_id: reasons.get(task_id, "") for task_id in ids["infra_failure"]},
         "schema_version": 2,
     }
+
+
+def _folder_name(task_id: str) -> str:
+    """A folder's name for a task: never ``.`` or ``..``, no hidden one, and short enough for every file system."""
+    name = quote(task_id, safe="@[]=,+", errors="surrogatepass") or "%"
+    name = f"%2E{name[1:]}" if name.startswith(".") else name
+    if len(name) <= _LONGEST_NAME:
+        return name
+    digest = hashlib.sha256(task_id.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+    return f"{name[: _LONGEST_NAME - 17]}-{digest}"
 
 
 def _last_graded(results: Iterable[EpisodeResult]) -> dict[tuple[str, int], EpisodeResult]:

@@ -20,6 +20,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
+from sandbox import printable
+
 BARS = "▁▂▃▄▅▆▇█"
 SHOWN = (
     ("reward", "reward/mean", "{:.3f}"),
@@ -94,7 +96,7 @@ class Display:
 
     def note(self, text: str) -> None:
         """One line that stays on the screen."""
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self._console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
 
     def next(self, *command: str | Path) -> None:
         """The command that is most useful now, as a line to copy."""

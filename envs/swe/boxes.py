@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shlex
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,8 +15,8 @@ from envs.swe.records import SWEBENCH_SCRIPT, SweRecord
 from envs.swe.repositories import SETUP_TIMEOUT, WORKDIR, Repositories, first_commit, in_workdir
 from envs.swe.swebench import eval_script
 from envs.swe.witness import Report, Witness
-from envs.types import EnvsError
-from sandbox import ExecResult, Sandbox, SandboxFileError, SandboxLostError, SandboxSpec
+from envs.types import EnvsError, TaskRecordError
+from sandbox import ExecResult, ImageMissingError, Sandbox, SandboxFileError, SandboxLostError, SandboxSpec
 
 SITE = "/opt/agent-rl/site"
 MAX_PATCH_BYTES = 1 << 20
@@ -117,10 +117,26 @@ def box_spec(context: EnvContext, record: SweRecord, site_root: Path | None) -> 
     env |= context.limits.env
     binds = dict(context.limits.ro_binds)
     if record.site_packages:
-        binds[str(((site_root or Path()) / record.site_packages).resolve())] = SITE
+        binds[str(site_folder(record, site_root))] = SITE
         env["PYTHONPATH"] = SITE
     image = record.docker_image if not record.is_local else context.limits.image
     return replace(context.limits, image=image, workdir=WORKDIR, env=env, ro_binds=binds)
+
+
+def site_folder(record: SweRecord, site_root: Path | None) -> Path:
+    """The folder that the record's ``site_packages`` names, its links resolved.
+
+    Raises ``TaskRecordError`` where that is no folder below ``site_root``: a row must not choose what of the host is
+    seen.
+    """
+    root = (site_root or Path()).resolve()
+    folder = (root / record.site_packages).resolve()
+    if root not in folder.parents or not folder.is_dir():
+        raise TaskRecordError(
+            f"task {record.id}: site_packages: {record.site_packages!r} leads to {folder}; right would be a folder "
+            f"below that of the task file ({root})"
+        )
+    return folder
 
 
 @asynccontextmanager
@@ -131,7 +147,11 @@ async def agent_box(
 
     ``repositories`` remembers the git folders of local records from one box to the next.
     """
-    async with context.box(spec) as sandbox:
+    async with AsyncExitStack() as stack:
+        try:
+            sandbox = await stack.enter_async_context(context.box(spec))
+        except ImageMissingError as error:
+            raise ImageMissingError(f"task {record.id}: docker_image: {error}") from None
         if record.is_local:
             base = await (repositories or Repositories()).set_up(sandbox, record.files)
         else:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from envs.context import EnvContext
 from envs.swe.audit import audit_record
+from envs.swe.boxes import site_folder
 from envs.swe.episode import SweEpisode, start_episode
 from envs.swe.records import SweRecord, parse_record
 from envs.swe.repositories import Repositories
@@ -104,6 +105,9 @@ class SweEnvironment:
         if source not in self._read:
             found = read_records(source, split=self._data_split, skip_broken=self._skip_broken, specs=self._specs)
             check_gradable(source, found.records)
+            for record in found.records:
+                if record.site_packages:
+                    site_folder(record, self._site_root)
             if found.broken:
                 rows = len({problem.partition(":")[0] for problem in found.broken})
                 _log.warning("%s: %d broken rows skipped, %d left", source, rows, len(found.records))

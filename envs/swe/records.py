@@ -98,8 +98,22 @@ class SweRecord(BaseModel):
     def _paths_stay_inside(cls, value: dict[str, str]) -> dict[str, str]:
         for path in value:
             parts = PurePosixPath(path).parts
-            if not parts or path.startswith("/") or ".." in parts or parts[0] == ".git":
+            if not _stays_below(path) or parts[0] == ".git":
                 raise ValueError(f"path {path!r}: right would be a path relative to the working directory, inside it")
+        return value
+
+    @field_validator("site_packages")
+    @classmethod
+    def _site_stays_beside_the_file(cls, value: str) -> str:
+        if value and not _stays_below(value):
+            raise ValueError(f"{value!r}: right would be a folder relative to that of the task file, below it")
+        return value
+
+    @field_validator("repo_name", "commit_hash", "task_id", "docker_image")
+    @classmethod
+    def _names_are_printable(cls, value: str) -> str:
+        if not value.isprintable():
+            raise ValueError(f"{value!r}: right would be a name without control characters")
         return value
 
     @model_validator(mode="after")
@@ -145,6 +159,12 @@ class SweRecord(BaseModel):
     def gold(self) -> str:
         """The true fix as a git diff; for an R2E-Gym row made from its commit, test files left out. May be empty."""
         return self.gold_patch or _gold_of_commit(self.parsed_commit_content)
+
+
+def _stays_below(path: str) -> bool:
+    """Whether ``path`` is relative, leads below where it starts as far as its text tells, and is one at all."""
+    parts = PurePosixPath(path).parts
+    return bool(parts) and not path.startswith("/") and ".." not in parts and "\0" not in path
 
 
 def _uncoloured(key: str) -> str:

@@ -18,7 +18,7 @@ from sandbox.aio import shielded
 from sandbox.bubblewrap.box import BubblewrapBox, check_room, on_disk
 from sandbox.bubblewrap.folder import RunFolder, folder_leases, remove_lease
 from sandbox.bubblewrap.launch import OWN_PROCESSES, Launcher, find_bwrap
-from sandbox.bubblewrap.root import HOST_IMAGE, RootFs, folder_root, host_root
+from sandbox.bubblewrap.root import HOST_IMAGE, RootFs, allowed_folder, folder_root, host_root
 from sandbox.cgroup import CgroupParents, find_parents
 from sandbox.errors import SandboxError, SandboxLostError, SandboxStartError
 from sandbox.lease import Heartbeat
@@ -29,7 +29,7 @@ from sandbox.types import ImagePolicy, SandboxSpec
 class BubblewrapBackend:
     """Boxes made with bubblewrap. Raises ``SandboxUnavailableError`` where it is absent or not allowed.
 
-    ``images`` concerns container images, of which it has none.
+    ``images`` says which folders may be images; without it only the host's own folders (``HOST_IMAGE``) are one.
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class BubblewrapBackend:
         control_groups: bool = True,
     ) -> None:
         program, flags = find_bwrap()
+        self._policy = images or ImagePolicy()
         self._base = base or default_base()
         self._parents: CgroupParents | None = find_parents() if control_groups else None
         self._folder = on_disk(
@@ -107,7 +108,7 @@ class BubblewrapBackend:
 
     def _make_root(self, image: str) -> RootFs:
         if image != HOST_IMAGE:
-            return folder_root(image)
+            return folder_root(allowed_folder(image, self._policy))
         return on_disk(partial(host_root, self._base), "the boxes' root file system", SandboxStartError)
 
     def _prepare(self, box: BubblewrapBox) -> None:

@@ -15,7 +15,7 @@ from sandbox.box import BaseBox
 from sandbox.bubblewrap.beneath import NeedsBox, read_beneath, write_beneath
 from sandbox.bubblewrap.folder import remove_tree
 from sandbox.bubblewrap.launch import Launcher
-from sandbox.bubblewrap.root import RootFs
+from sandbox.bubblewrap.root import RootFs, copy_regular, image_place
 from sandbox.cgroup import Cgroup
 from sandbox.errors import (
     SandboxDiskFullError,
@@ -31,6 +31,8 @@ from sandbox.types import ExecResult, SandboxSpec
 T = TypeVar("T")
 
 _LEAST_FREE = 16 << 20
+_HIDDEN_IN_PROC = ("kcore", "key-users", "keys", "latency_stats", "sched_debug", "timer_list")
+"""Files of /proc that show the whole machine's state whatever namespace they are read in."""
 
 
 class BubblewrapBox(BaseBox):
@@ -112,14 +114,14 @@ class BubblewrapBox(BaseBox):
         work = self._host_path(self._spec.workdir)
         work.mkdir(parents=True, exist_ok=True)
         if self._root.seed is not None:
-            source = self._root.seed / self._spec.workdir.lstrip("/")
+            source = image_place(self._root.seed, self._spec.workdir)
             if source.is_dir():
-                shutil.copytree(source, work, symlinks=True, dirs_exist_ok=True)
+                shutil.copytree(source, work, symlinks=True, dirs_exist_ok=True, copy_function=copy_regular)
 
     def _all_mounts(self) -> list[str]:
         # Where this process is the machine's root, so is the box's to the files of /proc: written to, those of
         # /proc/sys would set the kernel's parameters, capabilities or not.
-        mounts = [*self._root.arguments, "--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev"]
+        mounts = [*self._root.arguments, "--proc", "/proc", *_hidden(), "--remount-ro", "/proc", "--dev", "/dev"]
         for inside, folder in self._areas.items():
             mounts += ["--bind", str(self._folder / folder), inside]
         for source, target in self._spec.ro_binds.items():
@@ -128,6 +130,8 @@ class BubblewrapBox(BaseBox):
                     f"ro_binds: {target}: below a writable folder ({', '.join(self._areas)}), where a command could "
                     f"put a link in its place; bind it elsewhere, /opt/{PurePosixPath(target).name} say"
                 )
+            if self._root.seed is not None:
+                image_place(self._root.seed, target)
             mounts += ["--ro-bind", source, target]
         return [*mounts, "--remount-ro", "/"]
 
@@ -207,6 +211,12 @@ class BubblewrapBox(BaseBox):
         if self.cgroup is not None:
             self.cgroup.remove()
         remove_tree(self._folder)
+
+
+def _hidden() -> list[str]:
+    """bwrap arguments that put a file which can't be opened over those of /proc that name what is the host's."""
+    files = [file for name in _HIDDEN_IN_PROC if (file := Path("/proc", name)).exists()]
+    return [part for file in files for part in ("--ro-bind", "/dev/null", str(file))]
 
 
 def _areas(workdir: str, home: str) -> dict[str, str]:

@@ -6,15 +6,17 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from sandbox.errors import ImageMissingError
+from sandbox.types import ImagePolicy
 
 HOST_IMAGE = "host"
 HOST_HOME = "/home/agent"
@@ -96,22 +98,64 @@ def _generated(cache: Path, prefix: Path) -> Path:
     return folder
 
 
-def folder_root(image: str) -> RootFs:
-    """The root file system in the folder ``image``. Raises ``ImageMissingError``."""
-    root = Path(image)
-    if not (root / "usr").is_dir():
+def allowed_folder(image: str, policy: ImagePolicy) -> Path:
+    """The folder that ``image`` names, its links resolved, where ``policy`` allows it. Raises ``ImageMissingError``."""
+    if image == policy.own:
+        return Path(image).resolve()
+    if policy.root is None:
         raise ImageMissingError(
-            f"image {image!r}: for bubblewrap an image is {HOST_IMAGE!r} or the folder of a root file system (one with "
-            f"usr/ in it); make one with: python -m sandbox.base_image --rootfs FOLDER"
+            f"image {image!r}: under bubblewrap a task's image is a folder of the host, which is refused unless "
+            "sandbox.image_root names the folder that holds such images; set it, or sandbox.backend to docker"
+        )
+    root = policy.root.resolve()
+    folder = (root / image).resolve()
+    if root not in folder.parents:
+        raise ImageMissingError(
+            f"image {image!r}: leads to {folder}; right would be a folder below sandbox.image_root ({root})"
+        )
+    return folder
+
+
+def folder_root(root: Path) -> RootFs:
+    """The root file system in the folder ``root``. Links at its top are not followed. Raises ``ImageMissingError``."""
+    if not _is_folder(root / "usr"):
+        raise ImageMissingError(
+            f"image {str(root)!r}: for bubblewrap an image is {HOST_IMAGE!r} or the folder of a root file system (one "
+            f"with the folder usr/ in it, not a link); make one with: python -m sandbox.base_image --rootfs FOLDER"
         )
     arguments: list[str] = []
     # Bound entry by entry onto a root of the box's own, where mount points can be made; the folder itself stays as is.
     for entry in sorted(root.iterdir()):
-        if entry.name in ("proc", "dev", "sys", "tmp", "root", "run", *_TOP_FOLDERS) or not entry.is_dir():
+        if entry.name in ("proc", "dev", "sys", "tmp", "root", "run", *_TOP_FOLDERS) or not _is_folder(entry):
             continue
         arguments += _bind(entry, f"/{entry.name}")
     arguments += _top_folders(root)
     return RootFs(tuple(arguments), ROOTFS_HOME, f"/usr/local/sbin:{_SYSTEM_PATH}:/usr/sbin:/sbin", seed=root)
+
+
+def image_place(root: Path, inside: str) -> Path:
+    """Where ``inside``, an absolute path of a box, is in the image ``root``; it need not exist.
+
+    Raises ``ImageMissingError`` where a link is on the way there, which would be followed on the host.
+    """
+    place = root
+    for part in PurePosixPath(inside).parts[1:]:
+        place /= part
+        if place.is_symlink():
+            raise ImageMissingError(
+                f"image {str(root)!r}: {place} is a link on the way to {inside}; right would be a folder in its place"
+            )
+    return place
+
+
+def copy_regular(source: str, target: str) -> None:
+    """Copy a regular file of an image; pipes and devices, whose reading may never end, are left out."""
+    if stat.S_ISREG(os.lstat(source).st_mode):
+        shutil.copy2(source, target, follow_symlinks=False)
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
 
 
 def _copy_packages(distributions: Iterable[metadata.Distribution], target: Path) -> None:

@@ -147,6 +147,7 @@ class DockerBackend:
                 # deadlock of the whole engine when boxes start and go side by side.
                 network_disabled=True,
                 environment=dict(spec.env),
+                use_config_proxy=False,  # the user's proxies, whose addresses may hold a password
                 labels={**spec.labels, RUN_LABEL: self._owner.run_id, OWNER_LABEL: self._owner.to_json()},
                 host_config=self._host_config(spec),
             )["Id"]

@@ -9,7 +9,7 @@ import pytest
 
 from envs import EnvContext
 from envs.swe import SweRecord, diff_files
-from sandbox import SandboxSpec, SandboxUnavailableError
+from sandbox import ImagePolicy, SandboxSpec, SandboxUnavailableError
 from sandbox.select import open_backend
 
 RUNNER = """
@@ -62,10 +62,11 @@ def record() -> SweRecord:
 
 
 @pytest.fixture
-async def context() -> AsyncIterator[EnvContext]:
+async def context(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[EnvContext]:
     """A context on bubblewrap with short limits; what it started is closed afterwards."""
+    images = ImagePolicy(root=tmp_path_factory.getbasetemp())
     try:
-        backend = open_backend("bubblewrap", run_id=f"test-{uuid.uuid4().hex[:8]}")
+        backend = open_backend("bubblewrap", run_id=f"test-{uuid.uuid4().hex[:8]}", images=images)
     except SandboxUnavailableError as error:
         pytest.skip(str(error))
     try:

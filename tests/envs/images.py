@@ -22,11 +22,14 @@ git commit -q --allow-empty -m 'the future fix' && git branch future && git rese
 """
 
 
+SYSTEM = {"/usr": "/usr", "/etc": "/etc"}
+"""What boxes of a :func:`folder_image` bind of the machine."""
+
+
 def folder_image(root: Path, files: Mapping[str, str], set_up: str) -> Path:
-    """A root file system in ``root`` with ``files`` in its /testbed, where ``set_up`` (bash) is run on this machine."""
-    (root / "testbed").mkdir(parents=True)
-    for name in ("usr", "etc"):
-        (root / name).symlink_to(f"/{name}")
+    """An image in ``root`` with ``files`` in its /testbed, where ``set_up`` (bash) is run on this machine."""
+    for name in ("testbed", "usr"):  # boxes get the machine's own /usr and /etc there (SYSTEM)
+        (root / name).mkdir(parents=True)
     for name in ("bin", "sbin", "lib", "lib64"):
         (root / name).symlink_to(f"usr/{name}")
     for path, text in files.items():
@@ -38,7 +41,7 @@ def folder_image(root: Path, files: Mapping[str, str], set_up: str) -> Path:
 
 def limits_with_pytest(memory_mb: int) -> SandboxSpec:
     """Limits of boxes that are lent the real tasks' pytest."""
-    binds = {str(BUILT.parent / "site"): "/opt/site"}
+    binds = {**SYSTEM, str(BUILT.parent / "site"): "/opt/site"}
     return SandboxSpec(memory_mb=memory_mb, ro_binds=binds, env={"PYTHONPATH": "/opt/site"})
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from sandbox import (
     ImageMissingError,
+    ImagePolicy,
     SandboxDiskFullError,
     SandboxLostError,
     SandboxSpec,
@@ -29,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 @pytest.fixture
 async def backend(tmp_path: Path) -> AsyncIterator[BubblewrapBackend]:
-    backend = BubblewrapBackend(run_id="only-bwrap", base=tmp_path / "base")
+    backend = BubblewrapBackend(run_id="only-bwrap", base=tmp_path / "base", images=ImagePolicy(root=tmp_path.parent))
     yield backend
     await backend.close()
 

@@ -1,0 +1,272 @@
+"""Attacks by a task's row, by an image, and on what of the user's or the host's can be seen in a box."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import uuid
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from agent_rl.evaluation.folder import EvalFolder
+from agent_rl.evaluation.report import EpisodeResult
+from agent_rl.observe.display import Display
+from envs import EnvContext, EnvsError, GradingError, TaskRecordError
+from envs.swe import SweEnvironment, SweRecord, start_episode, verify_record
+from sandbox import ImageMissingError, ImagePolicy, SandboxBackend, SandboxSpec, open_backend
+from tests.envs.images import SYSTEM, folder_image
+from tests.redteam.attack import held
+
+bubblewrap = pytest.mark.bubblewrap
+SECRET = "the host's own secret"
+ROW = {
+    "repo_name": "calc",
+    "task_id": "calc-add",
+    "expected_output_json": '{"test_calc.py::test_add": "PASSED"}',
+    "problem_statement": "add(2, 3) gives -1.",
+}
+LOCAL = {**ROW, "files": {"calc.py": ""}, "test_command": "true"}
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Path:
+    """A folder of the host beside that of the tasks, with a secret that no box may see."""
+    (tmp_path / "host").mkdir()
+    (tmp_path / "host/secret").write_text(SECRET)
+    return tmp_path / "host"
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> Path:
+    (tmp_path / "tasks").mkdir()
+    return tmp_path / "tasks"
+
+
+@pytest.fixture
+async def backend(tmp_path: Path) -> AsyncIterator[SandboxBackend]:
+    """Bubblewrap with ``tmp_path/images`` as the folder of images."""
+    images = ImagePolicy(root=tmp_path / "images")
+    backend = open_backend("bubblewrap", run_id=f"redteam-{uuid.uuid4().hex[:8]}", images=images)
+    yield backend
+    await backend.close()
+
+
+def opened(tasks: Path, **fields: object) -> EnvsError:
+    """The error that reading a row with ``fields`` ends with."""
+    (tasks / "train.jsonl").write_text(json.dumps({**LOCAL, **fields}) + "\n")
+    with pytest.raises(TaskRecordError) as error:
+        SweEnvironment(EnvContext(None), tasks / "train.jsonl").tasks("train")  # type: ignore[arg-type]
+    assert "\n" not in str(error.value)
+    return error.value
+
+
+@pytest.mark.parametrize("site", ["/", "/run", "..", "../host", "a/../../host", ".", "./.", "\0", "down/"])
+def test_a_row_binds_a_folder_of_the_host_as_its_packages(tasks: Path, host: Path, site: str) -> None:
+    (tasks / "down").symlink_to(host)
+    error = opened(tasks, site_packages=site)
+    assert "site_packages" in str(error)
+    assert "row 1" in str(error) or "calc-add" in str(error)
+    held(f"site_packages {site!r}", error)
+
+
+async def test_a_row_is_started_without_having_been_read_from_a_file(tasks: Path, host: Path) -> None:
+    (tasks / "site").symlink_to(host)
+    record = SweRecord.model_validate({**LOCAL, "site_packages": "site"})
+    with pytest.raises(TaskRecordError, match="calc-add: site_packages") as error:
+        async with start_episode(EnvContext(None), record, site_root=tasks):  # type: ignore[arg-type]
+            raise AssertionError("a box was started")
+    held("site_packages, a link to the host, given in code", error.value)
+
+
+@pytest.mark.parametrize("path", ["/etc/passwd", "../x", "a/../../x", ".git/config", "", "a\0b"])
+def test_a_row_writes_outside_its_working_folder(tasks: Path, path: str) -> None:
+    held(f"files: {path!r}", opened(tasks, files={path: "x"}))
+
+
+@pytest.mark.parametrize("task_id", ["\x1b[2Jgone", "a\nb", "a\0", "\x9b31m"])
+def test_a_row_steers_the_terminal_by_its_id(tasks: Path, task_id: str) -> None:
+    error = opened(tasks, task_id=task_id)
+    assert str(error).isprintable()
+    held(f"task_id {task_id!r}", error)
+
+
+@bubblewrap
+@pytest.mark.parametrize("image", ["/", "/usr/..", ".", "..", "../host", "link", "/proc/self/root"])
+async def test_a_row_takes_the_host_for_its_image(backend: SandboxBackend, tmp_path: Path, image: str) -> None:
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images/link").symlink_to("/")
+    record = SweRecord.model_validate({**ROW, "docker_image": image})
+    with pytest.raises(ImageMissingError, match=r"calc-add: docker_image: .*below sandbox.image_root") as error:
+        async with start_episode(EnvContext(backend, start_retries=0), record):
+            raise AssertionError("a box was started")
+    held(f"docker_image {image!r}", error.value)
+
+
+@bubblewrap
+async def test_a_row_names_an_image_where_none_is_allowed(tmp_path: Path) -> None:
+    image = folder_image(tmp_path / "image", {}, "true")
+    backend = open_backend("bubblewrap", run_id="redteam-no-images")
+    try:
+        with pytest.raises(ImageMissingError, match=r"set it, or sandbox\.backend to docker") as error:
+            await backend.start(SandboxSpec(image=str(image)))
+    finally:
+        await backend.close()
+    held("docker_image of a folder, sandbox.image_root not set", error.value)
+
+
+@bubblewrap
+async def test_the_users_own_image_needs_no_root(tmp_path: Path) -> None:
+    """What the config names is the user's, wherever it lies; another folder is refused all the same."""
+    own, other = (str(folder_image(tmp_path / name, {}, "true")) for name in ("own", "other"))
+    backend = open_backend("bubblewrap", run_id="redteam-own", images=ImagePolicy(own=own))
+    try:
+        box = await backend.start(SandboxSpec(image=own, ro_binds=SYSTEM))
+        assert (await box.exec("true", timeout=20)).ok
+        with pytest.raises(ImageMissingError) as error:
+            await backend.start(SandboxSpec(image=other))
+    finally:
+        await backend.close()
+    held("docker_image beside the one that sandbox.image names", error.value)
+
+
+@bubblewrap
+async def test_an_image_links_to_the_host(backend: SandboxBackend, tmp_path: Path, host: Path) -> None:
+    image = folder_image(tmp_path / "images/image", {}, f"ln -s {host} inner; ln -s {host}/secret file")
+    (image / "data").symlink_to(host)
+    box = await backend.start(SandboxSpec(image=str(image), ro_binds=SYSTEM))
+    seen = await box.exec("cat /data/* inner/* file; ls -d /data", timeout=20)
+    assert SECRET not in seen.text
+    held("links at an image's top and in its working folder", seen.text.strip())
+
+
+@bubblewrap
+@pytest.mark.parametrize("link", ["testbed", "usr"])
+async def test_an_image_whose_own_folder_is_a_link(
+    backend: SandboxBackend, tmp_path: Path, host: Path, link: str
+) -> None:
+    image = folder_image(tmp_path / "images/image", {}, "true")
+    (image / link).rmdir()
+    (image / link).symlink_to(host)
+    with pytest.raises(ImageMissingError, match="link") as error:
+        await backend.start(SandboxSpec(image=str(image), ro_binds=SYSTEM))
+    held(f"an image whose {link}/ is a link to the host", error.value)
+
+
+@bubblewrap
+async def test_an_image_leads_a_mount_point_out(backend: SandboxBackend, tmp_path: Path, host: Path) -> None:
+    """Bubblewrap makes missing mount points as the host's user, while the host's root is still at /oldroot."""
+    image = folder_image(tmp_path / "images/image", {}, "true")
+    (image / "opt").mkdir()
+    (image / "opt/agent-rl").symlink_to(f"/oldroot{host}")
+    with pytest.raises(ImageMissingError, match="on the way to /opt/agent-rl/site") as error:
+        await backend.start(SandboxSpec(image=str(image), ro_binds={**SYSTEM, str(host): "/opt/agent-rl/site"}))
+    assert os.listdir(host) == ["secret"]
+    held("an image with a link on the way to a mount point", error.value)
+
+
+@bubblewrap
+async def test_an_image_holds_pipes_and_devices(backend: SandboxBackend, tmp_path: Path) -> None:
+    image = folder_image(tmp_path / "images/image", {"kept": "1"}, "mkfifo pipe; mknod zero c 1 5 || true")
+    box = await asyncio.wait_for(backend.start(SandboxSpec(image=str(image), ro_binds=SYSTEM)), 20)
+    seen = await box.exec("ls", timeout=20)
+    assert seen.stdout == b"kept\n"
+    held("a pipe and a device that never end in an image's working folder", f"left out; the box has {seen.text!r}")
+
+
+def log_of(task_id: str) -> Path:
+    result = EpisodeResult(task_id=task_id, sample=0, resolved=True, stop="", turns=0, seconds=0.0)
+    return EvalFolder(Path("/nowhere"), {}).log_of(result)
+
+
+@pytest.mark.parametrize("task_id", ["..", ".", "", "../..", "/etc", "a/../../b", "~", "x" * 5000, "é" * 300, "\ud800"])
+def test_a_task_id_leaves_the_folder_of_logs(task_id: str) -> None:
+    path = Path(os.path.normpath(log_of(task_id)))
+    assert path.parts[:-2] == ("/", "nowhere", "logs")
+    assert len(path.parts[-2]) <= 200
+    held(f"task_id {task_id[:20]!r}", path.parts[-2][:40])
+
+
+@given(st.text(), st.text())
+def test_two_task_ids_never_share_a_folder(one: str, other: str) -> None:
+    for task_id in (one, other):
+        assert os.path.normpath(log_of(task_id)) == str(log_of(task_id))
+        assert log_of(task_id).parent.parent == Path("/nowhere/logs")
+    assert (log_of(one) == log_of(other)) == (one == other)
+
+
+PROXY = "http://user:password@proxy.invalid:3128"
+HOST_ENV = {
+    "HTTP_PROXY": PROXY,
+    "https_proxy": PROXY,
+    "OPENAI_API_KEY": "key",
+    "HF_TOKEN": "token",
+    "MY_SECRET": SECRET,
+}
+
+
+@pytest.fixture
+def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user with proxies and credentials, in the environment and in docker's config."""
+    (tmp_path / "docker").mkdir()
+    config = {
+        "proxies": {"default": {"httpProxy": PROXY, "httpsProxy": PROXY}},
+        "auths": {"registry.invalid": {"auth": "dXNlcjpwYXNzd29yZA=="}},
+    }
+    (tmp_path / "docker/config.json").write_text(json.dumps(config))
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "docker"))
+    for name, value in HOST_ENV.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("user")
+@pytest.mark.parametrize(
+    "name", [pytest.param("bubblewrap", marks=bubblewrap), pytest.param("docker", marks=pytest.mark.docker)]
+)
+async def test_the_users_proxies_and_keys_are_read_in_a_box(name: str) -> None:
+    backend = open_backend(name, run_id=f"redteam-{uuid.uuid4().hex[:8]}")
+    try:
+        box = await backend.start(SandboxSpec())
+        seen = (await box.exec("env; cat /proc/1/environ /proc/self/environ | tr '\\0' '\\n'", timeout=60)).text
+    finally:
+        await backend.close()
+    assert "PATH=" in seen
+    assert not [word for word in ("proxy", "password", "token", "key", SECRET) if word in seen.lower()], seen
+    held(f"the user's proxies and keys in a box of {name}", f"variables there: {sorted(set(seen.split()))}")
+
+
+@bubblewrap
+async def test_the_hosts_keyrings_and_timers_are_read(backend: SandboxBackend) -> None:
+    box = await backend.start(SandboxSpec())
+    files = "/proc/keys /proc/key-users /proc/timer_list /proc/sched_debug /proc/kcore"
+    seen = await box.exec(f"head -c 100 {files}", timeout=20)
+    assert seen.stdout == b""
+    held("reading what /proc tells of the whole machine", seen.text.strip())
+
+
+STEERING = "\x1b[2J\x1b]0;owned\x07\x9b31m\x08\r"
+
+
+@bubblewrap
+async def test_a_test_log_steers_the_terminal(backend: SandboxBackend) -> None:
+    """Through the whole way: printed in a box, quoted by an error, shown."""
+    codes = "".join(f"\\{ord(letter):03o}" for letter in STEERING.encode().decode("latin-1"))
+    record = SweRecord.model_validate({**LOCAL, "test_command": f"printf 'seen {codes}'; exit 3"})
+    with pytest.raises(GradingError) as error:
+        await verify_record(EnvContext(backend), record)
+    assert "seen" in str(error.value)
+    assert str(error.value).isprintable()
+    held("escape sequences in a test log that an error quotes", repr(str(error.value))[-80:])
+
+
+def test_a_note_steers_the_terminal() -> None:
+    screen = io.StringIO()
+    Display("run", Console(file=screen, force_terminal=True)).note(f"seen {STEERING}")
+    assert not set(screen.getvalue()) & set(STEERING) - set("[2J]0;owned31m")
+    held("escape sequences in a line of the display", repr(screen.getvalue()))
