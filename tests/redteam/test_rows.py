@@ -24,6 +24,7 @@ from sandbox import ImageMissingError, ImagePolicy, SandboxBackend, SandboxSpec,
 from tests.envs.images import SYSTEM, folder_image
 from tests.redteam.attack import held
 
+pytestmark = pytest.mark.redteam
 bubblewrap = pytest.mark.bubblewrap
 SECRET = "the host's own secret"
 ROW = {
