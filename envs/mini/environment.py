@@ -21,7 +21,7 @@ from envs.swe.repositories import Repositories
 from envs.swe.sources import read_jsonl
 from envs.types import Finding, Message, Task, TaskRecordError
 
-_SOURCES = ("templates", "functions", "generator", "records", "runner")
+_SOURCES = ("templates", "functions", "generator", "records")
 _SYSTEM: Message = {"role": "system", "content": "Fix the bug."}
 
 

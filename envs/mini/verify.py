@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from envs.context import EnvContext
+from envs.swe.calls import CallRun
 from envs.swe.pytest_log import judge
 from envs.swe.records import SweRecord
 from envs.types import GradingError
@@ -46,38 +47,41 @@ async def _verify_chunk(context: EnvContext, records: Sequence[SweRecord]) -> No
     spec: SandboxSpec = replace(
         context.limits, workdir="/testbed", env={**context.limits.env, "PYTHONDONTWRITEBYTECODE": "1"}
     )
+    runs = [CallRun(record.calls) for record in records]
     async with context.box(spec) as sandbox:
-        await sandbox.write_files(_files(records))
-        result = await sandbox.exec(_script(records), timeout=_TIMEOUT, cwd="/testbed")
+        await sandbox.write_files(_files(records, runs))
+        result = await sandbox.exec(_script(runs), timeout=_TIMEOUT, cwd="/testbed")
     if result.timed_out or result.truncated:
         raise GradingError(f"mini tasks could not be verified: the box was cut off after {result.seconds:.0f} s")
     logs = _logs(result.stdout.decode(errors="replace"))
-    for number, record in enumerate(records):
-        gold = judge(logs.get(f"{number}/{_GOLD}", ""), record.expected)
-        nothing = judge(logs.get(f"{number}/{_NOTHING}", ""), record.expected)
+    for number, (record, run) in enumerate(zip(records, runs, strict=True)):
+        gold, nothing = (
+            judge(run.summary(logs.get(f"{number}/{variant}", "")), record.expected) for variant in (_GOLD, _NOTHING)
+        )
         if gold is None or not gold.resolved:
-            why = "no test summary" if gold is None else gold.difference
+            why = "no answers" if gold is None else gold.difference
             raise GradingError(f"task {record.id}: its gold patch does not resolve it: {why}")
         if nothing is None or nothing.resolved:
-            raise GradingError(f"task {record.id}: {'no test summary' if nothing is None else 'solved as it stands'}")
+            raise GradingError(f"task {record.id}: {'no answers' if nothing is None else 'solved as it stands'}")
 
 
-def _files(records: Sequence[SweRecord]) -> dict[str, bytes]:
+def _files(records: Sequence[SweRecord], runs: Sequence[CallRun]) -> dict[str, bytes]:
     files: dict[str, bytes] = {}
-    for number, record in enumerate(records):
+    for number, (record, run) in enumerate(zip(records, runs, strict=True)):
+        files |= run.files()
         files[f"/testbed/{number}.patch"] = record.gold.encode()
         for variant in (_NOTHING, _GOLD):
-            for path, content in {**record.files, **record.tests}.items():
+            for path, content in record.files.items():
                 files[f"/testbed/{number}/{variant}/{path}"] = content.encode()
     return files
 
 
-def _script(records: Sequence[SweRecord]) -> str:
+def _script(runs: Sequence[CallRun]) -> str:
     lines = []
-    for number, record in enumerate(records):
+    for number, run in enumerate(runs):
         for variant in (_NOTHING, _GOLD):
             patch = f"git apply ../../{number}.patch 2>&1 && " if variant == _GOLD else ""
-            inner = f"cd {number}/{variant} && {patch}timeout 20 bash -c {shlex.quote(record.command)}"
+            inner = f"cd {number}/{variant} && {patch}timeout 20 bash -c {shlex.quote(run.command)}"
             lines.append(f"echo {shlex.quote(f'{_MARK}{number}/{variant}')}; ({inner})")
     return "\n".join([*lines, "true"])
 

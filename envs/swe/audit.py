@@ -90,6 +90,8 @@ async def _hidden_contents(context: EnvContext, record: SweRecord, site_root: Pa
 
 async def _copies(sandbox: Sandbox, record: SweRecord, secrets: dict[str, int]) -> Finding:
     """Whether the agent's box holds a hidden test's content, or a place of an image that tests are kept in."""
+    if record.calls:
+        return Finding("hidden tests", True, "what the calls are expected to give never enters a box")
     folders = [] if record.is_local else list(HIDDEN_IN_IMAGE)
     if not secrets:
         return Finding("hidden tests", False, "the task has no hidden test that differs from what the agent sees")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from envs.context import EnvContext
+from envs.swe.calls import SECONDS, CallRun
 from envs.swe.patches import patched_paths, split_patch
 from envs.swe.records import SWEBENCH_SCRIPT, SweRecord
 from envs.swe.repositories import SETUP_TIMEOUT, WORKDIR, Repositories, first_commit, in_workdir
@@ -77,7 +78,8 @@ class PatchError(EnvsError):
 
 @dataclass(frozen=True, slots=True)
 class TestRun:
-    """One run of the hidden tests. ``began`` is False where the patch did not apply; ``log`` is the log's end.
+    """One run of the hidden tests. ``began`` is False where the patch did not apply; ``log`` is the log's end, or what
+    was made of the answers where the tests are calls.
 
     ``witnessed`` says that pytest runs the tests and a plugin watched it; ``report`` is what the plugin left.
     """
@@ -178,22 +180,27 @@ async def take_patch(sandbox: Sandbox, base: str) -> str:
 async def run_tests(context: EnvContext, record: SweRecord, spec: SandboxSpec, patch: str) -> TestRun:
     """Apply ``patch`` to the original repository in a fresh box and run the hidden tests there."""
     witness = Witness(watched=sorted(record.hidden) or ["r2e_tests"]) if record.runs_pytest else None
+    calls = CallRun(record.calls) if record.calls else None
     script = await asyncio.to_thread(eval_script, record) if record.swebench else ""
     named = await asyncio.to_thread(_sorted_paths, patch)
     async with context.box(spec) as sandbox:
         # Hidden tests may be written first: a screened patch touches none of them.
         files = {**in_workdir({**record.files, **record.tests}), **(witness.files() if witness else {})}
+        files |= calls.files() if calls else {}
         if script:
             files[SWEBENCH_SCRIPT] = script.encode()
         await sandbox.write_files({**files, _NAMED: named})
-        command = _grade_command(record, patch, witness.exports if witness else "")
-        result = await sandbox.exec(command, timeout=context.grade_timeout, cwd=WORKDIR, stdin=patch.encode())
+        tests = f"{witness.exports if witness else ''}{calls.command if calls else record.command}"
+        timeout = min(context.grade_timeout, SECONDS) if calls else context.grade_timeout
+        command = _grade_command(record, patch, tests)
+        result = await sandbox.exec(command, timeout=timeout, cwd=WORKDIR, stdin=patch.encode())
         began = result.stdout.startswith(_BEGIN)
         report = await witness.read(sandbox) if witness and began else None
         log = result.stdout[len(_BEGIN) :] if began else b""
         if script and began:  # its results stand between markers, the first of which may be far from the end
             log = await _whole_log(sandbox)
-    return TestRun(began, result, log.decode(errors="replace"), witness is not None, report)
+    text = log.decode(errors="replace")
+    return TestRun(began, result, calls.summary(text) if calls else text, witness is not None, report)
 
 
 def _sorted_paths(patch: str) -> bytes:
@@ -209,8 +216,8 @@ async def _whole_log(sandbox: Sandbox) -> bytes:
         return b""
 
 
-def _grade_command(record: SweRecord, patch: str, exports: str) -> str:
-    """Bash that applies the patch on standard input, announces the tests, runs them and prints their log's end.
+def _grade_command(record: SweRecord, patch: str, tests: str) -> str:
+    """Bash that applies the patch on standard input, announces the ``tests``, runs them and prints their log's end.
 
     The log goes through a file, since the summary stands at its end and the box caps output from its start; the file's
     size is limited, and no pipe is left open for a daemon that a test may leave behind.
@@ -218,8 +225,8 @@ def _grade_command(record: SweRecord, patch: str, exports: str) -> str:
     prepare = "" if record.is_local else _LINK_IMAGE_TESTS
     apply = _APPLY if patch else ""
     return (
-        f"{prepare}{apply}{exports}echo '{_BEGIN.decode().strip()}'\n"
-        f"( ulimit -f {_LOG_FILE_KIB}; eval {shlex.quote(record.command)} ) >{_LOG} 2>&1 </dev/null; code=$?\n"
+        f"{prepare}{apply}echo '{_BEGIN.decode().strip()}'\n"
+        f"( ulimit -f {_LOG_FILE_KIB}; eval {shlex.quote(tests)} ) >{_LOG} 2>&1 </dev/null; code=$?\n"
         f"tail -c {_LOG_BYTES} {_LOG}; exit $code"
     )
 

@@ -3,7 +3,8 @@
 R2E-Gym's fields (https://github.com/R2E-Gym/R2E-Gym) keep their names and types, so its rows are read as they are;
 SWE-bench's are brought into this shape (:mod:`.rows`). Where rows come from: :mod:`.sources`. A
 *local* task brings its repository along: ``files`` is what the working directory starts as, ``tests`` the hidden test
-files, ``test_command`` what runs them, ``gold_patch`` the true fix.
+files, ``test_command`` what runs them (or ``calls`` the hidden tests that are nothing but calls), ``gold_patch`` the
+true fix.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
+from envs.swe.calls import Call
 from envs.swe.patches import diff_files, is_test_path
 from envs.swe.rows import SwebenchSpec, normalise, parse_list
 from envs.types import TaskRecordError
@@ -34,6 +36,7 @@ class SweRecord(BaseModel):
 
     ``expected_output_json`` is a JSON object from a test's key to its status after the true fix. The key is pytest's
     full node id for a local task, and the node id without its file, joined by dots, for an R2E-Gym row.
+    ``calls`` are hidden tests by their keys; where they are given, they are all that is run.
     ``site_packages`` is a folder of Python packages for the box, relative to the file the record was read from.
     ``verified`` says that the gold patch was seen to resolve the task and an empty patch was seen not to.
     ``swebench`` is there in SWE-bench's rows, which are graded by swebench's rules; their expected output says PASSED
@@ -60,6 +63,7 @@ class SweRecord(BaseModel):
     files: dict[str, str] = Field(default_factory=dict)
     tests: dict[str, str] = Field(default_factory=dict)
     test_command: str = ""
+    calls: dict[str, Call] = Field(default_factory=dict)
     gold_patch: str = ""
     site_packages: str = ""
     verified: bool = False
@@ -120,8 +124,8 @@ class SweRecord(BaseModel):
     def _has_a_repository(self) -> SweRecord:
         if not self.files and not self.docker_image:
             raise ValueError("neither files nor docker_image: the task has no repository; give one of them")
-        if self.files and not self.test_command:
-            raise ValueError("test_command is empty: a task with files must say how its tests run")
+        if self.files and not (self.test_command or self.calls):
+            raise ValueError("test_command is empty: a task with files must say how its tests run, or give calls")
         return self
 
     @property
@@ -147,6 +151,8 @@ class SweRecord(BaseModel):
     @property
     def runs_pytest(self) -> bool:
         """Whether pytest runs the hidden tests, as far as the command tells; R2E-Gym's script always uses it."""
+        if self.calls:
+            return False
         script = self.swebench.eval_script if self.swebench else self.command
         return script == R2E_TEST_COMMAND or re.search(r"\b(pytest|py\.test)\b", script) is not None
 
