@@ -74,7 +74,7 @@ class SweRecord(BaseModel):
     def _expected_is_not_empty(cls, value: str) -> str:
         try:
             pairs = json.loads(value, object_pairs_hook=tuple)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"not JSON ({error}); right would be an object from a test to its status") from None
         if not pairs or not isinstance(pairs, tuple):
             raise ValueError("empty or no object: a task that expects nothing would resolve itself; name its tests")
@@ -163,8 +163,16 @@ class SweRecord(BaseModel):
 
     @property
     def gold(self) -> str:
-        """The true fix as a git diff; for an R2E-Gym row made from its commit, test files left out. May be empty."""
-        return self.gold_patch or _gold_of_commit(self.parsed_commit_content)
+        """The true fix as a git diff; for an R2E-Gym row made from its commit, test files left out. May be empty.
+
+        Raises ``TaskRecordError`` for a commit that is none."""
+        try:
+            return self.gold_patch or _gold_of_commit(self.parsed_commit_content)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise TaskRecordError(
+                f"task {self.id}: parsed_commit_content: no commit as R2E-Gym writes them "
+                f"({type(error).__name__}: {error})"
+            ) from None
 
 
 def _stays_below(path: str) -> bool:

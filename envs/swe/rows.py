@@ -111,7 +111,7 @@ def parse_list(value: Any) -> Any:
         return value
     try:
         return json.loads(value)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON ({error}); right would be a list of strings") from None
 
 

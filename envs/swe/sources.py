@@ -135,7 +135,8 @@ def _rows(source: Path | str, split: str | None) -> Iterator[Row]:
 
 
 def _jsonl(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8") as lines:
+    # What is not UTF-8 becomes text that no field of a record may hold, so that its row is named.
+    with path.open(encoding="utf-8", errors="surrogateescape") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 yield number, _object(line)
@@ -144,7 +145,7 @@ def _jsonl(path: Path) -> Iterator[Row]:
 def _object(line: str) -> Mapping[str, Any] | str:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         return f"not JSON ({error}); right would be one JSON object a line"
     return row if isinstance(row, dict) else f"a {type(row).__name__}; right would be one JSON object a line"
 
@@ -152,7 +153,7 @@ def _object(line: str) -> Mapping[str, Any] | str:
 def _json(path: Path) -> Iterator[Row]:
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise TaskRecordError(f"{path}: not JSON ({error}); right would be a list of objects") from None
     if not isinstance(rows, list):
         raise TaskRecordError(f"{path}: a {type(rows).__name__}; right would be a list of objects")

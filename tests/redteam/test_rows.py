@@ -20,6 +20,7 @@ from agent_rl.evaluation.report import EpisodeResult
 from agent_rl.observe.display import Display
 from envs import EnvContext, EnvsError, GradingError, TaskRecordError
 from envs.swe import SweEnvironment, SweRecord, start_episode, verify_record
+from envs.swe.records import parse_record
 from sandbox import ImageMissingError, ImagePolicy, SandboxBackend, SandboxSpec, open_backend
 from tests.envs.images import SYSTEM, folder_image
 from tests.redteam.attack import held
@@ -89,6 +90,59 @@ async def test_a_row_is_started_without_having_been_read_from_a_file(tasks: Path
 @pytest.mark.parametrize("path", ["/etc/passwd", "../x", "a/../../x", ".git/config", "", "a\0b"])
 def test_a_row_writes_outside_its_working_folder(tasks: Path, path: str) -> None:
     held(f"files: {path!r}", opened(tasks, files={path: "x"}))
+
+
+DEEP = "[" * 200_000
+LONG = f"[{'1' * 10_000}]"
+
+
+@pytest.mark.parametrize("field", ["expected_output_json", "modified_files", "FAIL_TO_PASS"])
+@pytest.mark.parametrize("text", [DEEP, LONG, "[\x00", "{" * 5000])
+def test_a_row_breaks_the_reading_of_json_in_a_field(tasks: Path, field: str, text: str) -> None:
+    more = {"instance_id": "a__b-1", "test_patch": ""} if field.isupper() else {}
+    error = opened(tasks, **more, **{field: text})
+    assert len(str(error)) < 1000
+    held(f"{field}: {text[:20]!r}, {len(text)} characters", error)
+
+
+@pytest.mark.parametrize("line", [DEEP.encode(), LONG.encode(), b"\xff\xfe{", b'{"a": "\xff"}', b"\x00", b'"a"'])
+def test_a_row_breaks_the_reading_of_its_file(tasks: Path, line: bytes) -> None:
+    (tasks / "train.jsonl").write_bytes(line + b"\n")
+    with pytest.raises(TaskRecordError, match=r"row 1: ") as error:
+        SweEnvironment(EnvContext(None), tasks / "train.jsonl").tasks("train")  # type: ignore[arg-type]
+    assert str(error.value).isprintable()
+    held(f"a row of {line[:20]!r}, {len(line)} bytes", str(error.value)[:200])
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=8,
+)
+FIELDS = st.sampled_from(
+    [*SweRecord.model_fields, "instance_id", "repo", "patch", "image", "test_patch", "FAIL_TO_PASS"]
+)
+
+
+@given(st.dictionaries(FIELDS, JSON | JSON.map(json.dumps)))
+def test_any_row_is_read_or_refused_in_one_line(row: dict[str, object]) -> None:
+    try:
+        record = parse_record({**LOCAL, **row}, "row 1")
+        assert isinstance(record.gold, str)
+        assert record.expected
+        assert isinstance(record.command, str)
+    except TaskRecordError as error:
+        refusal = str(error)
+        assert refusal.isprintable()
+        assert "row 1: " in refusal or "parsed_commit_content" in refusal
+
+
+@pytest.mark.parametrize("content", ["[]", "1", "{", DEEP, LONG, '{"file_diffs": [1]}', '{"file_diffs": [{}]}'])
+def test_a_row_whose_commit_is_none(content: str) -> None:
+    record = SweRecord.model_validate({**LOCAL, "parsed_commit_content": content})
+    with pytest.raises(TaskRecordError, match="calc-add: parsed_commit_content") as error:
+        assert record.gold
+    held(f"parsed_commit_content {content[:30]!r}", str(error.value)[:200])
 
 
 @pytest.mark.parametrize("task_id", ["\x1b[2Jgone", "a\nb", "a\0", "\x9b31m"])
