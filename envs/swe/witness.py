@@ -3,7 +3,8 @@
 Anything may print a line that looks like pytest's. So a plugin watches from inside pytest (:mod:`.witness_plugin`) and
 writes a report, with a password, to a place named by a random number; its source and its orders, where the password
 stands, are emptied as soon as they are read. Code that prints a summary and exits leaves no report; code that replaces
-functions of pytest or unittest, rewrites a hidden test, shadows a module or brings a plugin is named in it.
+functions of pytest or unittest, rewrites a hidden test or swaps its code, sets a trace or profile function, reports a
+test that never ran, shadows a module or brings a plugin is named in it.
 
 What it can't see: code under test that returns objects which compare equal to everything, or that knows this module and
 goes for its memory. Tests share one process with what they test.
@@ -38,6 +39,9 @@ class Report:
     replaced: Sequence[str] = ()
     shadowed: Sequence[str] = ()
     plugins: Sequence[str] = ()
+    swapped: Sequence[str] = ()
+    traced: Sequence[str] = ()
+    uncalled: Sequence[str] = ()
 
     @property
     def statuses(self) -> dict[str, str]:
@@ -55,6 +59,9 @@ class Report:
             *(f"{name}: replaced by the code under test" for name in self.replaced),
             *(f"{name}: imported from the repository instead of from Python" for name in self.shadowed),
             *(f"{path}: a pytest plugin from the repository" for path in self.plugins),
+            *(f"{name}: its code was swapped while the tests ran" for name in self.swapped),
+            *(f"{name}: called while the tests ran" for name in self.traced),
+            *(f"{test}: reported, but never run" for test in self.uncalled),
         )
 
 

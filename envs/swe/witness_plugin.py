@@ -2,7 +2,8 @@
 
 It runs on the repository's own Python and pytest, so it uses nothing newer than Python 3.6. It is imported before any
 of the repository's code, notes what must not change from then on (the functions of pytest and unittest, the hidden
-tests' files), and writes its report when pytest has come to its end.
+tests' files and code), and writes its report when pytest has come to its end. Where Python has audit hooks (3.8), one
+notes what could be undone before anybody looks: swapped code, trace and profile functions.
 """
 
 import hashlib
@@ -13,6 +14,7 @@ import time
 
 _WATCHED = ("_pytest", "pytest", "pluggy", "unittest")
 _INSTALLED = (os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.sep)
+_TRACING = frozenset({"sys.settrace", "sys.setprofile", "sys.monitoring.register_callback"})
 _TOP = os.path.realpath(os.getcwd()) + os.sep
 
 
@@ -55,6 +57,30 @@ def _functions() -> "dict[str, tuple[object, object]]":
     return found
 
 
+def _hidden_functions(files: "dict[str, str]") -> "dict[str, object]":
+    """Code by ``module.name`` and ``module.Class.name`` of every function in the modules of ``files``."""
+    found = {}
+    for name, module in list(sys.modules.items()):
+        source = getattr(module, "__file__", None)
+        if not isinstance(source, str) or os.path.realpath(source) not in files:
+            continue
+        for key, value in list(vars(module).items()):
+            members = list(vars(value).items()) if isinstance(value, type) and value.__module__ == name else []
+            found[name + "." + key] = _code(value)
+            found.update((".".join((name, key, inner)), _code(member)) for inner, member in members)
+    return {key: code for key, code in found.items() if code is not None}
+
+
+def _hooks() -> "dict[str, object]":
+    """This thread's trace and profile functions by what sets them."""
+    return {"sys.settrace": sys.gettrace(), "sys.setprofile": sys.getprofile()}
+
+
+def _item_code(item: object) -> object:
+    """The code of the function that a collected test calls, if it has one."""
+    return _code(vars(item).get("_obj"))
+
+
 def _status(report: object) -> str:
     """A phase's status in the words of pytest's short summary; empty where the phase says nothing."""
     outcome, called = getattr(report, "outcome", ""), getattr(report, "when", "") == "call"
@@ -80,9 +106,17 @@ class Witness:
         self.report, self.password, self.places, self.modules = report, password, places, modules
         self.started = time.time()
         self.files = _digests(places)
+        sources = [getattr(sys.modules.get(name), "__file__", None) for name in _WATCHED]
+        self.folders = tuple(os.path.dirname(os.path.realpath(source)) + os.sep for source in sources if source)
         self.functions = _functions()
         self.outcomes: list[list[str]] = []
         self.changed: set[str] = set()
+        self.hooks = _hooks()
+        self.traced: set[str] = set()
+        self.swapped: set[str] = set()
+        self.hidden: dict[str, object] = {}
+        self.items: dict[str, tuple[object, object]] = {}
+        self.called: set[str] = set()
         self.shadowed = set(self._shadowed())
 
     def pytest_collectstart(self, collector: object) -> None:
@@ -90,8 +124,17 @@ class Witness:
         if path in self.files and _digests([path]).get(path) != self.files[path]:
             self.changed.add(path)
 
-    def pytest_collection_finish(self) -> None:
+    def pytest_collection_finish(self, session: object) -> None:
         self._compare_files()
+        self.hidden = _hidden_functions(self.files)
+        self.items = {item.nodeid: (item, _item_code(item)) for item in getattr(session, "items", ())}
+
+    def pytest_runtest_call(self, item: object) -> None:
+        self.called.add(str(getattr(item, "nodeid", "")))
+        self._compare_item(item)
+
+    def pytest_runtest_teardown(self, item: object) -> None:
+        self._compare_item(item)
 
     def pytest_collectreport(self, report: object) -> None:
         if getattr(report, "outcome", "") == "failed":
@@ -105,6 +148,9 @@ class Witness:
     def finish(self, config: object) -> None:
         """Write what was seen."""
         self._compare_files()
+        self._compare_hooks()
+        now = _hidden_functions(self.files)
+        self.swapped.update(key for key, code in self.hidden.items() if now.get(key) is not code)
         self.shadowed |= set(self._shadowed())
         root = os.path.realpath(str(getattr(config, "rootpath", None) or getattr(config, "rootdir", _TOP)))
         content = {
@@ -114,6 +160,9 @@ class Witness:
             "replaced": self._replaced(),
             "shadowed": sorted(self.shadowed),
             "plugins": self._plugins(config),
+            "swapped": sorted(self.swapped),
+            "traced": sorted(self.traced),
+            "uncalled": sorted(test for test, status in self.outcomes if self._was_never_called(test, status)),
         }
         with open(self.report + ".new", "w") as out:
             json.dump(content, out)
@@ -123,6 +172,32 @@ class Witness:
         now = _digests(self.places)
         # Files that tests make beside them are theirs to make.
         self.changed.update(path for path, digest in self.files.items() if now.get(path) != digest)
+
+    def audit(self, event: str, arguments: "tuple[object, ...]") -> None:
+        """What Python says of itself: a hook for ``sys.addaudithook``."""
+        if event in _TRACING:
+            self.traced.add(event)
+        elif event == "object.__setattr__" and arguments[1] == "__code__":
+            function = arguments[0]
+            source = os.path.realpath(getattr(_code(function), "co_filename", ""))
+            if source in self.files or source.startswith(self.folders):
+                self.swapped.add(getattr(function, "__module__", "") + "." + getattr(function, "__qualname__", ""))
+
+    def _compare_hooks(self) -> None:
+        """Trace and profile functions, where no audit hook tells of them."""
+        self.traced.update(name for name, hook in _hooks().items() if hook is not self.hooks[name])
+
+    def _compare_item(self, item: object) -> None:
+        """Whether a test is still the one that was collected, and calls the same code."""
+        self._compare_hooks()
+        name = str(getattr(item, "nodeid", ""))
+        known, code = self.items.get(name, (None, None))
+        present = _item_code(item)
+        if known is not item or "runtest" in vars(item) or (None not in (code, present) and code is not present):
+            self.swapped.add(name)
+
+    def _was_never_called(self, test: str, status: str) -> bool:
+        return status in ("PASSED", "XPASS") and test not in self.called
 
     def _shadowed(self) -> "list[str]":
         """Modules of the standard library and of pytest that the repository gives instead."""
@@ -173,7 +248,10 @@ def _open() -> "Witness | None":
         os.environ.pop(name, None)
         if rest:
             os.environ[name] = rest
-    return Witness(**json.loads(settings))
+    witness = Witness(**json.loads(settings))
+    if hasattr(sys, "addaudithook"):
+        sys.addaudithook(witness.audit)
+    return witness
 
 
 _witness = _open()

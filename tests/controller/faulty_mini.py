@@ -83,3 +83,9 @@ class FaultyMini(MiniEnvironment):
 
     def __init__(self, context: EnvContext, **options: Any) -> None:
         super().__init__(replace(context, backend=BreakingBackend(context.backend)), **options)
+        self._sound = MiniEnvironment(context, **options)
+
+    async def prepare(self, *splits: str) -> None:
+        """Make what is not cached in boxes that don't break: only episodes are to meet those."""
+        await self._sound.prepare(*splits)
+        await super().prepare(*splits)

@@ -118,6 +118,55 @@ CHEATS = {
         },
         "_pytest.runner.show_test_item: replaced",
     ),
+    "a profile function": (
+        {"test_s.py": "import sys\ndef test_a():\n    sys.setprofile(lambda *told: None)\n    sys.setprofile(None)\n"},
+        "sys.setprofile: called while the tests ran",
+    ),
+    "a trace function of every thread": (
+        {
+            "test_s.py": "import threading\ndef test_a():\n    threading.settrace(lambda *told: None)\n"
+            "    thread = threading.Thread(target=print)\n    thread.start()\n    thread.join()\n"
+        },
+        "sys.settrace: called while the tests ran",
+    ),
+    "swapped code, swapped back": (
+        {
+            "test_s.py": "def test_a():\n    code = test_b.__code__\n    test_b.__code__ = test_a.__code__\n"
+            "    test_b.__code__ = code\ndef test_b(): pass\n"
+        },
+        "test_s.test_b: its code was swapped",
+    ),
+    "code of pytest, swapped back": (
+        {
+            "test_s.py": "import _pytest.runner as r\ndef test_a():\n    run = r.show_test_item\n"
+            "    code = run.__code__\n    run.__code__ = (lambda item: None).__code__\n    run.__code__ = code\n"
+        },
+        "_pytest.runner.show_test_item: its code was swapped",
+    ),
+    "a helper of the tests in another's place": (
+        {"test_s.py": "def helper(): assert 0\ndef test_a():\n    global helper\n    helper = lambda: None\n"},
+        "test_s.helper: its code was swapped",
+    ),
+    "a method in another's place": (
+        {
+            "test_s.py": "import unittest\nclass TestX(unittest.TestCase):\n"
+            "    def test_a(self): TestX.test_b = lambda self: None\n    def test_b(self): assert 0\n"
+        },
+        "test_s.TestX.test_b: its code was swapped",
+    ),
+    "a test run by something else": (
+        {"test_s.py": "def test_a(request):\n    request.session.items[1].runtest = print\ndef test_b(): assert 0\n"},
+        "test_s.py::test_b: its code was swapped",
+    ),
+    "a report without a test": (
+        {
+            "test_s.py": "from _pytest.reports import TestReport\ndef test_a(request):\n"
+            "    item = request.session.items.pop()\n"
+            "    told = TestReport(item.nodeid, item.location, {}, 'passed', None, 'call')\n"
+            "    item.ihook.pytest_runtest_logreport(report=told)\ndef test_b(): assert 0\n"
+        },
+        "test_s.py::test_b: reported, but never run",
+    ),
     "a test that rewrites itself": (
         {"test_s.py": "def test_a(): open(__file__, 'a').write('#')\n"},
         "test_s.py: hidden test changed",
