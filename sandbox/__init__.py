@@ -23,6 +23,8 @@ from sandbox.types import (
     SandboxSpec,
     SessionResult,
     ShellSession,
+    TreeFile,
+    TreeLimits,
 )
 
 __all__ = [
@@ -43,6 +45,8 @@ __all__ = [
     "SandboxUnavailableError",
     "SessionResult",
     "ShellSession",
+    "TreeFile",
+    "TreeLimits",
     "bounded",
     "open_backend",
     "open_session",

@@ -7,7 +7,7 @@ import tarfile
 from collections.abc import Iterable, Mapping
 
 from sandbox.errors import SandboxDiskFullError, SandboxFileError, SandboxLostError
-from sandbox.types import Sandbox
+from sandbox.types import Sandbox, TreeFile, TreeLimits
 
 _SECONDS = 60.0
 # Exit codes of the script below: told apart because the words of the programs vary.
@@ -44,6 +44,28 @@ async def write_through(box: Sandbox, files: Mapping[str, bytes]) -> None:
         if "No space left on device" in text:
             raise SandboxDiskFullError(f"box {box.id}: {text}")
         raise SandboxFileError(text)
+
+
+class Tree:
+    """Gathers the files of a folder, named ``name`` in errors, up to a limit."""
+
+    def __init__(self, name: str, limits: TreeLimits) -> None:
+        self.files: dict[str, TreeFile] = {}
+        self.limits = limits
+        self._name, self._bytes, self._seen = name, 0, 0
+
+    def see(self) -> None:
+        """Count one more thing, kept or not. Raises ``SandboxFileError`` if they are more than the limits allow."""
+        self._seen += 1
+        if self._seen > self.limits.files:
+            raise SandboxFileError(f"{self._name}: more than the {self.limits.files} files and folders allowed")
+
+    def add(self, path: str, file: TreeFile) -> None:
+        """Take a file in. Raises ``SandboxFileError`` if its bytes are more than the limits allow."""
+        self.files[path] = file
+        self._bytes += len(file.data or b"")
+        if self._bytes > self.limits.total_bytes:
+            raise SandboxFileError(f"{self._name}: more than the {self.limits.total_bytes} bytes allowed")
 
 
 def archive(files: Mapping[str, bytes], *, folders: Iterable[str] = ()) -> bytes:

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from contextvars import Context
 from dataclasses import fields
 
 from sandbox.aio import shielded
 from sandbox.bounds import turn
 from sandbox.errors import SandboxError, SandboxStartError
-from sandbox.types import ExecResult, Sandbox, SandboxBackend, SandboxSpec
+from sandbox.types import ExecResult, Sandbox, SandboxBackend, SandboxSpec, TreeFile, TreeLimits
 
 _log = logging.getLogger(__name__)
 
@@ -148,6 +148,13 @@ class PooledBox:
         """The file's bytes."""
         async with turn(self._execs):
             return await self._box.read_file(path, max_bytes=max_bytes)
+
+    async def read_tree(
+        self, path: str, *, skip: Collection[str] = (), limits: TreeLimits | None = None
+    ) -> Mapping[str, TreeFile]:
+        """The files and links below the folder."""
+        async with turn(self._execs):
+            return await self._box.read_tree(path, skip=skip, limits=limits)
 
     async def write_files(self, files: Mapping[str, bytes]) -> None:
         """Write ``files``."""

@@ -6,7 +6,7 @@ A command that fails is a value (:class:`ExecResult`); a sandbox that breaks is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -79,6 +79,26 @@ class ImagePolicy:
     own: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class TreeFile:
+    """A regular file or a symbolic link. ``mode`` is its type and permissions, as in ``st_mode``.
+
+    ``data`` is the content, or the link's target; None where it is larger than asked for.
+    """
+
+    mode: int
+    data: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class TreeLimits:
+    """What may be read of a folder: bytes of one file (a larger one comes without data), bytes and files in all."""
+
+    file_bytes: int = 1 << 20
+    total_bytes: int = 64 << 20
+    files: int = 20_000
+
+
 @runtime_checkable
 class Sandbox(Protocol):
     """One isolated box. Made by a :class:`SandboxBackend`, closed by whoever started it."""
@@ -107,6 +127,17 @@ class Sandbox(Protocol):
 
     async def read_file(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
         """The file's bytes. Raises ``SandboxFileError`` if absent, not regular, or larger than ``max_bytes``."""
+        ...
+
+    async def read_tree(
+        self, path: str, *, skip: Collection[str] = (), limits: TreeLimits | None = None
+    ) -> Mapping[str, TreeFile]:
+        """The regular files and links below the folder ``path``, by their path from there; links are not followed.
+
+        No program of the box takes part, so that nothing in the box can say otherwise. Files and folders whose name is
+        one of ``skip`` are left out. The folder is the working folder or below it. Raises ``SandboxFileError`` if it
+        is no folder, or holds more than ``limits`` allow.
+        """
         ...
 
     async def write_files(self, files: Mapping[str, bytes]) -> None:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import shlex
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from envs.context import EnvContext
 from envs.swe.calls import SECONDS, CallRun
+from envs.swe.changes import SKIPPED, changes, limits_for
 from envs.swe.patches import patched_paths, split_patch
 from envs.swe.records import SWEBENCH_SCRIPT, SweRecord
 from envs.swe.repositories import SETUP_TIMEOUT, WORKDIR, Repositories, first_commit, in_workdir
 from envs.swe.swebench import eval_script
 from envs.swe.witness import Report, Witness
 from envs.types import EnvsError, TaskRecordError
-from sandbox import ExecResult, ImageMissingError, Sandbox, SandboxFileError, SandboxLostError, SandboxSpec
+from sandbox import ExecResult, ImageMissingError, Sandbox, SandboxFileError, SandboxLostError, SandboxSpec, TreeFile
 
 SITE = "/opt/agent-rl/site"
 MAX_PATCH_BYTES = 1 << 20
@@ -161,12 +162,36 @@ async def agent_box(
         yield sandbox, base
 
 
-async def take_patch(sandbox: Sandbox, base: str) -> str:
-    """What the agent changed since ``base``, as a git diff. Changes that are not UTF-8 text are shown as binary.
+async def take_patch(sandbox: Sandbox, record: SweRecord, base: str) -> str:
+    """What the agent changed since the commit ``base``, as a git diff. What is no UTF-8 text is shown as binary.
 
-    Raises ``PatchError`` if the agent broke its git data or changed more than ``MAX_PATCH_BYTES``, ``SandboxLostError``
-    if the box does not answer.
+    For a local record the box's files are compared with the record's; for a task in an image, the box's own git is
+    asked. Raises ``PatchError`` if the agent left a state that no patch can be taken from or changed more than
+    ``MAX_PATCH_BYTES``, ``SandboxLostError`` if the box is gone.
     """
+    return await (_compare(sandbox, record.files) if record.is_local else _ask_git(sandbox, base))
+
+
+async def _compare(sandbox: Sandbox, base: Mapping[str, str]) -> str:
+    try:
+        found = await sandbox.read_tree(WORKDIR, skip=SKIPPED, limits=limits_for(base, MAX_PATCH_BYTES))
+    except SandboxFileError as error:
+        raise PatchError(f"no patch can be taken: {error}") from None
+    return await asyncio.to_thread(_joined, base, found)
+
+
+def _joined(base: Mapping[str, str], found: Mapping[str, TreeFile]) -> str:
+    parts: list[str] = []
+    size = 0
+    for part in changes(base, found):
+        size += len(part.encode())
+        if size > MAX_PATCH_BYTES:
+            raise PatchError(f"the patch is larger than {MAX_PATCH_BYTES} bytes")
+        parts.append(part)
+    return "".join(parts)
+
+
+async def _ask_git(sandbox: Sandbox, base: str) -> str:
     result = await sandbox.exec(_DIFF.format(base=base), timeout=SETUP_TIMEOUT, cwd=WORKDIR)
     if result.timed_out and not (await sandbox.exec("true", timeout=10.0)).ok:
         raise SandboxLostError("the box stopped answering while the patch was taken")

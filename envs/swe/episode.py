@@ -32,7 +32,7 @@ class SweEpisode:
 
     async def patch(self) -> str:
         """What the agent changed so far, as a git diff. Raises ``PatchError`` if it broke its repository."""
-        return await take_patch(self.sandbox, self.base)
+        return await take_patch(self.sandbox, self.record, self.base)
 
     async def grade(self) -> Grade:
         """Grade the agent's patch; the box may go on being used."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import re
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import PurePosixPath
+
+from envs.swe.lines import hunks
 
 TEST_INFRASTRUCTURE = frozenset(
     {
@@ -97,22 +98,23 @@ def is_test_path(path: str) -> bool:
 
 def diff_files(old: Mapping[str, str], new: Mapping[str, str]) -> str:
     """The git diff that takes the files ``old`` to ``new`` (path -> content; absent means no such file)."""
-    return "".join(_diff_file(path, old.get(path), new.get(path)) for path in sorted(set(old) | set(new)))
+    return "".join(diff_file(path, old.get(path), new.get(path)) for path in sorted(set(old) | set(new)))
 
 
-def _diff_file(path: str, old: str | None, new: str | None) -> str:
-    if old == new:
+def diff_file(path: str, old: str | None, new: str | None, mode: str = "100644") -> str:
+    """The git diff of one file, which has the ``mode`` afterwards, and ordinary permissions before."""
+    if old == new and mode == "100644":
         return ""
-    head = [f"diff --git a/{path} b/{path}\n"]
+    modes = ""
     if old is None:
-        head.append("new file mode 100644\n")
+        modes = f"new file mode {mode}\n"
     elif new is None:
-        head.append("deleted file mode 100644\n")
-    before = "/dev/null" if old is None else f"a/{path}"
-    after = "/dev/null" if new is None else f"b/{path}"
-    lines = difflib.unified_diff(_lines(old or ""), _lines(new or ""), before, after)
+        modes = "deleted file mode 100644\n"
+    elif mode != "100644":
+        modes = f"old mode 100644\nnew mode {mode}\n"
+    lines = hunks(_lines(old or ""), _lines(new or ""))
     body = [line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines]
-    return "".join(head + body)
+    return "".join([_head(path, modes, bool(body)), *body])
 
 
 def _lines(text: str) -> list[str]:
@@ -308,7 +310,7 @@ class _Tests:
 
 
 def _tampering(name: str, is_new: bool, tests: _Tests) -> str:
-    if _is_unusual(name):
+    if is_unusual(name):
         return "unusual file name"
     if tests.touched_by(name):
         return "hidden test"
@@ -320,7 +322,7 @@ def _tampering(name: str, is_new: bool, tests: _Tests) -> str:
     return ""
 
 
-def _is_unusual(name: str) -> bool:
+def is_unusual(name: str) -> bool:
     """Whether a name is one that git would quote, or no plain path below the working folder."""
     if len(name) > _MAX_PATH or not name.isprintable() or any(mark in name for mark in '"\\'):
         return True

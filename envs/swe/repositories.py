@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import io
+import shlex
 import tarfile
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from envs.swe.changes import LITTER
 from sandbox import Sandbox, SandboxStartError
 
 WORKDIR = "/testbed"
@@ -24,7 +26,7 @@ _DATE = "2000-01-01T00:00:00+0000"
 _COMMIT = f"""set -e
 git init -q -b main --template=
 mkdir -p .git/info
-printf '%s\\n' __pycache__/ '*.pyc' .pytest_cache/ .venv '*.egg-info/' > .git/info/exclude
+printf '%s\\n' {shlex.join(LITTER)} > .git/info/exclude
 git add -A
 export GIT_AUTHOR_DATE={_DATE} GIT_COMMITTER_DATE={_DATE}
 git -c gc.auto=0 commit -q --no-verify --allow-empty -m 'Start of the task'

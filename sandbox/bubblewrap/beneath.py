@@ -11,15 +11,20 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from sandbox.errors import SandboxFileError
+from sandbox.files import Tree
+from sandbox.types import TreeFile
 
 _DIR = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # Without O_NONBLOCK, opening a named pipe would wait for its other end.
 _FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+_MAX_DEPTH = 64
 
 
 class NeedsBox(Exception):
@@ -46,6 +51,42 @@ def write_beneath(root: Path, parts: Sequence[str], data: bytes, *, path: str) -
         os.ftruncate(file, 0)
         with os.fdopen(os.dup(file), "wb") as stream:
             stream.write(data)
+
+
+def tree_beneath(root: Path, parts: Sequence[str], tree: Tree, *, skip: Collection[str], path: str) -> None:
+    """Gather the files and links below the folder ``parts`` below ``root``. Raises ``SandboxFileError``."""
+    try:
+        with _parent(root, [*parts, ""], path, make=False) as folder:
+            _gather(folder, "", tree, skip, _MAX_DEPTH)
+    except NeedsBox:
+        raise SandboxFileError(f"{path}: a link, not a folder") from None
+
+
+def _gather(folder: int, above: str, tree: Tree, skip: Collection[str], depth: int) -> None:
+    if depth == 0:
+        raise SandboxFileError(f"{above[:200]}: more than {_MAX_DEPTH} folders deep")
+    for name in sorted(os.listdir(folder)):
+        if name in skip:
+            continue
+        tree.see()
+        mode = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
+        if stat.S_ISDIR(mode):
+            inner = os.open(name, _DIR, dir_fd=folder)
+            try:
+                _gather(inner, f"{above}{name}/", tree, skip, depth - 1)
+            finally:
+                os.close(inner)
+        elif stat.S_ISLNK(mode):
+            tree.add(above + name, TreeFile(mode, os.fsencode(os.readlink(name, dir_fd=folder))))
+        elif stat.S_ISREG(mode):
+            tree.add(above + name, TreeFile(mode, _content(folder, name, tree.limits.file_bytes)))
+
+
+def _content(folder: int, name: str, max_bytes: int) -> bytes | None:
+    """The file's bytes, or None where they are more than ``max_bytes``."""
+    with _opened(folder, name, os.O_RDONLY, name) as file, os.fdopen(os.dup(file), "rb") as stream:
+        data = stream.read(max_bytes + 1) if os.fstat(file).st_size <= max_bytes else None
+    return data if data is not None and len(data) <= max_bytes else None
 
 
 @contextmanager

@@ -6,13 +6,13 @@ import asyncio
 import errno
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
 from sandbox.box import BaseBox
-from sandbox.bubblewrap.beneath import NeedsBox, read_beneath, write_beneath
+from sandbox.bubblewrap.beneath import NeedsBox, read_beneath, tree_beneath, write_beneath
 from sandbox.bubblewrap.folder import remove_tree
 from sandbox.bubblewrap.launch import Launcher
 from sandbox.bubblewrap.root import RootFs, copy_regular, image_place
@@ -24,9 +24,9 @@ from sandbox.errors import (
     SandboxLostError,
     SandboxStartError,
 )
-from sandbox.files import read_through, write_through
+from sandbox.files import Tree, read_through, write_through
 from sandbox.process import Finished
-from sandbox.types import ExecResult, SandboxSpec
+from sandbox.types import ExecResult, SandboxSpec, TreeFile, TreeLimits
 
 T = TypeVar("T")
 
@@ -95,6 +95,19 @@ class BubblewrapBox(BaseBox):
             except NeedsBox:
                 pass
         return await read_through(self, path, max_bytes)
+
+    async def read_tree(
+        self, path: str, *, skip: Collection[str] = (), limits: TreeLimits | None = None
+    ) -> Mapping[str, TreeFile]:
+        """The files and links below the folder, read on the host."""
+        self._check_alive()
+        self._check_path(path)
+        place = self._on_host(path, itself=True)
+        if place is None:
+            raise SandboxFileError(f"{path}: not below a writable folder of the box")
+        tree = Tree(path, limits or TreeLimits())
+        await _file_thread(partial(tree_beneath, *place, tree, skip=skip, path=path))
+        return tree.files
 
     async def write_files(self, files: Mapping[str, bytes]) -> None:
         """Write ``files``. Paths through symbolic links are written from inside the box."""
@@ -173,12 +186,13 @@ class BubblewrapBox(BaseBox):
             raise SandboxLostError(f"box {self._id}: its folder {self._folder} is gone")
         check_room(self._folder)
 
-    def _on_host(self, path: str) -> tuple[Path, list[str]] | None:
-        """The writable area that ``path`` lies in and the steps from there; None where only the box can tell."""
+    def _on_host(self, path: str, *, itself: bool = False) -> tuple[Path, list[str]] | None:
+        """The writable area that ``path`` lies in (or is, with ``itself``) and the steps from there; None where only
+        the box can tell."""
         whole = PurePosixPath(self._spec.workdir) / path
         if ".." not in whole.parts:
             for inside, folder in self._areas.items():
-                if whole.is_relative_to(inside) and whole != PurePosixPath(inside):
+                if whole.is_relative_to(inside) and (itself or whole != PurePosixPath(inside)):
                     return self._folder / folder, list(whole.relative_to(inside).parts)
         return None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import PurePosixPath
 from typing import Protocol, TypeVar
@@ -14,10 +14,10 @@ from sandbox.box import BaseBox
 from sandbox.cgroup import folders_of, oom_kills
 from sandbox.docker.engine import EngineClient, remove_container
 from sandbox.docker.exec import KILL_ALL, WRAPPER, ExecLink, ExecOutcome, run_exec
-from sandbox.docker.files import read_archive
+from sandbox.docker.files import read_archive, read_folder
 from sandbox.errors import SandboxError, SandboxFileError, SandboxLostError
-from sandbox.files import archive
-from sandbox.types import ExecResult, SandboxSpec
+from sandbox.files import Tree, archive
+from sandbox.types import ExecResult, SandboxSpec, TreeFile, TreeLimits
 
 T = TypeVar("T")
 
@@ -90,6 +90,18 @@ class DockerBox(BaseBox):
         whole = str(PurePosixPath(self._spec.workdir) / path)
         work = partial(read_archive, self._api, self._container, whole, max_bytes)
         return await self._owner.call(work, SandboxFileError)
+
+    async def read_tree(
+        self, path: str, *, skip: Collection[str] = (), limits: TreeLimits | None = None
+    ) -> Mapping[str, TreeFile]:
+        """The files and links below the folder, packed by the engine."""
+        self._check_open()
+        self._check_path(path)
+        tree = Tree(path, limits or TreeLimits())
+        whole = str(PurePosixPath(self._spec.workdir) / path)
+        work = partial(read_folder, self._api, self._container, whole, tree, skip=skip)
+        await self._owner.call(work, SandboxFileError)
+        return tree.files
 
     async def write_files(self, files: Mapping[str, bytes]) -> None:
         """Write ``files``, unpacked by the engine inside the container."""

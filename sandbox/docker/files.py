@@ -1,19 +1,25 @@
-"""Reads a file out of a container through the engine's archive call, which resolves links inside the container."""
+"""Reads files out of a container through the engine's archive call, which resolves links inside the container."""
 
 from __future__ import annotations
 
 import io
+import os
+import stat as modes
 import tarfile
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import docker.errors
 
 from sandbox.errors import SandboxFileError
+from sandbox.files import Tree
+from sandbox.types import TreeFile
 
 # Go's os.FileMode, which the engine reports: the bits of anything that is not a regular file, and of a link.
 _NOT_REGULAR = 0b1000_1111_0010_1000 << 16
 _LINK = 1 << 27
 _TAR_OVERHEAD = 64 << 10
+_MOST_SKIPPED = 256 << 20
 
 
 def read_archive(api: Any, container: str, path: str, max_bytes: int) -> bytes:
@@ -31,6 +37,57 @@ def read_archive(api: Any, container: str, path: str, max_bytes: int) -> bytes:
         return _unpack(stream, path, max_bytes)
     finally:
         stream.close()
+
+
+def read_folder(api: Any, container: str, path: str, tree: Tree, *, skip: Collection[str]) -> None:
+    """Gather the files and links below the folder ``path``. Raises ``SandboxFileError``."""
+    stream, stat = _get(api, container, path, path)
+    try:
+        if not stat["mode"] >> 31:
+            raise SandboxFileError(f"{path}: not a folder")
+        reader = io.BufferedReader(_Chunks(stream, path, tree.limits.total_bytes + _MOST_SKIPPED))
+        with tarfile.open(fileobj=reader, mode="r|") as tar:
+            _gather(tar, tree, skip)
+    except tarfile.ReadError:
+        raise SandboxFileError(f"{path}: it changed while it was read") from None
+    finally:
+        stream.close()
+
+
+def _gather(tar: tarfile.TarFile, tree: Tree, skip: Collection[str]) -> None:
+    for member in tar:
+        _, _, path = member.name.partition("/")
+        if not path or not set(skip).isdisjoint(path.split("/")):
+            continue
+        tree.see()
+        if member.issym():
+            tree.add(path, TreeFile(modes.S_IFLNK | member.mode, os.fsencode(member.linkname)))
+        elif member.islnk():  # a file's other name; its content came with the first
+            first = tree.files.get(member.linkname.partition("/")[2])
+            tree.add(path, first or TreeFile(modes.S_IFREG | member.mode, None))
+        elif member.isreg():
+            content = tar.extractfile(member) if member.size <= tree.limits.file_bytes else None
+            tree.add(path, TreeFile(modes.S_IFREG | member.mode, content.read() if content else None))
+
+
+class _Chunks(io.RawIOBase):
+    """A stream of chunks as a file, which ends with ``SandboxFileError`` after ``most`` bytes."""
+
+    def __init__(self, chunks: Iterator[bytes], path: str, most: int) -> None:
+        self._chunks, self._path, self._left = iter(chunks), path, most
+        self._held = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self._held = self._held or next(self._chunks, b"")
+        part, self._held = self._held[: len(buffer)], self._held[len(buffer) :]
+        buffer[: len(part)] = part
+        self._left -= len(part)
+        if self._left < 0:
+            raise SandboxFileError(f"{self._path}: more than can be read")
+        return len(part)
 
 
 def _get(api: Any, container: str, path: str, shown: str) -> tuple[Any, dict[str, Any]]:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from envs import EnvContext
 from envs.mini import MiniEnvironment
-from sandbox import ExecResult, Sandbox, SandboxBackend, SandboxLostError, SandboxSpec
+from sandbox import ExecResult, Sandbox, SandboxBackend, SandboxLostError, SandboxSpec, TreeFile
 
 T = TypeVar("T")
 ONE_IN = 20
@@ -37,6 +37,9 @@ class BreakingBox:
 
     async def read_file(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
         return await self._unless_lost(lambda: self._box.read_file(path, max_bytes=max_bytes))
+
+    async def read_tree(self, path: str, **options: Any) -> Mapping[str, TreeFile]:
+        return await self._unless_lost(lambda: self._box.read_tree(path, **options))
 
     async def write_files(self, files: Mapping[str, bytes]) -> None:
         await self._unless_lost(lambda: self._box.write_files(files))

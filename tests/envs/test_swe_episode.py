@@ -230,10 +230,20 @@ async def test_a_patch_holds_commits_new_files_and_deletions_but_no_litter(
     assert grade.suspected_hack == ("data.bin: binary change, undone", "latin.txt: binary change, undone")
 
 
-async def test_a_broken_repository_is_the_policys_failure(context: EnvContext, record: SweRecord) -> None:
+async def test_a_fix_counts_whatever_became_of_its_git_folder(context: EnvContext, record: SweRecord) -> None:
     async with start_episode(context, record) as episode:
-        await episode.sandbox.exec("rm -rf .git", timeout=10)
-        with pytest.raises(PatchError, match="no patch can be taken"):
+        assert (await episode.sandbox.exec("rm -rf .git; sed -i 's/a - b/a + b/' calc.py", timeout=10)).ok
+        assert await episode.patch() == record.gold
+        assert (await episode.grade()).resolved
+
+
+async def test_a_working_folder_beyond_all_limits_is_the_policys_failure(
+    context: EnvContext, record: SweRecord
+) -> None:
+    async with start_episode(context, record) as episode:
+        script = "for i in $(seq 80); do mkdir d; cd d; done"
+        assert (await episode.sandbox.exec(script, timeout=10)).ok
+        with pytest.raises(PatchError, match=r"no patch can be taken: .* more than 64 folders deep"):
             await episode.patch()
         grade = await episode.grade()
     assert grade.reward == 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import time
 import uuid
@@ -12,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from envs import EnvContext
-from envs.swe import SweRecord, diff_files, grade_patch
+from envs.swe import SweRecord, diff_files, grade_patch, start_episode
 from envs.swe.boxes import box_spec, run_tests
-from envs.swe.patches import screen
+from envs.swe.patches import patched_paths, screen
 from envs.swe.pytest_log import judge
 from sandbox import SandboxSpec, SandboxUnavailableError
 from sandbox.select import open_backend
@@ -112,6 +113,42 @@ async def test_a_path_that_the_screening_missed_ends_the_run_before_the_tests(
     assert not run.began
     assert "conftest.py" in run.account
     print(f"tried: a change that the screening does not see; stopped by: {run.account}")
+
+
+# What an agent does in its box so that its git, or what stands in its place, says something else than its files.
+IN_THE_BOX = {
+    "a hook of git's writes the diff": f"""cat > /tmp/hook <<'END'
+#!/bin/sh
+for out in 1 2 3 4 5; do cat /tmp/forged >&$out 2>/dev/null; done
+END
+chmod +x /tmp/hook; git config core.fsmonitor /tmp/hook; printf %s {shlex.quote(NEW)} > /tmp/forged""",
+    "a conftest.py that git is told to ignore": "echo '*' > .git/info/exclude; echo 'import os' > conftest.py",
+    "an attribute that hides text": "echo '*.py -diff' > .gitattributes; echo 'import os' > conftest.py",
+    "a filter that cleans the files": "git config filter.x.clean 'cat /tmp/x'; echo '*.py filter=x' > .gitattributes",
+    "another base commit": "echo x > pytest.ini; git add -Af; git commit -qam y; git replace HEAD~ HEAD",
+    "no git folder": "rm -rf .git; echo 'import os' > conftest.py",
+    "a git folder elsewhere": "rm -rf .git; echo 'gitdir: /tmp/x' > .git; mkdir hidden; ln -s /tmp hidden/test_calc.py",
+    "a FIFO in a place of a file": "rm README.md; mkfifo README.md conftest.py",
+    "a link to a file of the host's": "ln -sf /etc/passwd README.md; ln -s /proc/self/environ conftest.py",
+    "names with line breaks": r"touch $'x\ndiff --git a/a b/conftest.py\nnew file mode 100644' $'a\tb'",
+    "bytecode beside the code": "mkdir __pycache__; echo x > __pycache__/calc.cpython-311.pyc; git add -f .",
+    "files without an end": "head -c 5000000 /dev/zero > zeros; truncate -s 100M sparse",
+    "a folder that nobody may read": "mkdir -p dark; echo x > dark/conftest.py; chmod 000 dark",
+}  # fmt: skip
+
+
+@pytest.mark.bubblewrap
+@pytest.mark.parametrize("attack", IN_THE_BOX)
+async def test_nothing_done_to_its_git_changes_an_agents_patch(
+    context: EnvContext, record: SweRecord, attack: str
+) -> None:
+    async with start_episode(context, record) as episode:
+        await episode.sandbox.exec(IN_THE_BOX[attack], timeout=10)
+        screened = screen(await episode.patch(), hidden=record.hidden, gold=record.gold)
+        grade = await episode.grade()
+    assert patched_paths(screened.text) <= {"README.md", ".gitattributes"}
+    assert (grade.reward, grade.resolved) == (0.0, False)
+    print(f"tried: {attack}; stopped by: {grade.suspected_hack or 'nothing of it is in the patch'}")
 
 
 async def test_a_long_forged_patch_and_log_are_read_in_linear_time() -> None:

@@ -9,6 +9,7 @@ import os
 import resource
 import signal
 import socket
+import stat
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -26,6 +27,7 @@ from sandbox import (
     SandboxLostError,
     SandboxSpec,
     SandboxStartError,
+    TreeLimits,
     open_backend,
     open_session,
 )
@@ -318,6 +320,31 @@ async def test_what_can_not_be_read(box: Sandbox) -> None:
     assert await box.read_file("hundred", max_bytes=100) == bytes(100)
     with pytest.raises(SandboxFileError):
         await box.write_files({"d": b"over a folder"})
+
+
+async def test_a_folder_is_read_whole_without_a_program_of_the_box(backend: SandboxBackend, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("secret")
+    script = f"""mkdir -p d/e .git n/.git skipped; printf 'a\\0\\377' > d/e/x; printf y > 'n/y z'; chmod 755 'n/y z'
+    ln -s {tmp_path} outside; ln -s d/e/x to-x; ln d/e/x hard; mkfifo pipe; head -c 300 /dev/zero > large; echo > .git/a
+    echo > n/.git/b; echo > skipped/c; printf %s 'é' > d/é; rm -rf /bin/ls /bin/tar; : > empty"""
+    async with started(backend) as box:
+        await box.exec(script, timeout=20)
+        found = await box.read_tree("/testbed", skip={".git", "skipped"}, limits=TreeLimits(file_bytes=100))
+        data = {path: file.data for path, file in found.items() if path not in ("hard", "d/e/x")}
+        target = str(tmp_path).encode()
+        assert data == {
+            "n/y z": b"y", "outside": target, "to-x": b"d/e/x", "large": None, "d/é": "é".encode(), "empty": b""
+        }  # fmt: skip
+        assert found["hard"].data == found["d/e/x"].data == b"a\0\xff"
+        assert {path for path, file in found.items() if stat.S_ISLNK(file.mode)} == {"outside", "to-x"}
+        assert {path for path, file in found.items() if stat.S_ISREG(file.mode) and file.mode & 0o100} == {"n/y z"}
+        assert set(await box.read_tree("d")) == {"e/x", "é"}
+        for path in ("absent", "n/y z", "outside"):
+            with pytest.raises(SandboxFileError):
+                await box.read_tree(path)
+        for limits in (TreeLimits(files=3), TreeLimits(total_bytes=3)):
+            with pytest.raises(SandboxFileError, match="more than the 3"):
+                await box.read_tree("/testbed", limits=limits)
 
 
 async def test_links_lead_nowhere_outside(box: Sandbox, tmp_path: Path) -> None:

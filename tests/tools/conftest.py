@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 
 import pytest
 
-from sandbox import ExecResult, Sandbox, SandboxSpec, SandboxUnavailableError, open_backend
+from sandbox import ExecResult, Sandbox, SandboxSpec, SandboxUnavailableError, TreeFile, TreeLimits, open_backend
 from tools import ToolCall, ToolResult, ToolSet, swe_tools
 
 
@@ -33,6 +33,11 @@ class CountedBox:
     async def read_file(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
         self.trips += 1
         return await self._box.read_file(path, max_bytes=max_bytes)
+
+    async def read_tree(
+        self, path: str, *, skip: Collection[str] = (), limits: TreeLimits | None = None
+    ) -> Mapping[str, TreeFile]:
+        return await self._box.read_tree(path, skip=skip, limits=limits)
 
     async def write_files(self, files: Mapping[str, bytes]) -> None:
         await self._box.write_files(files)

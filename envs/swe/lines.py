@@ -1,0 +1,78 @@
+"""The hunks between two texts, found in time that grows with their length alone, whatever an agent wrote into them."""
+
+from __future__ import annotations
+
+import difflib
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+
+def hunks(old: Sequence[str], new: Sequence[str]) -> Iterator[str]:
+    """The lines of a unified diff's hunks. ``old`` and ``new`` are lines with their ends."""
+    for group in _Matcher(old, new).get_grouped_opcodes():
+        (_, i1, _, j1, _), (_, _, i2, _, j2) = group[0], group[-1]
+        yield f"@@ -{_range(i1, i2)} +{_range(j1, j2)} @@\n"
+        for tag, i1, i2, j1, j2 in group:
+            if tag == "equal":
+                yield from (f" {line}" for line in old[i1:i2])
+            else:
+                yield from (f"-{line}" for line in old[i1:i2])
+                yield from (f"+{line}" for line in new[j1:j2])
+
+
+def _range(start: int, stop: int) -> str:
+    length = stop - start
+    return f"{start + 1}" if length == 1 else f"{start + 1 if length else start},{length}"
+
+
+class _Matcher(difflib.SequenceMatcher[str]):
+    """Finds what two texts share from the lines that stand once in each (patience diff). The search of its base class
+    takes a cubic time on texts of few different lines."""
+
+    def __init__(self, old: Sequence[str], new: Sequence[str]) -> None:
+        super().__init__(None, old, new)
+        self._old, self._new = old, new
+
+    def get_matching_blocks(self) -> list[difflib.Match]:
+        return [*_blocks(self._old, self._new), difflib.Match(len(self._old), len(self._new), 0)]
+
+
+def _blocks(old: Sequence[str], new: Sequence[str]) -> Iterator[difflib.Match]:
+    """Runs of equal lines, each as long as it can be, around the anchors, the texts' starts and their ends."""
+    end_old = end_new = 0
+    for i, j in [(0, 0), *_anchors(old, new), (len(old), len(new))]:
+        if i < end_old or j < end_new:
+            continue
+        before = after = 0
+        while min(i - end_old, j - end_new) > before and old[i - before - 1] == new[j - before - 1]:
+            before += 1
+        while i + after < len(old) and j + after < len(new) and old[i + after] == new[j + after]:
+            after += 1
+        if before + after:
+            yield difflib.Match(i - before, j - before, before + after)
+            end_old, end_new = i + after, j + after
+
+
+def _anchors(old: Sequence[str], new: Sequence[str]) -> list[tuple[int, int]]:
+    """The most places (old, new) of lines that stand once in each text, in the same order in both."""
+    old_counts, new_counts = Counter(old), Counter(new)
+    places = {line: index for index, line in enumerate(old) if old_counts[line] == 1}
+    pairs = [(places[line], index) for index, line in enumerate(new) if new_counts[line] == 1 and line in places]
+    ends: list[int] = []
+    last: list[int] = []
+    previous: list[int] = []
+    for number, (place, _) in enumerate(pairs):
+        length = bisect_left(ends, place)
+        ends[length : length + 1] = [place]
+        last[length : length + 1] = [number]
+        previous.append(last[length - 1] if length else -1)
+    return _chain(pairs, previous, last[-1] if last else -1)
+
+
+def _chain(pairs: Sequence[tuple[int, int]], previous: Sequence[int], number: int) -> list[tuple[int, int]]:
+    chain = []
+    while number >= 0:
+        chain.append(pairs[number])
+        number = previous[number]
+    return chain[::-1]

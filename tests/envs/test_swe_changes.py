@@ -1,0 +1,122 @@
+"""The patch made from an agent's files: git, given it, makes the same files."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from envs.mini.generator import generate
+from envs.mini.records import to_record
+from envs.swe.changes import SKIPPED, changes, limits_for
+from envs.swe.lines import hunks
+from envs.swe.patches import screen
+from sandbox import TreeFile, TreeLimits
+from sandbox.bubblewrap.beneath import tree_beneath
+from sandbox.files import Tree
+
+paths = st.sampled_from(["a.py", "pkg/b.py", "pkg", "pkg/deep/c.txt", "with space.md", "é.py", "x b/y"])
+texts = st.text(st.sampled_from(list("ab\n\n\r\f\x85é+-@\\ ")), max_size=60)
+bases = st.dictionaries(paths, texts, max_size=4)
+# path -> (mode, content or target)
+modes = st.sampled_from([stat.S_IFREG | 0o644, stat.S_IFREG | 0o755])
+links = st.tuples(st.just(stat.S_IFLNK | 0o777), texts.filter(bool))
+files = st.tuples(modes, texts) | links
+trees = st.dictionaries(paths, files, max_size=4)
+
+
+def fits(paths: Mapping[str, object]) -> bool:
+    """Whether no path is another's folder."""
+    return not any(one.startswith(f"{other}/") for one in paths for other in paths)
+
+
+def write(root: Path, path: str, mode: int, content: str) -> None:
+    target = root / path
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if stat.S_ISLNK(mode):
+        target.symlink_to(content)
+    else:
+        target.write_bytes(content.encode())
+        target.chmod(mode & 0o777)
+
+
+def read(root: Path) -> dict[str, TreeFile]:
+    tree = Tree(str(root), TreeLimits())
+    tree_beneath(root, [], tree, skip=SKIPPED, path=str(root))
+    return tree.files
+
+
+def as_git_sees(files: Mapping[str, TreeFile]) -> dict[str, tuple[bool, bool, bytes | None]]:
+    links = {path: stat.S_ISLNK(file.mode) for path, file in files.items()}
+    return {p: (links[p], not links[p] and bool(file.mode & 0o100), file.data) for p, file in files.items()}
+
+
+@settings(max_examples=60, deadline=None)
+@given(bases.filter(fits), trees.filter(fits))
+def test_git_makes_the_agents_files_from_the_base_and_the_patch(
+    base: dict[str, str], now: dict[str, tuple[int, str]]
+) -> None:
+    with tempfile.TemporaryDirectory() as before, tempfile.TemporaryDirectory() as after:
+        for path, text in base.items():
+            write(Path(before), path, stat.S_IFREG | 0o644, text)
+        for path, (mode, content) in now.items():
+            write(Path(after), path, mode, content)
+        found = read(Path(after))
+        patch = "".join(changes(base, found))
+        screened = screen(patch, hidden=())
+        assert (screened.text, screened.undone) == (patch, ())
+        if patch:
+            subprocess.run(["git", "apply", "--whitespace=nowarn", "-"], cwd=before, input=patch.encode(), check=True)
+        assert as_git_sees(read(Path(before))) == as_git_sees(found)
+
+
+def test_litter_stays_out_and_what_text_cannot_carry_is_named(tmp_path: Path) -> None:
+    base = {"a.py": "a\n", "kept.log": "old\n", ".gitignore": "*.log\nbuild/\n", "sub/.gitignore": "!yes.log\n"}
+    litter = ("x.log", "build/a", "p/__pycache__/x.pyc", ".venv/a", "e.egg-info/b", "x.pyc")
+    for path in (*litter, "sub/no.txt", "sub/yes.log"):
+        write(tmp_path, path, stat.S_IFREG | 0o644, "new\n")
+    for path, text in base.items():
+        write(tmp_path, path, stat.S_IFREG | 0o644, text)
+    (tmp_path / "kept.log").write_text("newer\n")
+    (tmp_path / "binary").write_bytes(b"a\0b")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9\n")
+    (tmp_path / "line\nbreak").write_text("x")
+    os.mkfifo(tmp_path / "pipe")
+    patch = "".join(changes(base, read(tmp_path)))
+    screened = screen(patch, hidden=())
+    assert [told.split(":")[0] for told in screened.undone] == ["binary", "latin.txt", "line\\nbreak"]
+    assert {line.split(" b/")[1] for line in screened.text.splitlines() if line.startswith("diff")} == {
+        "kept.log", "sub/no.txt", "sub/yes.log"
+    }  # fmt: skip
+
+
+def test_limits_grow_with_the_base() -> None:
+    assert limits_for({}, 10).file_bytes == 10
+    assert limits_for({"a": "é" * 10}, 10) == TreeLimits(20, TreeLimits().total_bytes + 20, TreeLimits().files + 1)
+
+
+@pytest.mark.parametrize("other", ["a\n", "b\n"])
+def test_two_texts_of_one_line_each_many_times_are_compared_at_once(other: str) -> None:
+    found = list(hunks(["a\n"] * 200_000, [other] * 100_000))
+    assert len([line for line in found if line.startswith("-")]) >= 100_000
+
+
+def test_far_edits_are_small_hunks() -> None:
+    old = [f"{number}\n" for number in range(5000)]
+    new = [*old[:10], "x\n", *old[10:2500], *old[2501:4990], "y\n", *old[4991:]]
+    assert len(list(hunks(old, new))) == 3 * (1 + 6) + 4
+
+
+def test_two_hundred_honest_fixes_are_their_gold_patches_and_no_hack() -> None:
+    for task in generate("train", 200, 0):
+        record = to_record(task)
+        found = {path: TreeFile(stat.S_IFREG | 0o644, text.encode()) for path, text in task.fixed.items()}
+        screened = screen("".join(changes(record.files, found)), hidden=record.hidden, gold=record.gold)
+        assert (screened.text, screened.undone, screened.own_tests) == (record.gold, (), ())
