@@ -261,7 +261,7 @@ def envs_new(
     folder: Annotated[Path, typer.Option(help="Where to write it.")] = Path("."),
 ) -> None:
     """Write a working environment with its test and config, to start your own from."""
-    from envs.template import write_template
+    from envs.new_project import write_template
 
     typer.echo(write_template(name, folder).next_steps())
 
@@ -285,7 +285,7 @@ def init(
     folder: Annotated[Path, typer.Argument(help="The project's folder; made where it is missing.")] = Path("."),
 ) -> None:
     """Start a project: a folder with a first environment, its test and a config that trains on it."""
-    from envs.template import FIRST, write_template
+    from envs.new_project import FIRST, write_template
 
     typer.echo(write_template(FIRST, folder).next_steps())
 
@@ -360,7 +360,7 @@ def check(
     Exit code 0: it holds, 1: broken, 2: no trace, or one that cannot be read.
     """
     from agent_rl.commands.trace_check import run_check
-    from r3.trace.records import TraceError
+    from r3.trace.events import TraceError
 
     try:
         holds = run_check(

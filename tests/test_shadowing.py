@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from envs.template import write_template
+from envs.new_project import write_template
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -17,7 +17,7 @@ from agent_rl.train.checkpoint import folder as checkpoint
 from agent_rl.train.checkpoint.folder import Manifest
 from agent_rl.train.checkpoint.saver import RankSaver, read_rng
 from agent_rl.train.loss.policy_loss import weighted_cross_entropy
-from agent_rl.train.megatron.batch import LossFn, PackedBatch
+from agent_rl.train.megatron.packed_batch import LossFn, PackedBatch
 from agent_rl.train.megatron.parallel import destroy_parallel, init_parallel
 from agent_rl.train.orders import OptimizerSpec, RankOrder, StepOrder
 from agent_rl.train.reference import Reference

@@ -37,7 +37,7 @@ from torch import Tensor
 from agent_rl.config import KlConfig, TrainConfig
 from agent_rl.model_facts import check_alike
 from agent_rl.train.loss.objectives import advantage_moments, kl_estimate, normalised_advantages, penalised_advantages
-from agent_rl.train.megatron.batch import PackedBatch, PassOutput, Routes
+from agent_rl.train.megatron.packed_batch import PackedBatch, PassOutput, Routes
 
 if TYPE_CHECKING:
     from agent_rl.train.megatron.model import PolicyModel

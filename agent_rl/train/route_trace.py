@@ -5,7 +5,7 @@
     driver   begin_trace: which micro-batches and samples, and what each rank should get of them
     rank     rank_trace ─> for each pass: model.observe(PassTrace) ─> shares, micro-batches, routers
 
-Nothing here runs in a step that is not traced. Imports no torch: the driver has none. See :mod:`r3.trace.records` for
+Nothing here runs in a step that is not traced. Imports no torch: the driver has none. See :mod:`r3.trace.events` for
 the records and :mod:`r3.trace.points` for what goes into them.
 """
 
@@ -24,14 +24,14 @@ from agent_rl.errors import ConfigError
 from agent_rl.train.route_shares import MicroBatches, RankInfo
 from agent_rl.types import Sample
 from r3.shard import RouteShard, ShardSpec, router_slice
+from r3.trace.events import ReplayAction, Stage
 from r3.trace.points import RankPlace, RankTracer, TraceOrder, order_trace, write_driver_trace
-from r3.trace.records import ReplayAction, Stage
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from agent_rl.train.megatron.batch import PackedBatch
     from agent_rl.train.megatron.local_tokens import Layout
+    from agent_rl.train.megatron.packed_batch import PackedBatch
 
 
 def check_trace(config: RunConfig) -> None:

@@ -28,7 +28,7 @@ from agent_rl.errors import TrainerError
 from agent_rl.train.batching.mini_steps import MiniStepShare
 from agent_rl.train.batching.packing import MicroBatch, pack
 from agent_rl.train.loss.policy_loss import Counts, PolicyLoss, policy_loss
-from agent_rl.train.megatron.batch import LossFn, PackedBatch, PassOutput, Routes
+from agent_rl.train.megatron.packed_batch import LossFn, PackedBatch, PassOutput, Routes
 from agent_rl.train.orders import StepOrder
 from agent_rl.train.reference import Compared, Reference, compare_with_reference
 from agent_rl.train.reports import Differing, RankReport, ReferenceReport, Update, UpdateSums, differing

@@ -25,7 +25,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
-from r3.trace.records import (
+from r3.trace.events import (
     FETCH_STAGE,
     STAGES,
     Action,

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from r3.routing import Routing
 from r3.shard import Packing, RouteShard, ShardSpec, identify, router_places
-from r3.trace.records import (
+from r3.trace.events import (
     FETCH_STAGE,
     Action,
     Assignment,

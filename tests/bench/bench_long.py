@@ -41,7 +41,7 @@ def peak_bytes(device: torch.device) -> int:
 
 def point(length: int, name: str, device_name: str) -> dict[str, float]:
     """One step over one sequence in this process."""
-    from agent_rl.train.megatron.batch import PackedBatch, PackedRoutes
+    from agent_rl.train.megatron.packed_batch import PackedBatch, PackedRoutes
 
     shape = MODELS[name]
     with one_rank(device_name) as device:

@@ -119,7 +119,7 @@ def report_plans(count: int, ranks: int, draws: int = 5) -> None:
 
 
 def batches_of(ids: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[Any]:
-    from agent_rl.train.megatron.batch import PackedBatch
+    from agent_rl.train.megatron.packed_batch import PackedBatch
 
     draw = torch.Generator().manual_seed(0)
     return [

@@ -79,8 +79,8 @@ def measure_rank(folder: Path, tokens: int, recompute: str, dtype: str, answer: 
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     init_parallel(ParallelConfig(), 0, master_addr="127.0.0.1", master_port=port, device=torch.device("cpu"))
-    from agent_rl.train.megatron.batch import PackedBatch
     from agent_rl.train.megatron.model import PolicyModel
+    from agent_rl.train.megatron.packed_batch import PackedBatch
     from agent_rl.train.optimizer import PolicyOptimizer
     from agent_rl.train.orders import OptimizerSpec
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from agent_rl.config import ParallelConfig
 from agent_rl.packaged import MODELS
 from agent_rl.train.loss.objectives import kl_estimate
-from agent_rl.train.megatron.batch import PackedBatch, PackedRoutes
+from agent_rl.train.megatron.packed_batch import PackedBatch, PackedRoutes
 
 FOLDER = MODELS["tiny-moe"]
 NOISE = (0.0, 1e-3, 1e-2, 5e-2)

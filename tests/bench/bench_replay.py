@@ -31,7 +31,7 @@ def step(model: Any, batch: Any, routes: Any) -> None:
 
 
 def calls_of(model: Any, tokens: int) -> dict[str, Callable[[], None]]:
-    from agent_rl.train.megatron.batch import PackedBatch, PackedRoutes
+    from agent_rl.train.megatron.packed_batch import PackedBatch, PackedRoutes
 
     draw = torch.Generator().manual_seed(0)
     vocabulary = QUICKSTART["vocab_size"]

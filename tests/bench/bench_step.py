@@ -30,7 +30,7 @@ CASES: dict[str, tuple[int, ...]] = {"16 x 256": (256,) * 16, "1 x 4096": (TOKEN
 
 
 def ours(model: Any, sequences: list[Tensor]) -> Callable[[], None]:
-    from agent_rl.train.megatron.batch import PackedBatch
+    from agent_rl.train.megatron.packed_batch import PackedBatch
 
     batch, count = PackedBatch.from_sequences(sequences), sum(len(s) - 1 for s in sequences)
 

@@ -19,9 +19,9 @@ from agent_rl.evaluation.report import EpisodeResult
 from envs import Finding
 from envs.mini.generator import generate
 from envs.mini.records import to_record
+from envs.new_project import write_template
 from envs.swe.patches import diff_files
 from envs.swe.records import SweRecord, write_jsonl
-from envs.template import write_template
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

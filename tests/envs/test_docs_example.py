@@ -11,7 +11,7 @@ import pytest
 
 from envs import EnvContext, Environment, load_environment
 from envs.conformance import check_environment
-from envs.template import write_template
+from envs.new_project import write_template
 from tools import ToolCall
 
 PAGE = Path(__file__).parents[2] / "docs/environments.md"

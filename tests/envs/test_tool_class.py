@@ -19,8 +19,8 @@ from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.solvers import solver_runner
 from envs import EnvContext, Grade, Task, load_environment
 from envs.conformance import check_environment
+from envs.new_project import TemplateError, write_template
 from envs.registry import EnvironmentLoadError
-from envs.template import TemplateError, write_template
 from envs.tool_class import ToolClassEnvironment, ToolClassError, ToolEpisode
 from tools import FunctionToolSet, ToolCall
 

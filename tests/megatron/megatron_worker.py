@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from agent_rl.config import ParallelConfig, RunConfig, TrainConfig
-from agent_rl.train.megatron.batch import PackedBatch, PackedRoutes
+from agent_rl.train.megatron.packed_batch import PackedBatch, PackedRoutes
 from agent_rl.train.megatron.parallel import Ranks, destroy_parallel, init_parallel
 
 

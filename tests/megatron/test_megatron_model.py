@@ -17,7 +17,7 @@ from torch import Tensor
 from agent_rl.config import ParallelConfig
 from agent_rl.errors import ConfigError, TrainerError
 from agent_rl.model_facts import read_facts
-from agent_rl.train.megatron.batch import PackedBatch, PackedRoutes
+from agent_rl.train.megatron.packed_batch import PackedBatch, PackedRoutes
 from agent_rl.train.megatron.parallel import check_parallel
 
 pytestmark = pytest.mark.megatron

@@ -17,7 +17,7 @@ import torch
 from agent_rl.config import RunConfig
 from agent_rl.errors import TrainerError
 from agent_rl.train.batching.mini_steps import split_step
-from agent_rl.train.megatron.batch import PackedBatch, PackedRoutes
+from agent_rl.train.megatron.packed_batch import PackedBatch, PackedRoutes
 from agent_rl.train.orders import OptimizerSpec, StepOrder
 from agent_rl.train.reports import differing
 from agent_rl.train.route_shares import cut

@@ -18,7 +18,7 @@ pytest.importorskip("torch", reason="torch is not installed (the train extra)")
 import torch
 from torch import Tensor
 
-from agent_rl.train.megatron.batch import PackedBatch, PackedRoutes
+from agent_rl.train.megatron.packed_batch import PackedBatch, PackedRoutes
 
 pytestmark = pytest.mark.megatron
 Build = Callable[..., Any]

@@ -29,7 +29,7 @@ from typer.testing import CliRunner
 from agent_rl.cli import app
 from r3.shard import RouteShard
 from r3.trace.check import CheckReport, HandOver, check_folder
-from r3.trace.records import STAGES, Stage, TraceError
+from r3.trace.events import STAGES, Stage, TraceError
 
 LAYOUTS = {
     "one": Layout(),

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from r3.trace.points import order_trace
-from r3.trace.records import (
+from r3.trace.events import (
     Action,
     Fetch,
     TraceWriter,
@@ -29,6 +28,7 @@ from r3.trace.records import (
     sha256,
     sorted_sha256,
 )
+from r3.trace.points import order_trace
 
 ROWS, LAYERS, TOP_K = 9, 3, 2
 

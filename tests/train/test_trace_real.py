@@ -23,7 +23,7 @@ from agent_rl.train.route_trace import begin_trace
 from agent_rl.types import Sample
 from r3.shard import RouteShard, ShardSpec
 from r3.trace.check import CheckReport, HandOver, check_folder
-from r3.trace.records import STAGES
+from r3.trace.events import STAGES
 
 if TYPE_CHECKING:
     from agent_rl.train.rank import TrainerRank

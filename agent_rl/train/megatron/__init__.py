@@ -1,4 +1,4 @@
 """The Megatron-core model behind the trainer: layout, model, checkpoints, log-probs, routing replay.
 
-Only :mod:`agent_rl.train.megatron.batch` may be imported without megatron-core.
+Only :mod:`agent_rl.train.megatron.packed_batch` may be imported without megatron-core.
 """

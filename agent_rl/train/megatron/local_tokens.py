@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agent_rl.errors import TrainerError
-from agent_rl.train.megatron.batch import PackedBatch, PackedRoutes
+from agent_rl.train.megatron.packed_batch import PackedBatch, PackedRoutes
 from agent_rl.train.megatron.parallel import Ranks
 from r3.routing import Routing, RoutingError
 from r3.shard import (

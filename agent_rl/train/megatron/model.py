@@ -17,9 +17,9 @@ from agent_rl.config import ParallelConfig, Recompute
 from agent_rl.model_facts import ModelFacts, read_facts
 from agent_rl.train.layouts import shares_optimizer
 from agent_rl.train.megatron import hf
-from agent_rl.train.megatron.batch import LossFn, PackedBatch, PassOutput, Routes
 from agent_rl.train.megatron.layers import block_spec
 from agent_rl.train.megatron.local_tokens import shard_spec
+from agent_rl.train.megatron.packed_batch import LossFn, PackedBatch, PassOutput, Routes
 from agent_rl.train.megatron.parallel import Ranks, current_ranks
 from agent_rl.train.megatron.passes import Passes
 from agent_rl.train.megatron.transformer import transformer_config

@@ -23,9 +23,9 @@ from torch import Tensor
 from agent_rl.errors import TrainerError
 from agent_rl.model_facts import ModelFacts
 from agent_rl.train.megatron.attention import PackedAttention
-from agent_rl.train.megatron.batch import LossFn, PackedBatch, PackedRoutes, PassOutput, Routes
 from agent_rl.train.megatron.local_tokens import Layout
 from agent_rl.train.megatron.logprobs import token_logprobs
+from agent_rl.train.megatron.packed_batch import LossFn, PackedBatch, PackedRoutes, PassOutput, Routes
 from agent_rl.train.megatron.parallel import Ranks
 from agent_rl.train.megatron.rotary import rotary
 from agent_rl.train.route_trace import PassTrace
