@@ -71,7 +71,7 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
 
     Exit code 3: the run's guard saved a checkpoint and stopped it.
     """
-    from agent_rl.config import load_config
+    from agent_rl.config_files import load_config
     from agent_rl.controller.preflight import check_trainer
 
     loaded = load_config(config, overrides or ())
@@ -88,8 +88,8 @@ def evaluate(
     policy: Annotated[
         str,
         typer.Option(
-            help="engine; gold (applies the true fix); noop (submits at once); replay:TRAJECTORIES.jsonl (says again "
-            "what was said); or an OpenAI-compatible endpoint, http(s)://HOST/v1 with --model."
+            help="engine; gold (applies the true fix); noop (submits at once); replay:TRAJECTORIES.jsonl (repeats the "
+            "recorded turns); or an OpenAI-compatible endpoint, http(s)://HOST/v1 with --model."
         ),
     ] = "engine",
     model: Annotated[str | None, typer.Option(help="The model's name at an endpoint.")] = None,
@@ -116,7 +116,7 @@ def evaluate(
     """
     from agent_rl.commands.eval import EvalOptions, run_evaluation
     from agent_rl.commands.policy import PolicyChoice, request_fields
-    from agent_rl.config import load_config
+    from agent_rl.config_files import load_config
 
     fields, native = request_fields(request or ()), tool_calls is ToolCalls.NATIVE
     options = EvalOptions(PolicyChoice(policy, model, greedy, native, fields), tasks, samples, split, out)
@@ -146,7 +146,7 @@ def doctor(
     """
     from agent_rl.commands.doctor import run_doctor
     from agent_rl.commands.health import check_installation
-    from agent_rl.config import load_config
+    from agent_rl.config_files import load_config
 
     if config is None:
         raise typer.Exit(0 if _run_async(check_installation()) else 1)
@@ -165,7 +165,7 @@ def rollout(
 ) -> None:
     """Roll out some tasks with the config's model and write their trajectories, without training."""
     from agent_rl.commands.rollout import run_rollout
-    from agent_rl.config import load_config
+    from agent_rl.config_files import load_config
 
     _run_async(run_rollout(load_config(config, overrides or ()), tasks=tasks, split=split))
 
@@ -186,7 +186,7 @@ def plan(
     """
     from agent_rl.capacity.advice import make_plan
     from agent_rl.capacity.report import print_plan
-    from agent_rl.config import load_config
+    from agent_rl.config_files import load_config
 
     made = make_plan(load_config(config, overrides or ()), tokens=tokens)
     print_plan(made, json=json)
@@ -199,7 +199,7 @@ def plan(
 def setup(config: ConfigPath, overrides: Overrides = None) -> None:
     """Make what a config needs and is not there yet: sandbox image, verified tasks."""
     from agent_rl.commands.setup import prepare
-    from agent_rl.config import load_config
+    from agent_rl.config_files import load_config
 
     _run_async(prepare(load_config(config, overrides or ())), RESUMES)
     typer.echo(f"next: agent-rl train {shlex.quote(str(config))}")
@@ -238,7 +238,7 @@ def config_show(config: ConfigPath, overrides: Overrides = None) -> None:
     """Print a config as it is resolved, defaults included. Fails where its parallel layout can't be trained in."""
     import yaml
 
-    from agent_rl.config import load_config
+    from agent_rl.config_files import load_config
     from agent_rl.train.layouts import check_layout
 
     resolved = load_config(config, overrides or ())

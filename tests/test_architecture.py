@@ -32,7 +32,8 @@ INSIDE_AGENT_RL = {
     "bootstrap": set(),
     "types": set(),
     "packaged": set(),
-    "config": {"errors", "bootstrap", "packaged", "objective_facts"},
+    "config": {"errors", "bootstrap", "objective_facts"},
+    "config_files": {"errors", "config", "packaged"},
     "families": {"errors"},
     "model_facts": {"errors", "families"},
     "objective_facts": {"errors"},
@@ -46,8 +47,10 @@ INSIDE_AGENT_RL = {
     "model": BASE | {"render", "train", "packaged"},
     "capacity": BASE | {"train"},
     "controller": BASE | {"packaged", "render", "engine", "rollout", "evaluation", "weight_sync", "train"},
-    "commands": BASE | {"render", "engine", "rollout", "evaluation", "train", "model", "capacity", "controller"},
-    "cli": BASE | {"bootstrap", "packaged", "engine", "train", "model", "capacity", "controller", "commands"},
+    "commands": BASE
+    | {"config_files", "render", "engine", "rollout", "evaluation", "train", "model", "capacity", "controller"},
+    "cli": BASE
+    | {"bootstrap", "packaged", "config_files", "engine", "train", "model", "capacity", "controller", "commands"},
 }
 """What each part of ``agent_rl`` may import of the others; ``rollout`` and ``train`` meet only in the controller."""
 

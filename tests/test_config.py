@@ -7,7 +7,8 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from agent_rl.config import INPUTS, RunConfig, load_config
+from agent_rl.config import RunConfig
+from agent_rl.config_files import INPUTS, load_config
 from agent_rl.errors import ConfigError
 
 CONFIGS = sorted((Path(__file__).resolve().parent.parent / "configs").glob("*.yaml"))

@@ -24,7 +24,8 @@ from rich.table import Table
 
 from agent_rl.aio import cancel_on_signals
 from agent_rl.commands.rollout import roll_out
-from agent_rl.config import RunConfig, load_config, load_recorded
+from agent_rl.config import RunConfig
+from agent_rl.config_files import load_config, load_recorded
 from agent_rl.controller.preflight import check_lengths, check_model
 from agent_rl.errors import ConfigError
 from agent_rl.model_facts import read_facts

@@ -13,7 +13,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from agent_rl.config import EngineConfig, RunConfig, load_config
+from agent_rl.config import EngineConfig, RunConfig
+from agent_rl.config_files import load_config
 from agent_rl.controller import preflight
 from agent_rl.controller.world import box_limits, open_pool
 from agent_rl.engine.open import open_engine

@@ -12,7 +12,7 @@ from agent_rl.commands.doctor import diagnose, run_doctor
 from agent_rl.commands.eval import EvalOptions, run_evaluation
 from agent_rl.commands.health import check_installation, check_parts
 from agent_rl.commands.policy import PolicyChoice
-from agent_rl.config import load_config
+from agent_rl.config_files import load_config
 from agent_rl.errors import ConfigError
 from agent_rl.evaluation.quarantine import read_quarantine, write_quarantine
 from agent_rl.evaluation.report import EpisodeResult

@@ -18,7 +18,8 @@ from agent_rl.capacity.known_models import KNOWN, planned_model
 from agent_rl.capacity.plan import GIB, PlannedPlace, RunPlan
 from agent_rl.capacity.sizes import kv_bytes_per_token, layer_bytes, rank_bytes, rank_parameters, route_bytes
 from agent_rl.capacity.sizes import parameters as parameters_of
-from agent_rl.config import ParallelConfig, RunConfig, TrainConfig, load_config
+from agent_rl.config import ParallelConfig, RunConfig, TrainConfig
+from agent_rl.config_files import load_config
 from agent_rl.errors import ConfigError, UserError
 from agent_rl.train.layouts import layout_problems
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agent_rl.commands import setup
-from agent_rl.config import load_config
+from agent_rl.config_files import load_config
 from agent_rl.observe.display import Display
 
 CONFIG = Path(__file__).parents[2] / "configs/quickstart.yaml"

@@ -20,7 +20,7 @@ from doc_pages import ROOT
 from traced_step import Layout, trace_step
 
 from agent_rl.cli import app
-from agent_rl.config import load_config
+from agent_rl.config_files import load_config
 
 AGENT_RL: Any = typer.main.get_command(app)
 

@@ -21,7 +21,8 @@ import yaml
 from doc_pages import ROOT, Block
 from pydantic import BaseModel
 
-from agent_rl.config import RunConfig, load_config
+from agent_rl.config import RunConfig
+from agent_rl.config_files import load_config
 from agent_rl.engine.scripted import ScriptedEngine
 from agent_rl.model.shipped import install_model
 from agent_rl.render.chat import ChatRenderer

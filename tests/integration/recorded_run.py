@@ -27,7 +27,8 @@ import numpy as np
 from journal_rows import read_journal
 from numpy.typing import NDArray
 
-from agent_rl.config import RunConfig, load_config
+from agent_rl.config import RunConfig
+from agent_rl.config_files import load_config
 from agent_rl.controller.state import RunState
 from agent_rl.controller.train import TrainingRun
 from agent_rl.model_facts import read_facts
