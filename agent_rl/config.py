@@ -111,6 +111,8 @@ class SandboxConfig(Section):
     memory_mb: int = Field(512, gt=0, description="Memory limit of one box.")
     pids: int = Field(128, gt=0, description="Process limit of one box.")
     cpus: float = Field(1.0, gt=0, description="CPU limit of one box.")
+    disk_mb: int = Field(4096, gt=0, description="Disk in MiB by which one box may grow (bubblewrap), or it is ended.")
+    inodes: int = Field(200_000, gt=0, description="Files, folders and links by which one box may grow (bubblewrap).")
     max_starts: int = Field(8, gt=0, description="Boxes being started at once.")
     max_execs: int = Field(64, gt=0, description="Commands running in boxes at once.")
     pull: bool = Field(False, description="Fetch container images that are not on the machine.")

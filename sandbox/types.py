@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+OVERGROWN = 122
+"""Exit code of the commands of a box that grew beyond its limit on the disk (the number of ``EDQUOT``)."""
+
 
 @dataclass(frozen=True, slots=True)
 class ExecResult:
@@ -47,6 +50,9 @@ class SandboxSpec:
     ``image`` is a container image for docker; for bubblewrap the directory of a root file system, or ``"host"`` for
     the machine's own system directories, read-only. ``ro_binds`` maps host paths to where they appear in the box,
     read-only (docker: volumes with mode ``ro``); a host path that is absent is a ``SandboxStartError``.
+
+    A bubblewrap box whose files grow by more than ``disk_mb`` MiB or ``inodes`` files, folders and links is ended: its
+    commands, and all that come after, fail with exit code ``OVERGROWN``, and its files are removed.
     """
 
     image: str = "host"
@@ -55,6 +61,8 @@ class SandboxSpec:
     memory_mb: int = 512
     pids: int = 128
     cpus: float = 1.0
+    disk_mb: int = 4096
+    inodes: int = 200_000
     output_limit_bytes: int = 1 << 20
     ro_binds: Mapping[str, str] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)

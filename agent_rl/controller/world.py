@@ -76,8 +76,14 @@ async def open_workshop(config: RunConfig, display: Display) -> AsyncIterator[Wo
 
 
 def box_limits(config: SandboxConfig) -> SandboxSpec:
-    """The template of every box: the config's image, memory, processes and CPUs."""
-    limits = SandboxSpec(memory_mb=config.memory_mb, pids=config.pids, cpus=config.cpus)
+    """The template of every box: the config's image, memory, processes, CPUs and disk."""
+    limits = SandboxSpec(
+        memory_mb=config.memory_mb,
+        pids=config.pids,
+        cpus=config.cpus,
+        disk_mb=config.disk_mb,
+        inodes=config.inodes,
+    )
     return limits if config.image is None else replace(limits, image=config.image)
 
 

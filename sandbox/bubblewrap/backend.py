@@ -15,11 +15,12 @@ from functools import partial
 from pathlib import Path
 
 from sandbox.aio import shielded
-from sandbox.bubblewrap.box import BubblewrapBox, check_room, on_disk
+from sandbox.bubblewrap.box import BubblewrapBox, on_disk
 from sandbox.bubblewrap.folder import RunFolder, folder_leases, remove_lease
 from sandbox.bubblewrap.launch import OWN_PROCESSES, Launcher, find_bwrap
 from sandbox.bubblewrap.root import HOST_IMAGE, RootFs, allowed_folder, folder_root, host_root
 from sandbox.cgroup import CgroupParents, find_parents
+from sandbox.disk import check_room
 from sandbox.errors import SandboxError, SandboxLostError, SandboxStartError
 from sandbox.lease import Heartbeat
 from sandbox.owner import Owner
@@ -78,6 +79,8 @@ class BubblewrapBackend:
         self._boxes[box.id] = box
         try:
             await shielded(asyncio.to_thread(self._prepare, box))
+            if root.seed is not None:
+                await box.growth.start_from_here()
         except BaseException:
             await box.close()
             raise

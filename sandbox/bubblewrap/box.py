@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import shutil
 import subprocess
@@ -14,9 +15,11 @@ from typing import TypeVar
 from sandbox.box import BaseBox
 from sandbox.bubblewrap.beneath import NeedsBox, read_beneath, tree_beneath, write_beneath
 from sandbox.bubblewrap.folder import remove_tree
+from sandbox.bubblewrap.growth import GrowthWatch
 from sandbox.bubblewrap.launch import Launcher
 from sandbox.bubblewrap.root import RootFs, copy_regular, image_place
 from sandbox.cgroup import Cgroup
+from sandbox.disk import Usage, check_room
 from sandbox.errors import (
     SandboxDiskFullError,
     SandboxError,
@@ -26,11 +29,13 @@ from sandbox.errors import (
 )
 from sandbox.files import Tree, read_through, write_through
 from sandbox.process import Finished
-from sandbox.types import ExecResult, SandboxSpec, TreeFile, TreeLimits
+from sandbox.types import OVERGROWN, ExecResult, SandboxSpec, TreeFile, TreeLimits
 
 T = TypeVar("T")
 
-_LEAST_FREE = 16 << 20
+_AREAS = ("work", "home", "tmp")
+_NOTHING_RAN = Finished(OVERGROWN, b"", b"", 0.0, timed_out=False, truncated=False), True
+
 _HIDDEN_IN_PROC = ("kcore", "key-users", "keys", "latency_stats", "sched_debug", "timer_list")
 """Files of /proc that show the whole machine's state whatever namespace they are read in."""
 
@@ -53,6 +58,7 @@ class BubblewrapBox(BaseBox):
         self._areas = _areas(spec.workdir, root.home)
         self._mounts = self._all_mounts()
         self._running: set[asyncio.Task[tuple[Finished, bool]]] = set()
+        self.growth = GrowthWatch(id, folder, Usage(spec.disk_mb << 20, spec.inodes), self._give_back)
         self.cgroup: Cgroup | None = None
 
     async def exec(
@@ -70,9 +76,13 @@ class BubblewrapBox(BaseBox):
             return refused
         kills_before = self.cgroup.oom_kills() if self.cgroup else 0
         finished, started = await self._run(argv, timeout, folder, env or {}, stdin)
+        if finished.returncode != 0 and not self.growth.overgrown:
+            await self._check_growth_or_room()
+        if self.growth.overgrown:
+            await self.growth.emptied()
+            why = f"{self.growth.overgrown}\n".encode()
+            return ExecResult(OVERGROWN, finished.stdout, why, seconds=finished.seconds)
         oom = self.cgroup is not None and self.cgroup.oom_kills() > kills_before
-        if finished.returncode != 0:
-            self._check_alive()
         if not (started or finished.timed_out or oom):
             return self._not_started(finished, folder)
         return ExecResult(
@@ -121,7 +131,7 @@ class BubblewrapBox(BaseBox):
     def make_folders(self) -> None:
         """Make the host folders of the writable areas; the working folder starts as the image's, if it has one."""
         self._folder.mkdir(parents=True)
-        for area in ("work", "home", "tmp"):
+        for area in _AREAS:
             (self._folder / area).mkdir()
         (self._folder / "tmp").chmod(0o1777)
         work = self._host_path(self._spec.workdir)
@@ -153,6 +163,8 @@ class BubblewrapBox(BaseBox):
     ) -> tuple[Finished, bool]:
         """Run one bwrap, in a task of its own so that closing the box can end it."""
         self._check_open()
+        if self.growth.overgrown:
+            return _NOTHING_RAN
         whole = {"PATH": self._root.path, "HOME": self._root.home, "LANG": "C.UTF-8", **self._spec.env, **env}
         task = asyncio.ensure_future(
             self._launcher.run(
@@ -160,17 +172,21 @@ class BubblewrapBox(BaseBox):
             )
         )
         self._running.add(task)
+        self.growth.command_begins()
         try:
             return await task
         except asyncio.CancelledError:
             caller = asyncio.current_task()
-            if self._closed and caller is not None and not caller.cancelling():
+            if caller is None or caller.cancelling():
+                raise
+            if self._closed:
                 raise SandboxLostError(f"box {self._id} was closed under a command") from None
-            raise
+            return _NOTHING_RAN
         except (OSError, TimeoutError) as error:
             raise SandboxLostError(f"box {self._id}: bwrap could not be run: {error}") from None
         finally:
             self._running.discard(task)
+            self.growth.command_ends()
 
     def _not_started(self, finished: Finished, cwd: str) -> ExecResult:
         """bwrap stopped before the command ran: a wrong folder is the command's failure, all else the box's."""
@@ -182,9 +198,34 @@ class BubblewrapBox(BaseBox):
 
     def _check_alive(self) -> None:
         self._check_open()
+        if self.growth.overgrown:
+            raise SandboxFileError(self.growth.overgrown)
         if not self._folder.is_dir():
             raise SandboxLostError(f"box {self._id}: its folder {self._folder} is gone")
         check_room(self._folder)
+
+    async def _check_growth_or_room(self) -> None:
+        """After a command that failed: a full disk is the box's own doing where it grew beyond its limit, else it is
+        a ``SandboxDiskFullError``."""
+        try:
+            self._check_alive()
+        except SandboxDiskFullError:
+            await self.growth.check()
+            if not self.growth.overgrown:
+                raise
+
+    async def _give_back(self) -> None:
+        """Kill what runs and remove the files. What can't be removed is left to the box's end, which says so."""
+        await self._kill()
+        with contextlib.suppress(SandboxError):
+            for area in _AREAS:
+                await asyncio.to_thread(on_disk, partial(remove_tree, self._folder / area), "the box", SandboxError)
+
+    async def _kill(self) -> None:
+        for task in self._running:
+            task.cancel()
+        if self._running:
+            await asyncio.wait(self._running)
 
     def _on_host(self, path: str, *, itself: bool = False) -> tuple[Path, list[str]] | None:
         """The writable area that ``path`` lies in (or is, with ``itself``) and the steps from there; None where only
@@ -214,10 +255,8 @@ class BubblewrapBox(BaseBox):
         return left
 
     async def _end(self) -> None:
-        for task in self._running:
-            task.cancel()
-        if self._running:
-            await asyncio.wait(self._running)
+        await self.growth.close()
+        await self._kill()
         await asyncio.to_thread(on_disk, self._remove, f"box {self._id}", SandboxLostError)
         self._forget(self)
 
@@ -258,9 +297,3 @@ def on_disk(work: Callable[[], T], what: str, error: type[SandboxError]) -> T:
         raise error(f"{what}: {problem}") from None
     except subprocess.SubprocessError as problem:
         raise error(f"{what}: {problem}") from None
-
-
-def check_room(path: Path) -> None:
-    free = shutil.disk_usage(path).free
-    if free < _LEAST_FREE:
-        raise SandboxDiskFullError(f"{path}: {free >> 10} KiB free on its disk, boxes need {_LEAST_FREE >> 20} MiB")

@@ -19,7 +19,7 @@ from sandbox.process import Finished, run_process
 from sandbox.types import SandboxSpec
 
 FILE_SIZE_LIMIT = 1 << 30
-"""Bytes one file written in a box may have; there is no quota on the whole box."""
+"""Bytes one file written in a box may have."""
 OWN_PROCESSES = 3
 """bwrap, the first process in the box, and its inner shell: on top of a box's own limit."""
 _PROBE_SECONDS = 10.0

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -20,13 +19,13 @@ import docker.errors
 from docker.types import LogConfig, Ulimit
 
 from sandbox.aio import shielded
+from sandbox.disk import check_room
 from sandbox.docker.box import DockerBox
 from sandbox.docker.engine import THREADS, EngineClient, connect, converted
 from sandbox.docker.images import ImageStore, ledger_of
 from sandbox.docker.lease import OWNER_LABEL, RUN_LABEL, EngineLease, engine_leases, remove_lease
 from sandbox.errors import (
     ImageMissingError,
-    SandboxDiskFullError,
     SandboxError,
     SandboxStartError,
     SandboxUnavailableError,
@@ -43,7 +42,6 @@ FILE_SIZE_LIMIT = 1 << 30
 """Bytes one file written in a box may have; there is no quota on the whole box."""
 _KEEPER = "65534:65534"
 _OWN_PROCESSES = 12  # init, keeper, wrapper, head, timeout; and the threads that the engine's runtime enters with
-_LEAST_FREE = 16 << 20
 
 
 class DockerBackend:
@@ -98,10 +96,8 @@ class DockerBackend:
 
     def check_room(self) -> None:
         """Raise ``SandboxDiskFullError`` if the engine's disk, where it is this machine's, is full."""
-        if self._disk.is_dir() and (free := shutil.disk_usage(self._disk).free) < _LEAST_FREE:
-            raise SandboxDiskFullError(
-                f"{self._disk}: {free >> 10} KiB free on the engine's disk, boxes need {_LEAST_FREE >> 20} MiB"
-            )
+        if self._disk.is_dir():
+            check_room(self._disk)
 
     def forget(self, box: DockerBox) -> None:
         self._boxes.pop(box.id, None)

@@ -1,0 +1,74 @@
+"""Ends a box whose files grow beyond its limit: measured on a timer while commands run, and when the disk is full."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from contextvars import Context
+from pathlib import Path
+
+from sandbox.disk import Usage, usage
+
+_EVERY = 3.0
+"""Seconds between two measurements."""
+_SHARE = 10.0
+"""A measurement takes at most one part in so many of the time."""
+
+
+class GrowthWatch:
+    """Watches one box's ``folder``. ``empty`` kills what runs in the box and removes its files."""
+
+    def __init__(
+        self, box: str, folder: Path, limit: Usage, empty: Callable[[], Coroutine[object, object, None]]
+    ) -> None:
+        self._box, self._folder, self._limit, self._empty = box, folder, limit, empty
+        self._timer: asyncio.Task[None] | None = None
+        self._emptying: asyncio.Task[None] | None = None
+        self._commands = 0
+        self.overgrown = ""
+        """Why the box was ended, in a line; empty as long as it was not."""
+
+    async def start_from_here(self) -> None:
+        """Take what is in the folder now as given: what an image brings along is no growth."""
+        self._limit += await usage(self._folder) or Usage()
+
+    def command_begins(self) -> None:
+        """Measure from now on, unless that is done already."""
+        self._commands += 1
+        if self._timer is None or self._timer.done():
+            self._timer = asyncio.create_task(self._watch(), context=Context())
+
+    def command_ends(self) -> None:
+        """Measure once more, and no more after that until another command begins."""
+        self._commands -= 1
+
+    async def check(self) -> None:
+        """Measure now, and end the box if it has grown beyond its limit."""
+        used = await usage(self._folder)
+        if used is not None and not used.within(self._limit) and not self.overgrown:
+            self.overgrown = (
+                f"box {self._box}: it was ended, as its files grew to {used}; the limit is {self._limit} "
+                "(sandbox.disk_mb, sandbox.inodes)"
+            )
+            self._emptying = asyncio.create_task(self._empty(), context=Context())
+
+    async def emptied(self) -> None:
+        """Wait until an ended box's files are gone."""
+        if self._emptying is not None:
+            await asyncio.wait({self._emptying})
+
+    async def close(self) -> None:
+        """Measure no more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            await asyncio.wait({self._timer})
+        await self.emptied()
+
+    async def _watch(self) -> None:
+        pause = _EVERY
+        while self._commands and not self.overgrown:
+            await asyncio.sleep(pause)
+            began = time.perf_counter()
+            await self.check()
+            pause = max(_EVERY, _SHARE * (time.perf_counter() - began))

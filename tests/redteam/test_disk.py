@@ -1,0 +1,144 @@
+"""Attacks of one box on the disk that it shares with its neighbours."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from envs import EnvContext
+from envs.swe import SweRecord, diff_files, start_episode
+from sandbox import ImagePolicy, SandboxDiskFullError, SandboxFileError, SandboxSpec
+from sandbox.bubblewrap.backend import BubblewrapBackend
+from sandbox.disk import usage
+from sandbox.types import OVERGROWN
+from tests.envs.images import SYSTEM, folder_image
+from tests.redteam.attack import held
+
+pytestmark = [pytest.mark.redteam, pytest.mark.bubblewrap]
+
+SMALL = SandboxSpec(disk_mb=20, inodes=500)
+GROWTHS = {
+    "one large file": "head -c 40000000 /dev/zero > big; sleep 60",
+    "many small files": "mkdir d; for i in $(seq 600); do : > d/$i; done; sleep 60",
+    "links without end": "for i in $(seq 600); do ln -s x $i; done; sleep 60",
+    "files below more folders than a path is long": (
+        "for i in $(seq 300); do mkdir -p aaaaaaaaaaaaaaaaaaaaaaaaaaaa && cd -P aaaaaaaaaaaaaaaaaaaaaaaaaaaa; done; "
+        "head -c 40000000 /dev/zero > big; sleep 60"
+    ),
+    "in its home and /tmp": "head -c 15000000 /dev/zero > ~/a; head -c 15000000 /dev/zero > /tmp/b; sleep 60",
+}
+HONEST = "head -c 5000000 /dev/zero > a; for i in $(seq 99); do ln a a$i; done; truncate -s 900M hole; sleep 8; echo on"
+
+
+@pytest.fixture
+async def backend(tmp_path: Path) -> AsyncIterator[BubblewrapBackend]:
+    backend = BubblewrapBackend(run_id="redteam-disk", base=tmp_path / "base")
+    yield backend
+    await backend.close()
+
+
+@pytest.mark.parametrize("growth", GROWTHS)
+async def test_a_box_that_grows_is_ended_and_named(backend: BubblewrapBackend, tmp_path: Path, growth: str) -> None:
+    box = await backend.start(SMALL)
+    result = await box.exec(GROWTHS[growth], timeout=50)
+    assert result.exit_code == OVERGROWN
+    assert box.id in result.text
+    assert result.seconds < 40
+    taken = await usage(tmp_path / "base")
+    assert taken is not None
+    assert taken.bytes < 20 << 20, "what the box took is given back at once"
+    again = await box.exec("echo on", timeout=20)
+    assert (again.exit_code, again.stdout) == (OVERGROWN, b"")
+    with pytest.raises(SandboxFileError, match="grew to"):
+        await box.read_file("big")
+    held(f"filling the disk with {growth}", result.text.strip())
+
+
+async def test_what_is_no_growth_is_left_alone(backend: BubblewrapBackend) -> None:
+    """Names of one file count once, holes not at all."""
+    box = await backend.start(SMALL)
+    assert (await box.exec(HONEST, timeout=50)).stdout == b"on\n"
+
+
+async def test_what_an_image_brings_along_is_no_growth(tmp_path: Path) -> None:
+    image = folder_image(tmp_path / "images/image", {}, "head -c 40000000 /dev/zero > big")
+    backend = BubblewrapBackend(run_id="redteam-image", images=ImagePolicy(root=tmp_path / "images"))
+    try:
+        box = await backend.start(replace(SMALL, image=str(image), ro_binds=SYSTEM))
+        assert (await box.exec("sleep 4; echo on", timeout=50)).stdout == b"on\n"
+        await box.exec("cp big more; sleep 4", timeout=50)
+        assert (await box.exec("echo on", timeout=50)).exit_code == OVERGROWN
+    finally:
+        await backend.close()
+
+
+async def test_short_commands_that_grow_little_by_little(backend: BubblewrapBackend) -> None:
+    box = await backend.start(SMALL)
+    for number in range(400):
+        result = await box.exec(f"head -c 4000000 /dev/zero > {number % 8}; sleep 0.1", timeout=20)
+        if not result.ok:
+            break
+    assert result.exit_code == OVERGROWN
+    held("growing by many short commands", result.text.strip())
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64m,nr_inodes=4000,mode=0700", "none", disk]
+    if subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("a small disk can't be mounted here")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+@pytest.mark.parametrize(
+    "growth", ["head -c 100000000 /dev/zero > big", "for i in $(seq 5000); do : > $i || exit 1; done"]
+)
+async def test_a_full_disk_is_the_doing_of_the_box_that_grew(small_disk: Path, growth: str) -> None:
+    """Faster than any timer: its own failure is its own, and its neighbour goes on."""
+    backend = BubblewrapBackend(run_id="redteam-full", base=small_disk)
+    try:
+        greedy, neighbour = await backend.start(SMALL), await backend.start(SMALL)
+        result = await greedy.exec(growth, timeout=50)
+        assert result.exit_code == OVERGROWN
+        assert (await neighbour.exec("for i in $(seq 100); do : > $i || exit 1; done", timeout=20)).ok
+    finally:
+        await backend.close()
+    held("filling the disk at once", result.text.strip())
+
+
+async def test_a_neighbour_on_a_disk_without_inodes_is_not_blamed(small_disk: Path) -> None:
+    backend = BubblewrapBackend(run_id="redteam-inodes", base=small_disk)
+    try:
+        greedy, neighbour = await backend.start(SandboxSpec()), await backend.start(SandboxSpec())
+        with pytest.raises(SandboxDiskFullError, match="inodes free"):
+            await greedy.exec("for i in $(seq 5000); do : > $i || exit 1; done", timeout=50)
+        with pytest.raises(SandboxDiskFullError, match="inodes free") as error:
+            await neighbour.exec(": > a", timeout=20)
+    finally:
+        await backend.close()
+    held("using up the inodes within a limit that is larger than the disk", error.value)
+
+
+async def test_an_agent_that_fills_its_box_gets_no_reward_and_no_retry(backend: BubblewrapBackend) -> None:
+    old, new = {"calc.py": "a = 1\n"}, {"calc.py": "a = 2\n"}
+    record = SweRecord(
+        repo_name="calc",
+        task_id="calc-a",
+        expected_output_json='{"t.py::test_a": "PASSED"}',
+        problem_statement="a is 1.",
+        files=old,
+        test_command="true",
+        gold_patch=diff_files(old, new),
+    )
+    async with start_episode(EnvContext(backend, limits=SMALL), record) as episode:
+        assert (await episode.sandbox.exec(GROWTHS["one large file"], timeout=50)).exit_code == OVERGROWN
+        grade = await episode.grade()
+    assert (grade.reward, grade.resolved) == (0.0, False)
+    held("filling the own box before the grading", grade.suspected_hack or grade.log)
