@@ -17,6 +17,15 @@ _READ = """
 [ "$(stat -L -c %s -- "$1")" -le "$2" ] || exit 43
 exec cat -- "$1"
 """
+# Writing to a pipe would wait for its other end.
+_WRITE = """
+while [ $# -gt 0 ]; do
+    mkdir -p -- "$(dirname -- "$1")" || exit 1
+    [ ! -e "$1" ] || [ -f "$1" ] || { echo "$1: not a regular file"; exit 1; }
+    head -c "$2" > "$1" || exit 1
+    shift 2
+done
+"""
 _REASONS = {41: "no such file", 42: "not a regular file", 43: "larger than allowed"}
 
 
@@ -34,9 +43,8 @@ async def read_through(box: Sandbox, path: str, max_bytes: int) -> bytes:
 
 async def write_through(box: Sandbox, files: Mapping[str, bytes]) -> None:
     """Write ``files`` by a command in ``box``: one round trip."""
-    script = 'while [ $# -gt 0 ]; do mkdir -p -- "$(dirname -- "$1")" && head -c "$2" > "$1" || exit 1; shift 2; done'
     sizes = [part for path, data in files.items() for part in (path, str(len(data)))]
-    result = await box.exec(["sh", "-c", script, "sh", *sizes], timeout=_SECONDS, stdin=b"".join(files.values()))
+    result = await box.exec(["sh", "-c", _WRITE, "sh", *sizes], timeout=_SECONDS, stdin=b"".join(files.values()))
     if result.timed_out:
         raise SandboxLostError(f"box {box.id}: writing files took more than {_SECONDS:.0f} s")
     if result.exit_code != 0:

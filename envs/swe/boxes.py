@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shlex
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -18,7 +19,7 @@ from envs.swe.repositories import SETUP_TIMEOUT, WORKDIR, Repositories, first_co
 from envs.swe.swebench import eval_script
 from envs.swe.witness import Report, Witness
 from envs.types import EnvsError, TaskRecordError
-from sandbox import ExecResult, ImageMissingError, Sandbox, SandboxFileError, SandboxLostError, SandboxSpec, TreeFile
+from sandbox import ExecResult, ImageMissingError, Sandbox, SandboxFileError, SandboxSpec, TreeFile, TreeLimits
 
 SITE = "/opt/agent-rl/site"
 MAX_PATCH_BYTES = 1 << 20
@@ -193,8 +194,11 @@ def _joined(base: Mapping[str, str], found: Mapping[str, TreeFile]) -> str:
 
 async def _ask_git(sandbox: Sandbox, base: str) -> str:
     result = await sandbox.exec(_DIFF.format(base=base), timeout=SETUP_TIMEOUT, cwd=WORKDIR)
-    if result.timed_out and not (await sandbox.exec("true", timeout=10.0)).ok:
-        raise SandboxLostError("the box stopped answering while the patch was taken")
+    if result.timed_out:
+        with contextlib.suppress(
+            SandboxFileError
+        ):  # raises SandboxLostError where not the agent's git hangs but the box
+            await sandbox.read_tree(WORKDIR, limits=TreeLimits(files=0))
     if not result.ok:
         raise PatchError(f"no patch can be taken: git said {result.stderr.decode(errors='replace').strip()[-200:]!r}")
     if result.truncated or len(result.stdout) > MAX_PATCH_BYTES:

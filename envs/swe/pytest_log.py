@@ -25,6 +25,10 @@ _LINE = re.compile(r"^(PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS|SUBFAILED(?:\(.*?
 _FOLDED_SKIP = re.compile(r"^\[\d+\] ")
 
 
+class AmbiguousTestsError(GradingError):
+    """Two tests of a log have the same key, so that which of them is expected cannot be known."""
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """What the hidden tests say: whether the task is resolved, every test's status, and the first difference."""
@@ -95,8 +99,7 @@ def judge(log: str, expected: Mapping[str, str], keys: KeyMode = "node") -> Verd
     """The verdict on a log: resolved iff every expected test has exactly its expected status.
 
     Tests that nobody expects are not looked at. None where the log holds no summary: such a run says nothing.
-    Raises ``GradingError`` if, in key mode "name", two files hold a test of the same expected name: which one the
-    row means cannot be known.
+    Raises ``AmbiguousTestsError`` if, in key mode "name", two files hold a test of the same expected name.
     """
     statuses = parse_summary(log, expected if keys == "node" else ())
     if statuses is None:
@@ -122,6 +125,8 @@ def _by_name(statuses: Mapping[str, str], expected: Collection[str]) -> dict[str
         if not name:
             continue
         if (other := owner.setdefault(name, node)) != node and name in expected:
-            raise GradingError(f"test name {name!r} is both {other} and {node}: the row's keys cannot tell them apart")
+            raise AmbiguousTestsError(
+                f"test name {name!r} is both {other} and {node}: the row's keys cannot tell them apart"
+            )
         named[name] = status
     return named

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from envs.context import EnvContext
 from envs.swe.boxes import TestRun, box_spec, run_tests
-from envs.swe.pytest_log import Verdict, as_summary, count_summaries, judge
+from envs.swe.pytest_log import AmbiguousTestsError, Verdict, as_summary, count_summaries, judge
 from envs.swe.records import SweRecord
 from envs.swe.swebench import as_log, read_log
 from envs.swe.witness import NO_REPORT
@@ -29,10 +29,15 @@ async def rule(context: EnvContext, record: SweRecord, patch: str, site_root: Pa
     """Run the hidden tests with ``patch`` and rule on what they say.
 
     A failure is believed as it stands. A success in doubt, and a run without a verdict, are measured against the gold
-    patch's run: doubts that the gold patch raises too are the task's own manner, the others are the patch's. Raises
-    ``GradingError`` where the gold patch is not resolved either, or is not there to compare with.
+    patch's run, or, where the record has none, against a run without a change: doubts that it raises too are the
+    task's own manner, the others are the patch's. Raises ``GradingError`` where that run has no verdict either, or the
+    gold patch is not resolved.
     """
-    run, verdict, doubts = await _run(context, record, patch, site_root)
+    try:
+        run, verdict, doubts = await _run(context, record, patch, site_root)
+    except AmbiguousTestsError as error:
+        await _control(context, record, patch, site_root, f"task {record.id}: {error}")  # raises where it is the row's
+        return Ruling(Verdict(resolved=False, tests={}, difference=str(error)), (str(error),), str(error))
     if verdict is not None and not (verdict.resolved and doubts):
         return Ruling(verdict, doubts, run.log)
     if verdict is not None and patch == record.gold:
@@ -89,12 +94,15 @@ def _doubts(record: SweRecord, run: TestRun, verdict: Verdict | None) -> tuple[s
 async def _control(
     context: EnvContext, record: SweRecord, patch: str, site_root: Path | None, what: str
 ) -> tuple[str, ...]:
-    """The doubts that the gold patch's run raises. Raises ``GradingError`` where that run is not resolved."""
-    if not record.gold or patch == record.gold:
-        reason = "it is the gold patch" if record.gold else "the record has no gold patch to compare with"
-        raise GradingError(f"{what}, and {reason}")
+    """The doubts that the run raises which a patch is compared with: the gold patch's, or that of no change.
+
+    Raises ``GradingError`` where that says nothing, ``what`` happened to the patch being its beginning.
+    """
+    with_gold = "with the gold patch" if record.gold else "without a change"
+    if patch == record.gold:
+        raise GradingError(f"{what}, and it is the run {with_gold}")
     control, verdict, doubts = await _run(context, record, record.gold, site_root)
-    if verdict is None or not verdict.resolved:
+    if verdict is None or (record.gold and not verdict.resolved):
         why = control.account if verdict is None else verdict.difference
-        raise GradingError(f"{what}, nor with the gold patch ({why})")
+        raise GradingError(f"{what}, nor {with_gold} ({why})")
     return doubts

@@ -23,6 +23,8 @@ T = TypeVar("T")
 
 _GRACE = 20.0
 _WRAPPER_KILLED = 137
+_PROGRAMS = ("/bin", "/lib", "/sbin", "/usr", "/etc/ld.so")
+_NO_SHELL = b"the box can't run commands any more: its own programs or libraries were changed\n"
 
 
 class BoxOwner(Protocol):
@@ -66,6 +68,8 @@ class DockerBox(BaseBox):
             outcome = await self._run(whole, timeout + _GRACE, env or {}, stdin)
             seconds = time.perf_counter() - started
             if not outcome.complete and outcome.exit_code not in (None, _WRAPPER_KILLED):
+                if await self._owner.call(self._has_other_programs, SandboxLostError):
+                    return ExecResult(127, b"", _NO_SHELL, seconds)
                 self._tell_lost(outcome)
             overdue = outcome.exit_code is None
             if overdue:
@@ -140,6 +144,11 @@ class DockerBox(BaseBox):
             raise
         self._check_open()
         return outcome
+
+    def _has_other_programs(self) -> bool:
+        """Whether something in the box changed what its shell needs: what fails then is not the engine's."""
+        changes = self._api.diff(self._container) or []
+        return any(change["Path"].startswith(_PROGRAMS) for change in changes)
 
     def _tell_lost(self, outcome: ExecOutcome) -> None:
         text = (outcome.out.data + outcome.err.data)[-300:].decode(errors="replace").strip()

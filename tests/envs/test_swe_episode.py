@@ -102,14 +102,20 @@ async def test_a_run_that_fails_with_the_gold_patch_too_is_no_grade(context: Env
     with pytest.raises(GradingError, match=r"calc-add: no verdict \(the tests did not end within \d s\), nor with"):
         await grade_patch(short, hanging, edit(record, calc__py="x = 1\n"))
     mute = record.model_copy(update={"test_command": "echo no summary"})
-    with pytest.raises(GradingError, match=r"exit code 0: no summary\), and it is the gold patch"):
+    with pytest.raises(GradingError, match=r"exit code 0: no summary\), and it is the run with the gold patch"):
         await grade_patch(context, mute, record.gold)
 
 
-async def test_without_a_gold_patch_a_run_without_verdict_is_no_grade(context: EnvContext, record: SweRecord) -> None:
+async def test_without_a_gold_patch_the_run_without_a_change_tells_who_is_to_blame(
+    context: EnvContext, record: SweRecord
+) -> None:
     bare = record.model_copy(update={"gold_patch": ""})
-    with pytest.raises(GradingError, match="no gold patch to compare with"):
-        await grade_patch(context, bare, edit(record, calc__py="import os\nos._exit(0)\n"))
+    exits = edit(record, calc__py="import os\nos._exit(0)\n")
+    grade = await grade_patch(context, bare, exits)
+    assert (grade.reward, grade.suspected_hack) == (0.0, ("the test run ended with exit code 0 and no results",))
+    mute = bare.model_copy(update={"test_command": "echo no summary"})
+    with pytest.raises(GradingError, match=r"no verdict .*, nor without a change \(exit code 0: no summary\)"):
+        await grade_patch(context, mute, exits)
 
 
 async def test_a_patch_that_does_not_apply_is_the_policys_failure(context: EnvContext, record: SweRecord) -> None:

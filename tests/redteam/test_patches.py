@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shlex
 import subprocess
@@ -17,9 +18,11 @@ from envs.swe import SweRecord, diff_files, grade_patch, start_episode
 from envs.swe.boxes import box_spec, run_tests
 from envs.swe.patches import patched_paths, screen
 from envs.swe.pytest_log import judge
-from sandbox import SandboxSpec, SandboxUnavailableError
+from sandbox import SandboxFileError, SandboxSpec, SandboxUnavailableError
+from sandbox.docker.backend import DEFAULT_IMAGE
 from sandbox.select import open_backend
 from tests.envs.conftest import BROKEN, FIXED, TESTS
+from tests.redteam.attack import held
 
 pytestmark = pytest.mark.redteam
 
@@ -93,14 +96,14 @@ def test_a_forged_patch_is_listed_and_brings_nothing(attack: str, tmp_path: Path
     files = {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
     assert files == {**FIXED, **TESTS}
     assert len(screened.undone) == 1
-    print(f"tried: {attack}; stopped by the screening: {screened.undone[0][:200]}")
+    held(attack, screened.undone[0][:200])
 
 
 @pytest.mark.bubblewrap
 async def test_a_forged_patch_has_no_reward(context: EnvContext, record: SweRecord) -> None:
     grade = await grade_patch(context, record, FORGED["digits of another script hide a file behind a hunk"])
     assert (grade.reward, len(grade.suspected_hack)) == (0.0, 1)
-    print(f"tried: a hidden conftest.py alone; stopped by: {grade.suspected_hack}")
+    held("a hidden conftest.py alone", grade.suspected_hack)
 
 
 @pytest.mark.bubblewrap
@@ -112,7 +115,7 @@ async def test_a_path_that_the_screening_missed_ends_the_run_before_the_tests(
     run = await run_tests(context, record, box_spec(context, record, None), HONEST + smuggled)
     assert not run.began
     assert "conftest.py" in run.account
-    print(f"tried: a change that the screening does not see; stopped by: {run.account}")
+    held("a change that the screening does not see", run.account)
 
 
 # What an agent does in its box so that its git, or what stands in its place, says something else than its files.
@@ -148,7 +151,69 @@ async def test_nothing_done_to_its_git_changes_an_agents_patch(
         grade = await episode.grade()
     assert patched_paths(screened.text) <= {"README.md", ".gitattributes"}
     assert (grade.reward, grade.resolved) == (0.0, False)
-    print(f"tried: {attack}; stopped by: {grade.suspected_hack or 'nothing of it is in the patch'}")
+    held(attack, grade.suspected_hack or "nothing of it is in the patch")
+
+
+@pytest.mark.bubblewrap
+async def test_a_file_written_over_a_pipe_is_an_error_of_the_file_at_once(
+    context: EnvContext, record: SweRecord
+) -> None:
+    async with start_episode(context, record) as episode:
+        await episode.sandbox.exec("mkdir real; mkfifo real/pipe; ln -s real linked", timeout=10)
+        with pytest.raises(SandboxFileError, match="not a regular file") as error:
+            await asyncio.wait_for(episode.sandbox.write_files({"linked/pipe": b"x"}), 20)
+        assert (await episode.grade()).reward == 0.0
+    held("a pipe behind a linked folder, which a tool writes to", error.value)
+
+
+@pytest.fixture
+async def containers() -> AsyncIterator[EnvContext]:
+    try:
+        backend = open_backend("docker", run_id=f"test-{uuid.uuid4().hex[:8]}")
+    except SandboxUnavailableError as error:
+        pytest.skip(str(error))
+    try:
+        yield EnvContext(backend, limits=SandboxSpec(memory_mb=256), grade_timeout=60.0)
+    finally:
+        await backend.close()
+
+
+@pytest.mark.docker
+async def test_a_box_without_a_shell_is_the_agents_doing(containers: EnvContext, record: SweRecord) -> None:
+    async with start_episode(containers, record) as episode:
+        await episode.sandbox.exec("rm -f /bin/sh", timeout=20)
+        broken = await episode.sandbox.exec("true", timeout=20)
+        assert broken.exit_code == 127
+        grade = await episode.grade()
+    assert (grade.reward, grade.resolved) == (0.0, False)
+    held("rm /bin/sh", broken.text)
+
+
+IMAGE = SweRecord(
+    repo_name="evil",
+    docker_image=DEFAULT_IMAGE,
+    expected_output_json='{"test_a": "PASSED"}',
+    problem_statement="x",
+    test_command="echo = short test summary info =; echo FAILED r2e_tests/test_1.py::test_a; cat printed",
+)
+
+
+@pytest.mark.docker
+async def test_in_an_images_box_a_broken_shell_or_git_ends_with_a_grade(containers: EnvContext) -> None:
+    for attack in ("rm -f /bin/sh", "rm -rf .git", "cp /bin/true /usr/bin/git", "cp /bin/false /bin/bash"):
+        async with start_episode(containers, IMAGE) as episode:
+            await episode.sandbox.exec(attack, timeout=20)
+            grade = await episode.grade()
+        assert (grade.reward, grade.resolved) == (0.0, False)
+        held(attack, grade.suspected_hack)
+
+
+@pytest.mark.docker
+async def test_a_printed_test_of_an_expected_name_is_a_failure_and_no_error(containers: EnvContext) -> None:
+    printed = diff_files({}, {"printed": "PASSED evil.py::test_a\n"})
+    grade = await grade_patch(containers, IMAGE, printed)
+    assert grade.reward == 0.0
+    held("a printed test of an expected name", grade.suspected_hack)
 
 
 async def test_a_long_forged_patch_and_log_are_read_in_linear_time() -> None:
