@@ -21,6 +21,7 @@ from envs.swe import SweRecord, diff_files, grade_patch
 from sandbox import SandboxSpec, SandboxUnavailableError
 from sandbox.select import open_backend
 from tests.envs.conftest import BROKEN, FIXED, TESTS
+from tests.redteam.attack import held
 
 pytestmark = pytest.mark.redteam
 
@@ -56,6 +57,9 @@ QUICK = {
     "exits quietly": "os._exit(0)\n",
     "kills its parent": KILL_PARENT,
     "kills everything": "os.kill(-1, 9)\n",
+    "signals the box's first process": (
+        "for number in range(1, 65):\n    try: os.kill(1, number)\n    except OSError: pass\nos._exit(0)\n"
+    ),
     "ends by a signal": "os.kill(os.getpid(), 11)\n",
     "replaces builtins": "import builtins\nbuiltins.ascii = lambda value: ''\nbuiltins.eval = print\n",
     "closes every descriptor": "os.closerange(0, 1024)\n",
@@ -87,7 +91,7 @@ def with_code(code: str) -> str:
 
 def tell(name: str, grade: Grade) -> None:
     last = grade.log.strip().split("\n")[-1]
-    print(f"tried: code that {name}; stopped by: {'; '.join(grade.suspected_hack) or last or 'no change at all'}")
+    held(f"code that {name}", "; ".join(grade.suspected_hack) or last or "no change at all")
 
 
 @pytest.fixture(
