@@ -7,6 +7,8 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+_MAX_ANCHORED = 100_000
+
 
 def hunks(old: Sequence[str], new: Sequence[str]) -> Iterator[str]:
     """The lines of a unified diff's hunks. ``old`` and ``new`` are lines with their ends."""
@@ -31,7 +33,7 @@ class _Matcher(difflib.SequenceMatcher[str]):
     takes a cubic time on texts of few different lines."""
 
     def __init__(self, old: Sequence[str], new: Sequence[str]) -> None:
-        super().__init__(None, old, new)
+        super().__init__()  # without the texts, which the base class would index at once
         self._old, self._new = old, new
 
     def get_matching_blocks(self) -> list[difflib.Match]:
@@ -55,7 +57,12 @@ def _blocks(old: Sequence[str], new: Sequence[str]) -> Iterator[difflib.Match]:
 
 
 def _anchors(old: Sequence[str], new: Sequence[str]) -> list[tuple[int, int]]:
-    """The most places (old, new) of lines that stand once in each text, in the same order in both."""
+    """The most places (old, new) of lines that stand once in each text, in the same order in both.
+
+    None in texts of more lines than people write: what their starts and ends share is all that is found there.
+    """
+    if len(old) + len(new) > _MAX_ANCHORED:
+        return []
     old_counts, new_counts = Counter(old), Counter(new)
     places = {line: index for index, line in enumerate(old) if old_counts[line] == 1}
     pairs = [(places[line], index) for index, line in enumerate(new) if new_counts[line] == 1 and line in places]

@@ -40,6 +40,7 @@ MAX_FILES = 5000
 """File patches that one patch may have; one with more is undone as a whole."""
 
 _MAX_PATH = 4096
+_MAX_QUOTED = 4 * _MAX_PATH + 8
 _MODE = r"(?:100644|100755|120000)"
 # Everything that git writes between a file patch's header and its hunks; [0-9], as \d takes the digits of any script.
 _HEAD = re.compile(
@@ -218,7 +219,7 @@ def _named(line: str) -> str:
 def _unquoted(name: str) -> str:
     """A name as git writes it, without the tab at its end and without its quotes."""
     name = name.removesuffix("\t")
-    if not re.fullmatch(_QUOTED, name):
+    if len(name) > _MAX_QUOTED or not re.fullmatch(_QUOTED, name):
         return name
     content: bytes = ast.literal_eval(f"b{name}")
     return content.decode(errors="surrogateescape")
@@ -226,7 +227,7 @@ def _unquoted(name: str) -> str:
 
 def _header_paths(names: str) -> tuple[str, str]:
     """The paths before and after in ``a/X b/Y``. What is neither that nor quoted is returned as it is, twice."""
-    if quoted := _QUOTED_HEADER.fullmatch(names):
+    if len(names) < 2 * _MAX_QUOTED and (quoted := _QUOTED_HEADER.fullmatch(names)):
         before, after = (_unquoted(name) for name in quoted.groups())
         return before.removeprefix("a/"), after.removeprefix("b/")
     half = (len(names) - 1) // 2
