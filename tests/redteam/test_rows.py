@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from agent_rl.cli import main
 from agent_rl.evaluation.folder import EvalFolder
 from agent_rl.evaluation.report import EpisodeResult
 from agent_rl.observe.display import Display
@@ -174,6 +175,30 @@ async def test_a_row_names_an_image_where_none_is_allowed(tmp_path: Path) -> Non
     finally:
         await backend.close()
     held("docker_image of a folder, sandbox.image_root not set", error.value)
+
+
+@bubblewrap
+@pytest.mark.parametrize(
+    ("setting", "reason"), [("", "set it, or"), ("image_root: images", "leads to /; right would be")]
+)
+def test_a_row_takes_the_host_for_its_image_in_an_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], setting: str, reason: str
+) -> None:
+    (tmp_path / "images").mkdir()
+    (tmp_path / "train.jsonl").write_text(json.dumps({**ROW, "docker_image": "/", "gold_patch": "x"}) + "\n")
+    (tmp_path / "c.yaml").write_text(
+        f"name: c\nmodel: tiny-moe\nsandbox: {{backend: bubblewrap, {setting}}}\n"
+        "env: {name: swe, options: {path: train.jsonl}}\neval: {tasks: 1, split: train}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["agent-rl", "eval", "c.yaml", "--policy", "gold", "--out", "out"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    line = capsys.readouterr().err
+    assert (ended.value.code, line.count("\n")) == (2, 1)
+    assert line.startswith("error: task calc-add: docker_image: image '/'")
+    assert reason in line
+    held(f"docker_image '/' in an evaluation with {setting or 'no image_root'}", line.strip())
 
 
 @bubblewrap
