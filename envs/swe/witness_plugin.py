@@ -6,6 +6,7 @@ tests' files and code), and writes its report when pytest has come to its end. W
 notes what could be undone before anybody looks: swapped code, trace and profile functions.
 """
 
+import doctest
 import hashlib
 import json
 import os
@@ -16,6 +17,13 @@ _WATCHED = ("_pytest", "pytest", "pluggy", "unittest")
 _INSTALLED = (os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.sep)
 _TRACING = frozenset({"sys.settrace", "sys.setprofile", "sys.monitoring.register_callback"})
 _TOP = os.path.realpath(os.getcwd()) + os.sep
+_frame = sys._getframe
+_DOCTEST = doctest.DocTestRunner.run.__code__
+
+
+def _ends_a_doctest(frame: object) -> bool:
+    """Whether a call that sets the trace function is doctest's own, which sets none again after each example."""
+    return getattr(frame, "f_code", None) is _DOCTEST and frame.f_locals.get("save_trace") is None  # type: ignore[attr-defined]
 
 
 def _from_repository(source: object) -> bool:
@@ -176,7 +184,8 @@ class Witness:
     def audit(self, event: str, arguments: "tuple[object, ...]") -> None:
         """What Python says of itself: a hook for ``sys.addaudithook``."""
         if event in _TRACING:
-            self.traced.add(event)
+            if not _ends_a_doctest(_frame(1)):
+                self.traced.add(event)
         elif event == "object.__setattr__" and arguments[1] == "__code__":
             function = arguments[0]
             source = os.path.realpath(getattr(_code(function), "co_filename", ""))

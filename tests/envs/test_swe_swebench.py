@@ -89,7 +89,7 @@ async def test_a_script_whose_output_cannot_be_read_is_no_verdict_even_for_the_t
     record = read_jsonl(rows)[1]
     assert record.swebench is not None
     mute = record.swebench.model_copy(update={"eval_script": "#!/bin/bash\npython3 --version\n"})
-    with pytest.raises(GradingError, match=r"no verdict \(exit code 0: .*\), and it is the gold patch"):
+    with pytest.raises(GradingError, match=r"no verdict \(exit code 0: .*\), and it is the run with the gold patch"):
         await grade_patch(boxes, record.model_copy(update={"swebench": mute}), record.gold)
 
 
