@@ -24,6 +24,7 @@ T = TypeVar("T")
 _GRACE = 20.0
 _WRAPPER_KILLED = 137
 _PROGRAMS = ("/bin", "/lib", "/sbin", "/usr", "/etc/ld.so")
+_FIRST_PROCESS = {"/usr", "/usr/sbin", "/usr/sbin/docker-init"}  # what the engine itself puts into every box
 _NO_SHELL = b"the box can't run commands any more: its own programs or libraries were changed\n"
 
 
@@ -148,7 +149,8 @@ class DockerBox(BaseBox):
     def _has_other_programs(self) -> bool:
         """Whether something in the box changed what its shell needs: what fails then is not the engine's."""
         changes = self._api.diff(self._container) or []
-        return any(change["Path"].startswith(_PROGRAMS) for change in changes)
+        paths = {change["Path"] for change in changes} - _FIRST_PROCESS
+        return any(path.startswith(_PROGRAMS) for path in paths)
 
     def _tell_lost(self, outcome: ExecOutcome) -> None:
         text = (outcome.out.data + outcome.err.data)[-300:].decode(errors="replace").strip()

@@ -43,7 +43,7 @@ KINDS = ("gcs_server", "raylet/raylet", "/monitor.py", "dashboard.py", "log_moni
 @pytest.fixture
 def short_folder() -> Iterator[Path]:
     """pytest's own folders are too long for the paths of Ray's sockets."""
-    with tempfile.TemporaryDirectory(prefix="ray-") as folder:
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:
         yield Path(folder)
 
 
