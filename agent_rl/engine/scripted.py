@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,25 +44,6 @@ class ScriptedEngine:
         self.weight_version = weight_version
         self.calls = 0
         self.rows_sent = 0
-
-    @classmethod
-    def from_transcripts(
-        cls,
-        transcripts: Mapping[str, Sequence[Sequence[int]]],
-        *,
-        layout: RouteLayout | None = None,
-        latency: float = 0.0,
-    ) -> ScriptedEngine:
-        """Answers each session's turns from its list in ``transcripts``; past its end raises EngineRejected."""
-
-        def policy(session: str, turn: int, tokens: TokenIds) -> Sequence[int]:
-            turns = transcripts.get(session)
-            if turns is None or turn >= len(turns):
-                held = "none" if turns is None else str(len(turns))
-                raise EngineRejected(f"session {session!r}: turn {turn} asked, the transcript holds {held}")
-            return turns[turn]
-
-        return cls(policy, layout=layout, latency=latency)
 
     async def generate(
         self, tokens: TokenIds, sampling: SamplingParams, *, routes_from: int | None, session: str
