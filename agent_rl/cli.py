@@ -76,7 +76,12 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
 
     loaded = load_config(config, overrides or ())
     check_trainer()
+    from agent_rl.capacity.advice import slots_refusal
     from agent_rl.controller.train import train as run
+    from agent_rl.errors import ConfigError
+
+    if (refusal := slots_refusal(loaded)) is not None:
+        raise ConfigError(refusal)
 
     _run_async(run(loaded), RESUMES)
 

@@ -27,6 +27,8 @@ OldLogprobSource = Literal["recompute", "rollout", "rescore"]
 Correction = Literal["tis", "icepop", "sequence_tis", "sequence_mask", "geometric_mask"]
 KlEstimator = Literal["k1", "k2", "k3"]
 OnSpike = Literal["skip", "clip", "allow"]
+Planner = Literal["foremoe", "eplb", "shadow"]
+ExpertTransfer = Literal["pool", "exchange"]
 
 _OFF = BeforeValidator(lambda value: "off" if value is False else value)
 """YAML reads a bare ``off`` as false."""
@@ -206,6 +208,42 @@ class ParallelConfig(Section):
     )
 
 
+class BalanceTransferConfig(Section):
+    """How borrowed experts reach the ranks that compute them; docs/balancing.md says what each costs."""
+
+    recompute: ExpertTransfer = Field("pool", description="In passes without gradients.")
+    update: ExpertTransfer = Field("exchange", description="In passes with gradients, which always return by exchange.")
+
+
+class BalanceConfig(Section):
+    """Expert ranks are given equal work in every micro-batch and layer, by the routes that replay knows beforehand
+    (ForeMoE); docs/balancing.md says when it helps."""
+
+    enabled: bool = Field(False, description="Let expert ranks borrow each other's experts for a micro-batch.")
+    planner: Planner = Field(
+        "foremoe", description="Who borrows what: by the foreseen routes, or a baseline to compare with."
+    )
+    slots: int = Field(4, gt=0, description="Experts that a rank may borrow at once, in each layer.")
+    link_slots: int | None = Field(
+        None, ge=0, description="How many of these may keep tokens within a machine; None: the planner chooses."
+    )
+    min_rows: int = Field(16, gt=0, description="The fewest tokens of an expert that a rank borrows it for.")
+    transfer: BalanceTransferConfig = BalanceTransferConfig()
+    within_machine: bool = Field(True, description="In updates, borrow only from ranks of the same machine.")
+    ranks_per_machine: int | None = Field(
+        None, gt=0, description="Neighbouring expert ranks that share a machine; None: as the ranks find themselves."
+    )
+    keep_order: bool | None = Field(
+        None,
+        description="Add up a token's experts in the order without balancing, at the cost of two gathers; None: where "
+        "that gives the same bits.",
+    )
+    prefetch: bool = Field(True, description="Fetch the next layer's experts while this one computes.")
+    home: Literal["contiguous", "measured"] = Field(
+        "contiguous", description="Where experts live: in the order of their ids, or by the loads last measured."
+    )
+
+
 class RescoreConfig(Section):
     """The engine evaluates each finished trajectory again, while other episodes still run (KwaiKAT's old log-probs)."""
 
@@ -316,6 +354,7 @@ class TrainConfig(Section):
         ("core_attn",), description="What selective recomputation runs again; mlp is that of dense layers."
     )
     parallel: ParallelConfig = ParallelConfig()
+    balance: BalanceConfig = BalanceConfig()
     ray_address: str | None = Field(None, description="A Ray cluster's address; None starts a local one.")
     native_every: int = Field(1, ge=0, description="Measure mismatch_native/* every so many steps; 0 never.")
     checkpoint_every: int = Field(5, ge=0, description="Steps between checkpoints; 0 keeps only the last.")

@@ -43,6 +43,7 @@ def test_overrides_reach_nested_keys_as_yaml_values(quickstart: Path) -> None:
         ("train.parallel.tensro=2", "unknown key 'train.parallel.tensro': did you mean 'tensor'?"),
         ("train.lr=fast", "train.lr: Input should be a valid number, unable to parse string as a number, got 'fast'"),
         ("rollout.group_size=0", "rollout.group_size: Input should be greater than 0, got 0"),
+        ("train.balance.planner=lpt", "planner: Input should be 'foremoe', 'eplb' or 'shadow', got 'lpt'"),
         ("train.replay=r4", "train.replay: Input should be 'r3', 'r2' or 'off', got 'r4'"),
         ("train.kl.estimator=k1", "(its gradient is the KL's) or k3, or set where to reward"),
         ("train.kl.reference=m", "train.kl.coefficient is 0: give it a coefficient"),

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from agent_rl.capacity.plan import Advice, PlannedPlace, RunPlan
+from agent_rl.capacity.plan import Advice, PlannedPlace, RunPlan, gib
 from agent_rl.capacity.planning import plan_once
 from agent_rl.config import RunConfig
 
@@ -25,6 +25,24 @@ def make_plan(config: RunConfig, *, tokens: int | None = None) -> RunPlan:
     """
     plan = plan_once(config, tokens=tokens)
     return plan if plan.problems else replace(plan, advice=tuple(advise(config, plan, tokens=tokens)))
+
+
+def slots_refusal(config: RunConfig) -> str | None:
+    """Why what ``train.balance`` borrows does not fit, in one line; None where it does, where the run would not fit
+    without it either, and where it is not known what a GPU holds."""
+    train, gpu = config.train, config.hardware.gpu_memory_gb
+    if not train.balance.enabled or (train.device == "cuda" and gpu is None):
+        return None
+    without = plan_once(_with(config, {"train.balance.enabled": False}))
+    for place in plan_once(config).places:
+        other = without.place(place.name)
+        if not place.fits and place.capacity is not None and other is not None and other.fits:
+            return (
+                f"train.balance: {place.name}: {gib(place.total)} do not fit in {gib(place.capacity)}, "
+                f"{gib(other.total)} without balancing do; lower slots ({train.balance.slots}), or set transfer to "
+                "{recompute: exchange, update: exchange}, which keeps no pool"
+            )
+    return None
 
 
 def advise(config: RunConfig, plan: RunPlan, *, tokens: int | None) -> Iterator[Advice]:
@@ -71,6 +89,8 @@ def _variants(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
         ("train.recompute", lambda _: "full"),
         ("train.microbatch_tokens", lambda _: config.rollout.max_tokens),
         *((f"train.parallel.{name}", _double) for name in ("context", "expert", "tensor", "pipeline", "world_size")),
+        ("train.balance.slots", _half),
+        ("train.balance.transfer.recompute", lambda _: "exchange"),
         ("engine.max_total_tokens", _half),
         ("engine.max_total_tokens", lambda value: value // 4),
         ("hardware.engine_gpus", _double),

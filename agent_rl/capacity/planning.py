@@ -25,6 +25,7 @@ from agent_rl.capacity.sizes import (
     RankBytes,
     kv_bytes_per_token,
     parameters,
+    pool_bytes,
     rank_bytes,
     route_bytes,
     route_slot_bytes,
@@ -197,6 +198,8 @@ def _rank_items(config: RunConfig, rank: RankBytes) -> Iterator[Item]:
     yield Item("gradients", rank.gradients, "float32 buffers")
     yield Item("optimizer", rank.optimizer, f"Adam's moments{_master(config)}{other}")
     yield Item("activations", rank.activations, f"{train.microbatch_tokens} tokens, recompute {train.recompute}")
+    if train.balance.enabled:
+        yield Item("borrowed", rank.borrowed, f"{train.balance.slots} experts, and as many being fetched or returned")
     yield Item("at the peak", rank.peak, "a chunk of logits" if rank.peak == rank.logits else "a layer's backward pass")
 
 
@@ -228,6 +231,8 @@ def _rank_host_items(config: RunConfig, model: ModelFacts, rank: RankBytes, load
     yield Item("routes", routes, f"given, and recorded by {passes - 1} pass(es), of a step")
     if config.train.kl.coefficient:
         yield Item("reference", ranks * rank.weights, "the KL penalty's weights")
+    if pool := pool_bytes(model, config.train):
+        yield Item("expert pool", pool, "all experts, in shared memory (/dev/shm)")
     masters = 4 if config.train.dtype == "float32" else 0  # the weights themselves; else counted with the optimizer
     copied = rank.optimizer * STATE_BYTES // (STATE_BYTES - masters)
     yield Item("checkpoint", ranks * copied, "a copy that is written while training goes on")

@@ -67,7 +67,8 @@ class RankBytes:
 
     ``optimizer_unshared``: what the optimizer would take without the distributed one. ``activations`` are those kept
     between forward and backward pass; then come the logits, and when those are gone a ``layer``: its gradients, and its
-    activations where they are made again.
+    activations where they are made again. ``borrowed``: experts of other ranks, twice what a layer may borrow (the next
+    layer's are fetched while one computes; their gradients wait to be returned).
     """
 
     weights: int
@@ -77,6 +78,7 @@ class RankBytes:
     activations: int
     logits: int
     layer: int
+    borrowed: int = 0
 
     @property
     def peak(self) -> int:
@@ -85,7 +87,7 @@ class RankBytes:
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.activations + self.peak
+        return self.weights + self.gradients + self.optimizer + self.activations + self.borrowed + self.peak
 
 
 def rank_bytes(model: ModelFacts, train: TrainConfig, *, microbatches: int) -> RankBytes:
@@ -105,7 +107,20 @@ def rank_bytes(model: ModelFacts, train: TrainConfig, *, microbatches: int) -> R
         activations=_activations(model, train, tokens, microbatches),
         logits=_logits(model, parallel, tokens),
         layer=_one_layer(model, train, tokens),
+        borrowed=2 * train.balance.slots * expert_bytes(model, train) if train.balance.enabled else 0,
     )
+
+
+def expert_bytes(model: ModelFacts, train: TrainConfig) -> int:
+    """The weights of one expert of one layer."""
+    return 3 * model.hidden * model.expert_inner * BYTES[train.dtype]
+
+
+def pool_bytes(model: ModelFacts, train: TrainConfig) -> int:
+    """The pool of all experts of all layers that a machine's ranks borrow from; 0 where none is kept."""
+    if not train.balance.enabled or "pool" not in (train.balance.transfer.recompute, train.balance.transfer.update):
+        return 0
+    return len(model.moe_layer_ids) * model.num_experts * expert_bytes(model, train)
 
 
 def _activations(model: ModelFacts, train: TrainConfig, tokens: int, microbatches: int) -> int:

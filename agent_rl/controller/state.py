@@ -41,6 +41,7 @@ MAY_CHANGE = (
     {"train", "keep_checkpoints"},
     {"train", "keep_every"},
     {"train", "parallel"},
+    {"train", "balance"},
     {"train", "ray_address"},
 )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from agent_rl.config import ParallelConfig, RunConfig
+from agent_rl.config import ParallelConfig, RunConfig, TrainConfig
 from agent_rl.errors import ConfigError
 from agent_rl.model_facts import ModelFacts, read_facts
 
@@ -19,7 +19,7 @@ def layout_problems(config: RunConfig, model: ModelFacts | None = None) -> list[
     ``model`` None leaves out what depends on it.
     """
     train = config.train
-    problems = parallel_problems(train.parallel)
+    problems = parallel_problems(train.parallel) + balance_problems(train, model)
     if model is not None:
         modules = train.recompute_modules if train.recompute == "selective" else ()
         problems += model_problems(train.parallel, model) + recompute_problems(modules, model)
@@ -81,6 +81,26 @@ def expert_problems(dtype: str, model: ModelFacts) -> list[str]:
         for key, size in (("hidden_size", model.hidden), ("moe_intermediate_size", model.expert_inner))
         if any(model.moe) and size % unit
     ]
+
+
+def balance_problems(train: TrainConfig, model: ModelFacts | None = None) -> list[str]:
+    """Why ``train.balance`` can't be done: nobody to share with, no route known before a pass, more slots than
+    experts."""
+    balance, parallel = train.balance, train.parallel
+    if not balance.enabled:
+        return []
+    problems = []
+    if parallel.expert == 1:
+        problems.append("train.parallel.expert is 1, so no rank could take another's load; set it to 2 or more")
+    if train.replay == "off":
+        problems.append("train.replay is off, so no routes are known before a pass; set it to r3 or r2")
+    if (each := balance.ranks_per_machine) is not None and parallel.expert % min(each, parallel.expert):
+        problems.append(f"ranks_per_machine {each} does not divide train.parallel.expert={parallel.expert}")
+    if model is not None and model.num_experts % parallel.expert == 0:
+        foreign = model.num_experts - model.num_experts // parallel.expert
+        if parallel.expert > 1 and balance.slots > foreign:
+            problems.append(f"slots {balance.slots}: other ranks have {foreign} experts; set it to {foreign} or less")
+    return [f"train.balance: {problem}" for problem in problems]
 
 
 def weight_copies(parallel: ParallelConfig) -> int:

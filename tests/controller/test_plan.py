@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
-from agent_rl.capacity.advice import make_plan
+from agent_rl.capacity.advice import make_plan, slots_refusal
 from agent_rl.capacity.known_models import KNOWN, planned_model
 from agent_rl.capacity.plan import GIB, PlannedPlace, RunPlan
 from agent_rl.capacity.sizes import kv_bytes_per_token, layer_bytes, rank_bytes, rank_parameters, route_bytes
 from agent_rl.capacity.sizes import parameters as parameters_of
+from agent_rl.cli import app
 from agent_rl.config import ParallelConfig, RunConfig, TrainConfig
 from agent_rl.config_files import load_config
 from agent_rl.errors import ConfigError, UserError
@@ -205,6 +207,34 @@ def test_knobs_do_what_they_are_for(parallel: ParallelConfig, recompute: Any, dt
     unshared = parallel.model_copy(update={"distributed_optimizer": False})
     assert size(parallel=unshared) >= size()
     assert size(dtype="bfloat16", recompute="none") < size(dtype="float32", recompute="none")
+
+
+def test_what_balancing_borrows_is_counted() -> None:
+    """Qwen3-30B-A3B: an expert of 3 x 2048 x 768 bfloat16 weights, and a pool of 128 in each of 48 layers."""
+    plan = make_plan(recipe("paper-swe", "train.balance={enabled: true, slots: 4}"))
+    sizes = {item.what: item.size for one in plan.places for item in one.items}
+    assert sizes["borrowed"] == 2 * 4 * 3 * 2048 * 768 * 2
+    assert sizes["expert pool"] == 48 * 128 * 3 * 2048 * 768 * 2
+    assert plan.refusal() is None
+    exchanged = "train.balance={enabled: true, transfer: {recompute: exchange}}"
+    without = {item.what for one in make_plan(recipe("paper-swe", exchanged)).places for item in one.items}
+    assert "expert pool" not in without
+
+
+def test_slots_that_do_not_fit_are_refused_before_a_run_starts() -> None:
+    rank = place(make_plan(recipe()), "GPU of a trainer rank")
+    just = f"hardware.gpu_memory_gb={1.02 * rank.total / 0.95 / GIB}"
+    assert slots_refusal(recipe("paper-swe", "train.balance={enabled: true, slots: 4}", just)) is None
+    many = ["train.balance={enabled: true, slots: 96, transfer: {recompute: exchange}}", just]
+    line = slots_refusal(recipe("paper-swe", *many))
+    assert line is not None
+    assert re.match(
+        r"train\.balance: GPU of a trainer rank: [\d.]+ GiB do not fit in [\d.]+ GiB, [\d.]+ GiB without", line
+    )
+    small = "hardware.gpu_memory_gb=20"
+    assert slots_refusal(recipe("paper-swe", "train.balance={enabled: true}", small)) is None, "not the slots' fault"
+    started = CliRunner().invoke(app, ["train", str(ROOT / "configs/paper-swe.yaml"), *many])
+    assert str(started.exception) == line
 
 
 def test_selective_recomputation_keeps_what_it_does_not_run_again() -> None:

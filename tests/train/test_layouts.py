@@ -139,6 +139,36 @@ def test_experts_of_a_width_that_has_no_kernel_are_refused() -> None:
     assert layout_problems(config({}, dtype="bfloat16"), facts(DENSE)) == []
 
 
+@pytest.mark.parametrize(
+    ("parallel", "train", "line"),
+    [
+        (
+            {},
+            {},
+            "train.balance: train.parallel.expert is 1, so no rank could take another's load; set it to 2 or more",
+        ),
+        (
+            {"world_size": 2, "expert": 2},
+            {"replay": "off"},
+            "train.balance: train.replay is off, so no routes are known before a pass; set it to r3 or r2",
+        ),
+        (
+            {"world_size": 4, "expert": 4},
+            {"balance": {"enabled": True, "ranks_per_machine": 3}},
+            "train.balance: ranks_per_machine 3 does not divide train.parallel.expert=4",
+        ),
+        (
+            {"world_size": 2, "expert": 2},
+            {"balance": {"enabled": True, "slots": 5}},
+            "train.balance: slots 5: other ranks have 4 experts; set it to 4 or less",
+        ),
+    ],
+)
+def test_balancing_that_can_not_be_done_is_refused(parallel: dict[str, Any], train: dict[str, Any], line: str) -> None:
+    assert layout_problems(config(parallel, **{"balance": {"enabled": True}} | train), facts(MODEL)) == [line]
+    assert layout_problems(config(parallel, **train | {"balance": {}}), facts(MODEL)) == []
+
+
 def test_what_can_be_trained_in_is_not_refused() -> None:
     layouts = [
         {"tensor": 2},  # Megatron's own experts would be wrong here, ours are not
