@@ -1,0 +1,162 @@
+"""Borrowed experts from rank to rank, and their gradients home: an all-to-all on a communicator of its own.
+
+An expert's weights are contiguous in its home's parameter and in the borrower's buffer. So each is sent from the one
+and received into the other without being packed: the exchange is a batch of sends and receives, as NCCL's all-to-all
+is inside, and needs no memory but the borrowed experts' own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from agent_rl.train.megatron.transfer import Counters, ExpertWeights, Loan, TransferStats, loans
+from r3.balance import Grid, Plan
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Borrowed:
+    """Weights on their way: the sends and receives begun, and where the receives will have put them."""
+
+    works: Sequence[dist.Work]
+    weights: tuple[Tensor, Tensor]
+
+
+class Exchange:
+    """A :class:`~agent_rl.train.megatron.transfer.Transfer` straight between ranks.
+
+    ``layers``: this rank's home experts by column of the routes. ``ranks``: the global ranks of the expert group, in
+    its order. ``timeout``: seconds after which a rank gives up waiting for another. All ranks of the world make theirs
+    together.
+    """
+
+    def __init__(
+        self, layers: Mapping[int, ExpertWeights], grid: Grid, ranks: Sequence[int], *, timeout: float = 600.0
+    ) -> None:
+        self._layers, self._grid, self._ranks = layers, grid, list(ranks)
+        self._own = self._ranks.index(dist.get_rank())
+        self._group: Any = communicator(self._ranks, timeout)
+        self._pending: dict[tuple[int, bytes], _Borrowed] = {}
+        self._counters = Counters(next((held.weight1.device for held in layers.values()), torch.device("cpu")))
+
+    @torch.no_grad()
+    def prefetch(self, layer: int, plan: Plan) -> None:
+        """See :class:`Transfer`."""
+        key = (layer, plan.borrowed.tobytes())
+        if key not in self._pending:
+            self._pending[key] = self._begin(layer, plan)
+
+    def fetch(self, layer: int, plan: Plan) -> tuple[Tensor, Tensor]:
+        """See :class:`Transfer`."""
+        with self._counters.exposed():
+            self.prefetch(layer, plan)
+            borrowed = self._pending.pop((layer, plan.borrowed.tobytes()))
+            _wait(borrowed.works)
+        return borrowed.weights
+
+    def _begin(self, layer: int, plan: Plan) -> _Borrowed:
+        """Begin to send what this rank lends and to receive what it borrows."""
+        lent, found = loans(plan), self._layers[layer]
+        live = sum(loan.borrower == self._own for loan in lent)
+        weights = found.weight1.detach(), found.weight2.detach()
+        buffers = tuple(weight.new_empty(live, *weight.shape[1:]) for weight in weights)
+        operations = []
+        for loan in lent:
+            for weight, buffer in zip(weights, buffers, strict=True):
+                if loan.home == self._own:
+                    operations.append(self._send(weight[loan.slot], loan.borrower))
+                elif loan.borrower == self._own:
+                    operations.append(self._receive(buffer[loan.place], loan.home))
+        self._counters.add(fetched=sum(buffer.nbytes for buffer in buffers))
+        return _Borrowed(_start(operations), (buffers[0], buffers[1]))
+
+    @torch.no_grad()
+    def give_back(self, layer: int, plan: Plan, grad1: Tensor, grad2: Tensor) -> None:
+        """See :class:`Transfer`."""
+        with self._counters.exposed():
+            for some in _rounds(loans(plan), self._grid.slots):
+                self._give_back(layer, some, (grad1.contiguous(), grad2.contiguous()))
+
+    def _give_back(self, layer: int, lent: Sequence[Loan], gradients: tuple[Tensor, Tensor]) -> None:
+        experts, operations, received = self._layers[layer], [], []
+        for loan in lent:
+            for weight, gradient in zip((experts.weight1, experts.weight2), gradients, strict=True):
+                if loan.borrower == self._own:
+                    operations.append(self._send(gradient[loan.place], loan.home))
+                    self._counters.add(returned=gradient[loan.place].nbytes)
+                elif loan.home == self._own:
+                    buffer = gradient.new_empty(weight.shape[1:])
+                    operations.append(self._receive(buffer, loan.borrower))
+                    received.append((weight.main_grad[loan.slot], buffer))  # type: ignore[attr-defined]
+        _wait(_start(operations))
+        for main_grad, buffer in received:  # in the order of the plan: the sum is the same in every run
+            main_grad.add_(buffer)
+
+    def refresh(self) -> None:
+        """See :class:`Transfer`. Nothing is kept here but what was begun and not fetched, which is out of date now."""
+        started = time.perf_counter()
+        for borrowed in self._pending.values():
+            _wait(borrowed.works)
+        self._pending.clear()
+        self._counters.add(refresh_ms=1e3 * (time.perf_counter() - started))
+
+    def take_stats(self) -> TransferStats:
+        """See :class:`Transfer`."""
+        return self._counters.take()
+
+    def close(self) -> None:
+        """See :class:`Transfer`."""
+        self.refresh()
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
+
+    def _send(self, tensor: Tensor, rank: int) -> dist.P2POp:
+        return dist.P2POp(dist.isend, tensor, self._ranks[rank], self._group)
+
+    def _receive(self, tensor: Tensor, rank: int) -> dist.P2POp:
+        return dist.P2POp(dist.irecv, tensor, self._ranks[rank], self._group)
+
+
+def communicator(ranks: Sequence[int], timeout: float) -> Any:
+    """A new process group of these global ranks. All ranks of the world call it together, each with its own group's.
+
+    (Torch's way for members alone, ``use_local_synchronization``, names a group like one that was destroyed before, and
+    then takes the dead group's addresses for its own.)
+    """
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, tuple(ranks))
+    groups = {members: dist.new_group(members, timedelta(seconds=timeout)) for members in dict.fromkeys(every)}
+    group = groups[tuple(ranks)]
+    dist.barrier(group)  # NCCL makes its connections in the first call, which all ranks must join
+    return group
+
+
+def _start(operations: list[dist.P2POp]) -> Sequence[dist.Work]:
+    works: Sequence[dist.Work] = dist.batch_isend_irecv(operations) if operations else []
+    return works
+
+
+def _wait(works: Sequence[dist.Work]) -> None:
+    for work in works:
+        work.wait()
+
+
+def _rounds(lent: Sequence[Loan], most: int) -> list[list[Loan]]:
+    """The loans in as many rounds as let no home receive more than ``most`` at once: that bounds its memory."""
+    rounds: list[list[Loan]] = []
+    received: dict[int, int] = {}
+    for loan in lent:
+        count = received.get(loan.home, 0)
+        received[loan.home] = count + 1
+        if count // most == len(rounds):
+            rounds.append([])
+        rounds[count // most].append(loan)
+    return rounds

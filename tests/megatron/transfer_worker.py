@@ -1,0 +1,121 @@
+"""One rank of an expert group that lends experts: runs every case and saves what came out of each.
+
+Arguments: rank, number of ranks, folder for the results. No Megatron: the experts are bare parameters with a
+``main_grad`` of their own.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from agent_rl.train.megatron.exchange import Exchange
+from agent_rl.train.megatron.transfer import Transfer
+from r3.balance import Grid, Plan
+
+EXPERTS, SLOTS, LAYERS, HIDDEN, INNER = 8, 2, 3, 6, 5
+HOME = np.array([5, 0, 3, 6, 1, 7, 2, 4], np.int32)
+"""A home order that is not contiguous."""
+
+
+def every_weight(layer: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The layer's experts in logical order, the same on all ranks: ``[E, 2 I, H]`` and ``[E, H, I]``."""
+    generator = torch.Generator().manual_seed(layer)
+    shapes = (EXPERTS, 2 * INNER, HIDDEN), (EXPERTS, HIDDEN, INNER)
+    first, second = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    return first, second
+
+
+def home_experts(grid: Grid, rank: int, dtype: torch.dtype) -> dict[int, Any]:
+    """This rank's home experts of every layer, with a ``main_grad`` of ones."""
+    mine = torch.from_numpy(grid.home[rank * grid.homes : (rank + 1) * grid.homes].astype(np.int64))
+    layers = {}
+    for layer in range(LAYERS):
+        weights = [torch.nn.Parameter(weight[mine].clone()) for weight in every_weight(layer, dtype)]
+        for weight in weights:
+            weight.main_grad = torch.ones(weight.shape)
+        layers[layer] = SimpleNamespace(weight1=weights[0], weight2=weights[1])
+    return layers
+
+
+def random_plan(grid: Grid, seed: int, *, lopsided: bool = False) -> Plan:
+    """Random borrowed slots, some of them empty. ``lopsided``: all ranks want the experts of the first home rank."""
+    random = np.random.default_rng(seed)
+    borrowed = np.full((grid.ranks, grid.slots), -1, np.int32)
+    for rank in range(grid.ranks):
+        foreign = np.flatnonzero(grid.home_rank == 0 if lopsided and rank else grid.home_rank != rank)
+        count = grid.slots if lopsided else int(random.integers(0, grid.slots + 1))
+        places = random.permutation(grid.slots)[:count]
+        borrowed[rank, places] = random.permutation(foreign)[:count]
+    identity = Plan.identity(grid)
+    return Plan(grid, borrowed, identity.load, identity.counts)
+
+
+def gradient(layer: int, rank: int, experts: Tensor, dtype: torch.dtype, seed: int) -> tuple[Tensor, Tensor]:
+    """What ``rank`` makes of its borrowed experts' gradients: small integers, whose sums are exact."""
+    generator = torch.Generator().manual_seed(1000 * seed + 10 * layer + rank)
+    shapes = (EXPERTS, 2 * INNER, HIDDEN), (EXPERTS, HIDDEN, INNER)
+    first, second = (torch.randint(-8, 8, shape, generator=generator).to(dtype)[experts] for shape in shapes)
+    return first, second
+
+
+def live(plan: Plan, rank: int) -> Tensor:
+    """The experts that a rank borrows, in the order of its slots."""
+    slots = plan.borrowed[rank]
+    return torch.from_numpy(slots[slots >= 0].astype(np.int64))
+
+
+def one_pass(
+    transfer: Transfer, plans: Mapping[int, Plan], rank: int, dtype: torch.dtype, seed: int, *, prefetch: bool
+) -> list[tuple[Tensor, Tensor]]:
+    """A micro-batch forward and backward: what was fetched, in the order of the layers, twice."""
+    fetched, order = [], [*range(LAYERS), *reversed(range(LAYERS))]
+    for step, layer in enumerate(order):
+        backward = step >= LAYERS
+        fetched.append(transfer.fetch(layer, plans[layer]))
+        following = layer - 1 if backward else layer + 1
+        if prefetch and following in plans:
+            transfer.prefetch(following, plans[following])
+        if backward:
+            transfer.give_back(layer, plans[layer], *gradient(layer, rank, live(plans[layer], rank), dtype, seed))
+    return fetched
+
+
+def exchange_case(rank: int, ranks: int, dtype: torch.dtype, *, prefetch: bool, lopsided: bool) -> dict[str, Any]:
+    """Two micro-batches through an exchange: what was fetched, the gradients at home, and the counters."""
+    grid = Grid(EXPERTS, ranks, SLOTS, home=HOME)
+    layers = home_experts(grid, rank, dtype)
+    transfer, fetched = Exchange(layers, grid, range(ranks), timeout=30), []
+    for seed in range(2):
+        plans = {layer: random_plan(grid, 10 * seed + layer, lopsided=lopsided) for layer in range(LAYERS)}
+        fetched.append(one_pass(transfer, plans, rank, dtype, seed, prefetch=prefetch))
+    grads = {layer: (held.weight1.main_grad, held.weight2.main_grad) for layer, held in layers.items()}
+    stats = transfer.take_stats()
+    transfer.close()
+    return {"fetched": fetched, "grads": grads, "stats": (stats.fetched, stats.returned, stats.exposed_ms)}
+
+
+def main(rank: int, ranks: int, results: Path) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(results / "store"), ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    found = {
+        (str(dtype), prefetch, lopsided): exchange_case(rank, ranks, dtype, prefetch=prefetch, lopsided=lopsided)
+        for dtype in (torch.float32, torch.bfloat16)
+        for prefetch in (False, True)
+        for lopsided in (False, True)
+    }
+    torch.save(found, results / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
