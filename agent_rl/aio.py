@@ -1,20 +1,29 @@
-"""Cancellation: clean-up that it can't cut short, and the signals that ask for it."""
+"""What a command's event loop needs: clean-up that cancellation can't cut short, the signals that ask for it, files."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import sys
 import threading
 
 from sandbox.aio import shielded
 
-__all__ = ["cancel_on_signals", "shielded"]
+__all__ = ["allow_many_files", "cancel_on_signals", "shielded"]
 
 STOP_SECONDS = 30.0
+FILES = 65536
 STOPPED = 130
 """Exit code of a command that was told to stop."""
+
+
+def allow_many_files() -> None:
+    """Let this process open ``FILES`` files, or as many as it may: 1,024, as usual, are too few for a large rollout."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES if most == resource.RLIM_INFINITY else min(most, FILES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(now, wanted), most))
 
 
 def cancel_on_signals() -> None:

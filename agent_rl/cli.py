@@ -423,9 +423,10 @@ def _run_async(work: object, stopped: str = BEGINS_ANEW) -> object:
     import asyncio
     from collections.abc import Coroutine
 
-    from agent_rl.aio import cancel_on_signals
+    from agent_rl.aio import allow_many_files, cancel_on_signals
 
     assert isinstance(work, Coroutine)
+    allow_many_files()
 
     async def supervised() -> object:
         cancel_on_signals()

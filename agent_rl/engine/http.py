@@ -1,15 +1,19 @@
 """HTTP to engines and endpoints: how long an answer is waited for, what went wrong as an engine error, and the retry.
 
 Two faces of the same rules: :class:`AsyncHttp` for the loop, :class:`BlockingHttp` for the threads of a trainer's rank.
+The loop's is aiohttp: httpx's pool goes through all of its connections at every request, which at 1,024 in flight costs
+a loop seven times the ideal time (``tests/bench/bench_http.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+import aiohttp
 import httpx
 import orjson
 import tenacity
@@ -24,9 +28,25 @@ INFRASTRUCTURE: tuple[type[EngineError], ...] = (EngineUnreachable, EngineOverlo
 _BUSY = (429, 503)
 _MOST_PAUSE = 30.0
 _JSON_HEADERS = {"content-type": "application/json"}
-_IDLE_CONNECTIONS = 16
-"""Idle connections kept. For each of them httpcore 1.0 goes through all connections at every request: with 64 requests
-in flight a thousand cost 8 ms of processor time a request, 16 cost 1.4 ms (tests/bench/bench_http.py)."""
+_IDLE_SECONDS = 3.0
+"""How long an idle connection is kept: less than the 5 s after which SGLang's web server closes it."""
+_READ_AHEAD = 1 << 20
+"""Bytes of an answer that are taken in before the reader is woken."""
+
+
+@dataclass(frozen=True, slots=True)
+class HttpAnswer:
+    """What a server answered, whatever its status."""
+
+    method: str
+    url: str
+    status: int
+    headers: Mapping[str, str]
+    content: bytes
+
+    @property
+    def text(self) -> str:
+        return self.content.decode(errors="replace")
 
 
 def retrying(
@@ -64,13 +84,21 @@ class AsyncHttp:
     """
 
     def __init__(self, seconds: float, *, headers: Mapping[str, str] | None = None, outside: bool = False) -> None:
-        self._seconds = seconds
-        self._client = httpx.AsyncClient(
-            timeout=_timeout(seconds),
-            headers=headers,
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=_IDLE_CONNECTIONS),
-            trust_env=outside,
-        )
+        self._seconds, self._headers, self._outside = seconds, dict(headers or {}), outside
+        self._opened: aiohttp.ClientSession | None = None
+
+    @property
+    def _session(self) -> aiohttp.ClientSession:
+        """Opened at the first request, for it belongs to the loop that runs then."""
+        if self._opened is None:
+            self._opened = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_SECONDS),
+                headers=self._headers,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                read_bufsize=_READ_AHEAD,
+                trust_env=self._outside,
+            )
+        return self._opened
 
     async def __aenter__(self) -> AsyncHttp:
         return self
@@ -82,7 +110,8 @@ class AsyncHttp:
 
     async def close(self) -> None:
         """Close the connections, also where the caller is cancelled. Idempotent."""
-        await shielded(self._client.aclose())
+        if self._opened is not None:
+            await shielded(self._opened.close())
 
     async def post(self, url: str, body: Mapping[str, Any], *, seconds: float | None = None) -> bytes:
         """POST ``body`` as JSON; the answer's bytes. ``seconds``: other than those of every request."""
@@ -90,28 +119,44 @@ class AsyncHttp:
 
     async def get(self, url: str) -> bytes:
         """GET ``url``; the answer's bytes."""
-        with converted(url):
-            return check(await self._client.get(url)).content
+        return check(await self._ask("GET", url, None, self._seconds)).content
 
     async def get_json(self, url: str) -> dict[str, Any]:
         """GET a JSON object. Raises EngineRejected where the answer is none."""
         return json_object(await self.get(url), url)
 
-    async def exchange(self, url: str, body: Mapping[str, Any], *, seconds: float | None = None) -> httpx.Response:
-        """POST ``body`` as JSON; the response, whatever its status is."""
-        with converted(url):
-            return await self._client.post(
-                url, content=_content(body), headers=_JSON_HEADERS, timeout=_timeout(seconds or self._seconds)
-            )
+    async def exchange(self, url: str, body: Mapping[str, Any], *, seconds: float | None = None) -> HttpAnswer:
+        """POST ``body`` as JSON; what was answered, whatever its status is."""
+        return await self._ask("POST", url, _content(body), seconds or self._seconds)
+
+    async def _ask(self, method: str, url: str, content: bytes | None, seconds: float) -> HttpAnswer:
+        async with self._request(method, url, content, seconds) as response:
+            return await _read(response)
 
     async def lines(self, url: str, body: Mapping[str, Any]) -> AsyncGenerator[str, None]:
         """POST ``body`` as JSON; the lines of a streamed answer as they come."""
+        async with self._request("POST", url, _content(body), self._seconds) as response:
+            if not response.ok:
+                check(await _read(response))
+            rest = b""
+            async for part in response.content.iter_any():
+                *whole, rest = (rest + part).split(b"\n")
+                for line in whole:
+                    yield line.decode(errors="replace").rstrip("\r")
+            if rest:
+                yield rest.decode(errors="replace")
+
+    @asynccontextmanager
+    async def _request(
+        self, method: str, url: str, content: bytes | None, seconds: float
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        timeout = aiohttp.ClientTimeout(sock_connect=min(seconds, CONNECT_SECONDS), sock_read=seconds)
+        headers = _JSON_HEADERS if content is not None else {}
         with converted(url):
-            async with self._client.stream("POST", url, content=_content(body), headers=_JSON_HEADERS) as response:
-                if not response.is_success:
-                    await response.aread()
-                async for line in check(response).aiter_lines():
-                    yield line
+            async with self._session.request(
+                method, url, data=content, headers=headers, timeout=timeout, allow_redirects=False
+            ) as response:
+                yield response
 
 
 class BlockingHttp:
@@ -130,42 +175,51 @@ class BlockingHttp:
     def post(self, url: str, body: Mapping[str, Any]) -> bytes:
         """POST ``body`` as JSON; the answer's bytes."""
         with converted(url):
-            return check(self._client.post(url, content=_content(body), headers=_JSON_HEADERS)).content
+            return check(_held(self._client.post(url, content=_content(body), headers=_JSON_HEADERS))).content
 
     def get_json(self, url: str) -> dict[str, Any]:
         """GET a JSON object. Raises EngineRejected where the answer is none."""
         with converted(url):
-            response = check(self._client.get(url))
-        return json_object(response.content, url)
+            answer = check(_held(self._client.get(url)))
+        return json_object(answer.content, url)
 
 
 @contextmanager
 def converted(url: str) -> Iterator[None]:
-    """Turn the HTTP library's errors into engine errors: the one place where it is done."""
+    """Turn the HTTP libraries' errors into engine errors: the one place where it is done."""
     try:
         yield
-    except httpx.InvalidURL as error:
+    except (httpx.InvalidURL, aiohttp.InvalidURL) as error:
         raise EngineRejected(f"{url}: no address of a server ({error})") from error
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, aiohttp.ClientError, TimeoutError, OSError) as error:
         raise EngineUnreachable(f"{url}: no answer ({type(error).__name__}: {error or 'no details'})") from error
 
 
 def timed_out(error: EngineUnreachable) -> bool:
     """Whether the server has the request, and did not answer it in time."""
-    return isinstance(error.__cause__, httpx.ReadTimeout)
+    return isinstance(error.__cause__, aiohttp.SocketTimeoutError)
 
 
-def check(response: httpx.Response) -> httpx.Response:
-    """Return a 2xx ``response``; raise the engine error that its status means."""
-    if response.is_success:
-        return response
-    where = f"{response.request.method} {response.request.url}"
-    message = f"{where} answered {response.status_code}: {server_message(response.content)}"
-    if response.status_code in _BUSY:
+def check(answer: HttpAnswer) -> HttpAnswer:
+    """Return an ``answer`` of status 2xx; raise the engine error that its status means."""
+    if 200 <= answer.status < 300:
+        return answer
+    message = f"{answer.method} {answer.url} answered {answer.status}: {server_message(answer.content)}"
+    if answer.status in _BUSY:
         raise EngineOverloaded(message)
-    if response.is_client_error:
+    if 400 <= answer.status < 500:
         raise EngineRejected(message)
     raise EngineUnreachable(message)
+
+
+async def _read(response: aiohttp.ClientResponse) -> HttpAnswer:
+    content = await response.read()
+    return HttpAnswer(response.method, str(response.url), response.status, response.headers, content)
+
+
+def _held(response: httpx.Response) -> HttpAnswer:
+    request = response.request
+    return HttpAnswer(request.method, str(request.url), response.status_code, response.headers, response.content)
 
 
 def server_message(body: bytes) -> str:

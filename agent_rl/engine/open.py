@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -40,7 +41,9 @@ async def open_engine(
         else:
             await check_engines(config.urls)
             engine = SGLangEngine(config.urls, facts, config)
-        yield await stack.enter_async_context(engine)
+        entered = await stack.enter_async_context(engine)
+        gc.freeze()  # what is loaded by now stays: full collections need not go through it, which stops the loop
+        yield entered
 
 
 async def check_engines(urls: Sequence[str], *, seconds: float = ANSWER_SECONDS) -> None:

@@ -16,10 +16,13 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, nullcontext
+from functools import partial
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import tenacity
 
 from agent_rl.aio import shielded
@@ -34,6 +37,8 @@ from agent_rl.types import Completion, SamplingParams, TokenIds
 
 _ABORT_SECONDS = 5.0
 _CONTROL_SECONDS = 120.0
+_LARGE = 1 << 20
+"""Bytes of an answer from which on it is read on a thread: 1 MiB takes a millisecond or two."""
 
 
 class SGLangEngine:
@@ -60,6 +65,7 @@ class SGLangEngine:
         )
         self.facts = facts
         self._homes = SessionHomes(self.urls)
+        self._slots: dict[str, asyncio.Semaphore] = {}
         self._retries = config.retries
         self._death = death
         self._backoff = backoff
@@ -69,6 +75,7 @@ class SGLangEngine:
         try:
             await self.resume()  # a trainer that was killed within a weight update left it paused
             await self.check_capture()
+            await self._read_limits()
         except BaseException:
             await self.close()
             raise
@@ -109,12 +116,12 @@ class SGLangEngine:
 
     def _request(self, tokens: TokenIds, sampling: SamplingParams, routes_from: int | None) -> dict[str, Any]:
         room = self.facts.max_positions - len(tokens)
-        if not tokens or room <= 0:
+        if not len(tokens) or room <= 0:
             raise EngineRejected(
                 f"{len(tokens)} prompt tokens, expected between 1 and {self.facts.max_positions - 1} (the context)"
             )
         body: dict[str, Any] = {
-            "input_ids": list(tokens),
+            "input_ids": np.array(tokens, np.int32),
             "sampling_params": {
                 "temperature": sampling.temperature,
                 "top_p": sampling.top_p,
@@ -130,29 +137,47 @@ class SGLangEngine:
         return body
 
     def _attempts(self, session: str) -> tenacity.AsyncRetrying:
+        late = False
+
         def rehome(error: BaseException) -> None:
-            if isinstance(error, EngineUnreachable):
-                self._homes.forget(session)
+            nonlocal late
+            if not isinstance(error, EngineUnreachable):
+                return
+            # One that only was late holds the session's prefix: it gets a second chance.
+            if timed_out(error) and not late:
+                late = True
+                return
+            self._homes.failed(session)
 
         return retrying(self._retries, self._backoff, worth=self._worth_retrying, before_pause=rehome)
 
     def _worth_retrying(self, error: BaseException) -> bool:
         return isinstance(error, INFRASTRUCTURE) and self._death() is None
 
+    @asynccontextmanager
+    async def _visit(self, session: str) -> AsyncIterator[str]:
+        """The session's engine, once it runs one request less than it can: so time-outs don't count its queue."""
+        with self._homes.visit(session) as url:
+            async with self._slots.get(url) or nullcontext():
+                yield url
+
     async def _once(
         self, body: Mapping[str, Any], tokens: TokenIds, routes_from: int | None, session: str
     ) -> Completion:
-        rid = uuid.uuid4().hex
-        with self._homes.visit(session) as url:
-            asked = Asked(rid, session, url, len(tokens), routes_from, self.facts.layout)
-            started = time.perf_counter()
+        rid, prompt_tokens = uuid.uuid4().hex, len(tokens)
+        started = time.perf_counter()
+        async with self._visit(session) as url:
+            asked = Asked(rid, session, url, prompt_tokens, routes_from, self.facts.layout)
             answer = await self._post(url, {"rid": rid, **body})
-            return read_answer(answer, asked, time.perf_counter() - started)
+        read = partial(read_answer, answer, asked, time.perf_counter() - started)
+        return await asyncio.to_thread(read) if len(answer) > _LARGE else read()
 
     async def _post(self, url: str, body: Mapping[str, Any]) -> bytes:
         """POST to ``/generate``; whatever ends our waiting early also ends the request on the server."""
         try:
-            return await self._http.post(f"{url}/generate", body)
+            answer = await self._http.post(f"{url}/generate", body)
+            self._homes.answered(url)
+            return answer
         except asyncio.CancelledError:
             await shielded(self._abort(url, str(body["rid"])))
             raise
@@ -179,15 +204,16 @@ class SGLangEngine:
         A sequence that fills the model's context is EngineRejected: SGLang wants room for a token after a prompt.
         """
         async for attempt in self._attempts(session):
-            with attempt, self._homes.visit(session) as url:
-                return await self._scores(url, tokens, session)
+            with attempt:
+                async with self._visit(session) as url:
+                    return await self._scores(url, tokens, session)
         raise AssertionError("unreachable: the last attempt re-raises")
 
     async def _scores(self, url: str, tokens: TokenIds, session: str) -> Scores:
         asked = Asked(uuid.uuid4().hex, session, url, len(tokens), None, None)
         body = {
             "rid": asked.rid,
-            "input_ids": list(tokens),
+            "input_ids": np.array(tokens, np.int32),
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
             "return_logprob": True,
             # From token 0, which keeps SGLang from taking a prefix from its cache: for that it has no log-probs.
@@ -226,6 +252,15 @@ class SGLangEngine:
                     f"router away that drops them; `agent-rl r3 probe {url}` says which it is"
                 )
             read_answer(answer, asked, 0.0)
+
+    async def _read_limits(self) -> None:
+        """How many requests each engine runs at once, which is how many it is sent; no limit where it does not tell."""
+        for url in self.urls:
+            with contextlib.suppress(EngineError, KeyError, TypeError, ValueError):
+                loads = (await self._http.get_json(f"{url}/v1/loads"))["loads"]
+                most = sum(int(load["max_running_requests"]) for load in loads)
+                if most > 0:
+                    self._slots[url] = asyncio.Semaphore(most)
 
     async def resume(self) -> None:
         """Let every engine go on sampling, were it paused."""

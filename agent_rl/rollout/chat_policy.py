@@ -15,10 +15,9 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-import httpx
 import orjson
 
-from agent_rl.engine.http import AsyncHttp, check, retrying, server_message
+from agent_rl.engine.http import AsyncHttp, HttpAnswer, check, retrying, server_message
 from agent_rl.errors import EngineError, EngineOverloaded, EngineRejected, UserError
 from agent_rl.rollout.chat_tokens import STOP, encode, read_messages, read_native, write_answer
 from agent_rl.types import Completion, FinishReason, SamplingParams, TokenIds
@@ -145,16 +144,16 @@ class ChatEngine:
             raise UserError(f"{self._url} answered no JSON but {_begin(response)}: {self._right_address()}") from None
         return answer
 
-    def _mistake(self, response: httpx.Response) -> str | None:
+    def _mistake(self, answer: HttpAnswer) -> str | None:
         """What the user has to mend before any request can succeed, or None."""
-        answered = f"{self._url} answered {response.status_code}"
-        if response.status_code in (401, 403):
+        answered = f"{self._url} answered {answer.status}"
+        if answer.status in (401, 403):
             held = "is not accepted" if os.environ.get(API_KEY) else "is not set"
-            return f"{answered}: {_reason(response)}: the key in {API_KEY} {held}"
-        if response.status_code == 404:
-            return f"{answered}: {_reason(response)}: {self._right_address()}, and --model the name of one it serves"
-        if response.is_redirect:
-            return f"{answered}, moved to {response.headers.get('location')}: give that address (up to its /v1)"
+            return f"{answered}: {_reason(answer)}: the key in {API_KEY} {held}"
+        if answer.status == 404:
+            return f"{answered}: {_reason(answer)}: {self._right_address()}, and --model the name of one it serves"
+        if 300 <= answer.status < 400:
+            return f"{answered}, moved to {answer.headers.get('location')}: give that address (up to its /v1)"
         return None
 
     def _right_address(self) -> str:
@@ -162,17 +161,17 @@ class ChatEngine:
         return "--policy is to be the address of a chat API" + ("" if ends else f"; {self._endpoint.url}/v1, perhaps")
 
 
-def _reason(response: httpx.Response) -> str:
+def _reason(answer: HttpAnswer) -> str:
     """What the server says in one line; of a page only that it is one."""
-    return "a page" if _is_page(response) else server_message(response.content)
+    return "a page" if _is_page(answer) else server_message(answer.content)
 
 
-def _begin(response: httpx.Response) -> str:
-    return "a page (HTML)" if _is_page(response) else f"{response.text[:60]!r}"
+def _begin(answer: HttpAnswer) -> str:
+    return "a page (HTML)" if _is_page(answer) else f"{answer.text[:60]!r}"
 
 
-def _is_page(response: httpx.Response) -> bool:
-    return response.text.lstrip()[:1] == "<"
+def _is_page(answer: HttpAnswer) -> bool:
+    return answer.text.lstrip()[:1] == "<"
 
 
 def _too_long(complaint: str) -> bool:

@@ -21,6 +21,7 @@ Some turns differ:
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,13 +36,14 @@ from r3.stitch import RouteStitcher
 
 
 class Transcript:
-    """Grows by :meth:`sampled` and :meth:`observed`; the list behind :attr:`tokens` is extended, never copied.
+    """Grows by :meth:`sampled` and :meth:`observed`; the array behind :attr:`tokens` is extended, never copied.
 
     ``routes`` says which routes are kept and whether they may be missing; None keeps none.
     """
 
     def __init__(self, opening: Sequence[int], *, max_tokens: int, routes: R3Config | None) -> None:
-        self._tokens = list(opening)
+        # An array: the garbage collector goes through every entry of a list, 0.2 s at 1,024 prompts of 8,000 tokens.
+        self._tokens = array("i", opening)
         self._kept = len(self._tokens)
         self._shown = 0
         self._max_tokens = max_tokens

@@ -1,88 +1,158 @@
-"""What a request costs the engine's client in processor time, with many requests in flight.
+"""What many requests in flight cost the engine's client, through real HTTP and the reading of real-sized answers.
 
-Run: ``python tests/bench/bench_http.py [requests in flight, default 64 and 256]``
+Run: ``python tests/bench/bench_http.py [requests in flight ...]`` (default 64 256 512 1024 2048)
 
-A process of its own answers every request after 50 ms. Each of the concurrent callers sends ten requests and waits
-0 to 100 ms between them, as an episode does while its tool runs. Printed: milliseconds of this process's time a request
-with the connections that the client keeps, the same where all of them are kept, and the ratio.
+A process of its own answers every request with 0.4 MB (log-probs of 256 tokens and 1,500 rows of routes) after 4 s, or
+20 s at 2,048 in flight. Each caller sends 8,000 token ids twice; they begin evenly spread over the time of one answer,
+as episodes do. Printed for each number in flight: wall time over the ideal (the answers' time alone), processor time a
+request, and how late the event loop woke a task that sleeps 10 ms at worst; then the same of httpx, the library that
+the client does not use here, asked the same without reading the answer.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import multiprocessing
-import random
 import resource
 import sys
+import time
+from array import array
+from collections.abc import Awaitable, Callable
 
 import httpx
+import numpy as np
+import orjson
 
-from agent_rl.engine.http import AsyncHttp
+from agent_rl.config import EngineConfig
+from agent_rl.engine.sglang import SGLangEngine
+from agent_rl.model_facts import ModelFacts
+from agent_rl.types import SamplingParams
 
-REQUESTS = 10
-ANSWER_SECONDS, PAUSE_SECONDS = 0.05, 0.1
-_ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
-
-
-async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    try:
-        while True:
-            head = (await reader.readuntil(b"\r\n\r\n")).lower()
-            await reader.readexactly(int(head.partition(b"content-length:")[2].split()[0]))
-            await asyncio.sleep(ANSWER_SECONDS)
-            writer.write(_ANSWER)
-    except (asyncio.IncompleteReadError, ConnectionError):
-        writer.close()
+REQUESTS, PROMPT, SAMPLED, ROWS = 2, 8000, 256, 1500
+LAYERS, TOP_K = 12, 4
+ROUTES_FROM = PROMPT + SAMPLED - 1 - ROWS
+FACTS = ModelFacts(
+    "qwen3_moe", moe=(True,) * LAYERS, hidden=8, heads=2, kv_heads=1, head_dim=4, inner=8, vocab_size=100_000,
+    max_positions=16384, num_experts=64, top_k=TOP_K,
+)  # fmt: skip
+Call = Callable[[int], Awaitable[None]]
 
 
-def serve(ports: multiprocessing.Queue[int]) -> None:
+def answer() -> bytes:
+    """What SGLang answers, of 0.4 MB."""
+    tokens = list(range(SAMPLED))
+    routes = np.broadcast_to(np.arange(TOP_K, dtype="<i4"), (ROWS, LAYERS, TOP_K))
+    meta = {
+        "id": "request",
+        "finish_reason": {"type": "length", "length": SAMPLED},
+        "weight_version": "1",
+        "output_token_logprobs": [[-0.123456789, token, None] for token in tokens],
+        "cached_tokens": 0,
+        "routed_experts": base64.b64encode(routes.tobytes()).decode(),
+    }
+    return orjson.dumps({"text": "", "output_ids": tokens, "meta_info": meta})
+
+
+class Answering(asyncio.Protocol):
+    """Answers each request of a connection a fixed time after it came, whatever it says."""
+
+    def __init__(self, reply: bytes, seconds: float) -> None:
+        self._reply, self._seconds = reply, seconds
+        self._missing, self._head = 0, b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        if not self._missing:
+            self._head += data
+            if b"\r\n\r\n" not in self._head:
+                return
+            head, _, data = self._head.partition(b"\r\n\r\n")
+            self._missing, self._head = int(head.lower().partition(b"content-length:")[2].split()[0]), b""
+        self._missing -= len(data)
+        if not self._missing:
+            asyncio.get_running_loop().call_later(self._seconds, self._transport.write, self._reply)
+
+
+def serve(seconds: float, ports: multiprocessing.Queue[int]) -> None:
     """Answer until this process is ended; its port goes into ``ports``."""
+    body = answer()
+    reply = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
 
     async def run() -> None:
-        server = await asyncio.start_server(_answer, "127.0.0.1", 0, backlog=1024)
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(lambda: Answering(reply, seconds), "127.0.0.1", 0, backlog=4096)
         ports.put(server.sockets[0].getsockname()[1])
         await server.serve_forever()
 
     asyncio.run(run())
 
 
-async def cost(client: httpx.AsyncClient, url: str, callers: int) -> float:
-    """Milliseconds of processor time a request."""
+async def measure(callers: int, seconds: float, call: Call) -> str:
+    """Wall time over ideal, processor time a request, longest stall of the loop."""
+    stalls: list[float] = []
 
-    async def call() -> None:
+    async def watch() -> None:
+        while True:
+            began = time.perf_counter()
+            await asyncio.sleep(0.01)
+            stalls.append(time.perf_counter() - began - 0.01)
+
+    async def caller(number: int) -> None:
+        await asyncio.sleep(seconds * number / callers)
         for _ in range(REQUESTS):
-            await client.post(url, content=b"x" * 500)
-            await asyncio.sleep(random.uniform(0, PAUSE_SECONDS))
+            await call(number)
 
-    before = _seconds()
-    await asyncio.gather(*(call() for _ in range(callers)))
-    return (_seconds() - before) / (callers * REQUESTS) * 1e3
+    watching = asyncio.create_task(watch())
+    before, began = _processor_seconds(), time.perf_counter()
+    await asyncio.gather(*map(caller, range(callers)))
+    wall, cost = time.perf_counter() - began, _processor_seconds() - before
+    watching.cancel()
+    ideal = (REQUESTS + (callers - 1) / callers) * seconds
+    each = 1e3 * cost / (callers * REQUESTS)
+    return f"wall over ideal {wall / ideal:.2f}, {each:.2f} ms a request, longest stall {1e3 * max(stalls):.0f} ms"
 
 
-def _seconds() -> float:
+def _processor_seconds() -> float:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 
 
-async def main(url: str, callers: int) -> None:
-    everything = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx.AsyncClient(limits=everything, trust_env=False, timeout=60.0) as client:
-        all_kept = await cost(client, url, callers)
-    async with AsyncHttp(60.0) as http:
-        few_kept = await cost(http._client, url, callers)
-    print(
-        f"{callers} in flight: {few_kept:.2f} ms a request, all connections kept {all_kept:.2f}, "
-        f"{all_kept / few_kept:.1f} x"
-    )
+async def main(url: str, callers: int, seconds: float) -> None:
+    prompt, sampling = array("i", range(PROMPT)), SamplingParams(max_new_tokens=SAMPLED)
+    engine = SGLangEngine(url, FACTS, EngineConfig(retries=0))
+
+    async def generate(number: int) -> None:
+        await engine.generate(prompt, sampling, routes_from=ROUTES_FROM, session=str(number))
+
+    print(f"{callers} in flight: {await measure(callers, seconds, generate)}", flush=True)
+    await engine.close()
+    content = orjson.dumps({"input_ids": prompt.tolist()})
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=16)
+    async with httpx.AsyncClient(limits=limits, trust_env=False, timeout=600.0) as client:
+
+        async def post(number: int) -> None:
+            (await client.post(f"{url}/generate", content=content)).raise_for_status()
+
+        print(f"    with httpx: {await measure(callers, seconds, post)}", flush=True)
+
+
+def with_server(callers: int) -> None:
+    """Measure ``callers`` requests in flight against a server of their own."""
+    seconds = 20.0 if callers >= 2048 else 4.0
+    ports: multiprocessing.Queue[int] = multiprocessing.Queue()
+    server = multiprocessing.Process(target=serve, args=(seconds, ports), daemon=True)
+    server.start()
+    try:
+        asyncio.run(main(f"http://127.0.0.1:{ports.get(timeout=30)}", callers, seconds))
+    finally:
+        server.kill()
+        server.join()
 
 
 if __name__ == "__main__":
-    ports: multiprocessing.Queue[int] = multiprocessing.Queue()
-    server = multiprocessing.Process(target=serve, args=(ports,), daemon=True)
-    server.start()
-    address = f"http://127.0.0.1:{ports.get(timeout=30)}"
-    try:
-        for number in map(int, sys.argv[1:] or (64, 256)):
-            asyncio.run(main(address, number))
-    finally:
-        server.kill()
+    for number in map(int, sys.argv[1:] or (64, 256, 512, 1024, 2048)):
+        with_server(number)

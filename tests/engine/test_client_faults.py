@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import threading
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 from local_server import Handler, serving
 
 from agent_rl.config import EngineConfig
+from agent_rl.engine.answer import read_answer
 from agent_rl.engine.open import check_engines, open_engine
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.engine.types import Scores
@@ -110,7 +113,7 @@ async def test_nobody_there_is_unreachable() -> None:
     async with serving(failing(0, 0)[0]) as url:
         pass
     engine = client(url)
-    with pytest.raises(EngineUnreachable, match="ConnectError"):
+    with pytest.raises(EngineUnreachable, match="ClientConnectorError"):
         await engine.generate([1], SAMPLE, routes_from=0, session="s")
     await engine.close()
 
@@ -365,6 +368,87 @@ async def test_a_request_that_takes_too_long_is_aborted_and_retried() -> None:
     assert aborted == seen[:1]
 
 
+async def test_one_that_is_late_once_keeps_its_session() -> None:
+    """It holds the prefix; another would compute all of it again."""
+    seen: dict[str, list[str]] = {"first": [], "second": []}
+
+    def engine_named(name: str) -> Handler:
+        async def handler(path: str, request: dict[str, Any]) -> tuple[int, bytes]:
+            if path == "/generate":
+                seen[name].append(request["rid"])
+                if len(seen["first"]) == 1:
+                    await asyncio.sleep(60)
+                return 200, answer(request)
+            return 200, b""
+
+        return handler
+
+    async with serving(engine_named("first")) as first, serving(engine_named("second")) as second:
+        engine = SGLangEngine((first, second), FACTS, EngineConfig(retries=1, request_timeout=0.2), backoff=0.001)
+        assert (await engine.generate([1], SAMPLE, routes_from=0, session="s")).engine == first
+        await engine.close()
+    assert (len(seen["first"]), len(seen["second"])) == (2, 0)
+
+
+async def test_two_dead_of_eight_cost_each_session_at_most_one_retry() -> None:
+    attempts = list[str]()
+
+    async def handler(path: str, request: dict[str, Any]) -> tuple[int, bytes]:
+        return 200, answer(request)
+
+    async with AsyncExitStack() as stack:
+        urls = [await stack.enter_async_context(serving(handler)) for _ in range(6)]
+        dead = ("http://127.0.0.1:1", "http://127.0.0.1:2")
+        engine = client(*dead, *urls)
+        stack.push_async_callback(engine.close)
+        post = engine._post
+
+        async def counted(url: str, body: Any) -> bytes:
+            attempts.append(url)
+            return await post(url, body)
+
+        engine._post = counted  # type: ignore[method-assign]
+        sessions = [engine.generate([1], SAMPLE, routes_from=0, session=f"s{n}") for n in range(200)]
+        assert not {got.engine for got in await asyncio.gather(*sessions)} & set(dead)
+    assert len(attempts) == 250, "the 50 that began at a dead one were sent once more"
+
+
+async def test_an_engine_is_sent_no_more_than_it_runs_at_once() -> None:
+    """What waits for a slot waits here, and its time-out has not begun: ten requests of 0.1 s, two at once."""
+    running, most = 0, 0
+
+    async def handler(path: str, request: dict[str, Any]) -> tuple[int, bytes]:
+        nonlocal running, most
+        if path == "/v1/loads":
+            return 200, orjson.dumps({"loads": [{"max_running_requests": 2}]})
+        if path == "/generate":
+            running += 1
+            most = max(most, running)
+            await asyncio.sleep(0.1)
+            running -= 1
+            return 200, answer(request)
+        return 200, b"{}"
+
+    async with (
+        serving(handler) as url,
+        SGLangEngine(url, FACTS, EngineConfig(retries=0, request_timeout=0.4), backoff=0.001) as engine,
+    ):
+        sampled = [engine.generate([1, 2, 3], SAMPLE, routes_from=0, session=str(n)) for n in range(10)]
+        assert len(await asyncio.gather(*sampled)) == 10
+    assert most == 2
+
+
+async def test_a_large_answer_is_read_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = set[int]()
+    monkeypatch.setattr("agent_rl.engine.sglang._LARGE", 1)
+    monkeypatch.setattr(
+        "agent_rl.engine.sglang.read_answer", lambda *given: threads.add(threading.get_ident()) or read_answer(*given)
+    )
+    assert (await answered(answer)).tokens == (7, 8)
+    assert threads
+    assert threading.get_ident() not in threads
+
+
 async def test_entering_finds_an_engine_without_capture() -> None:
     asked: list[str] = []
 
@@ -384,7 +468,7 @@ async def test_addresses_that_do_not_answer_are_told_with_their_key() -> None:
         with pytest.raises(UserError) as raised:
             await check_engines([good, "http://127.0.0.1:1", other, "http://[::1"], seconds=5.0)
     message = str(raised.value)
-    assert message.startswith("engine.urls: http://127.0.0.1:1/model_info: no answer (ConnectError")
+    assert message.startswith("engine.urls: http://127.0.0.1:1/model_info: no answer (ClientConnectorError")
     assert f"{other}/model_info answered 404" in message
     assert "http://[::1/model_info: no address of a server" in message
     assert good not in message
@@ -402,7 +486,9 @@ async def test_an_address_that_keeps_silent_is_waited_for_within_a_bound() -> No
 
 
 async def test_opening_a_dead_engine_names_the_key(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"engine\.urls: http://127\.0\.0\.1:1/model_info: no answer \(ConnectError"):
+    with pytest.raises(
+        UserError, match=r"engine\.urls: http://127\.0\.0\.1:1/model_info: no answer \(ClientConnectorError"
+    ):
         async with open_engine(EngineConfig(urls=("http://127.0.0.1:1",)), model, FACTS, tmp_path):
             pass
 

@@ -166,7 +166,7 @@ async def test_answers_without_routes_are_a_policys_matter_where_others_have_the
 async def test_facts_of_another_model_and_none_at_all(server: str, model: Path) -> None:
     wrong = replace(read_facts(model), moe=(True,) * 48, num_experts=128, top_k=8)
     assert "not whole rows" in (await probe(server, wrong)).line()
-    with pytest.raises(EngineUnreachable, match="ConnectError"):
+    with pytest.raises(EngineUnreachable, match="ClientConnectorError"):
         await probe("http://127.0.0.1:9")
     with pytest.raises(EngineRejected, match=r"not an answer of SGLang's /generate \(KeyError\('meta_info'\)\)"):
         async with proxy(server, Blank()) as url:

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from agent_rl.engine.homes import SessionHomes
+from agent_rl.engine.homes import REST_SECONDS, SessionHomes
 
 
 def home(homes: SessionHomes, session: str) -> str:
@@ -34,15 +34,41 @@ def test_new_sessions_avoid_the_busy_engine() -> None:
 def test_a_failed_engine_is_left_for_another() -> None:
     homes = SessionHomes(["a", "b"])
     before = home(homes, "s")
-    homes.forget("s")
+    homes.failed("s")
     assert home(homes, "s") != before
-    homes.forget("never seen")
+    homes.failed("never seen")
+
+
+def test_no_session_moves_to_an_engine_that_has_just_failed() -> None:
+    """With two of eight dead, every session is moved at most once."""
+    now = 0.0
+    homes = SessionHomes([str(n) for n in range(8)], clock=lambda: now)
+    first = {f"s{n}": home(homes, f"s{n}") for n in range(200)}
+    moved = [session for session, url in first.items() if url in "01"]
+    assert len(moved) == 50
+    homes.failed(moved[0])
+    homes.failed(next(session for session in moved if first[session] != first[moved[0]]))
+    for session in moved[1:]:
+        homes.failed(session)
+    assert not {home(homes, session) for session in first} & {"0", "1"}
+    assert not {home(homes, f"new{n}") for n in range(50)} & {"0", "1"}
+    now = REST_SECONDS
+    assert {home(homes, f"later{n}") for n in range(120)} >= {"0", "1"}
+
+
+def test_an_engine_that_answers_again_is_used_again() -> None:
+    homes = SessionHomes(["a", "b"])
+    assert home(homes, "s") == "a"
+    homes.failed("s")
+    assert home(homes, "t") == home(homes, "u") == "b"
+    homes.answered("a")
+    assert home(homes, "v") == "a"
 
 
 def test_with_one_engine_there_is_nowhere_else_to_go() -> None:
     homes = SessionHomes(["a"])
     assert home(homes, "s") == "a"
-    homes.forget("s")
+    homes.failed("s")
     assert home(homes, "s") == "a"
 
 
