@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import astuple
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,13 +19,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from agent_rl.train.megatron.exchange import Exchange
+from agent_rl.config import BalanceConfig
+from agent_rl.train.megatron.pool import open_transfers
 from agent_rl.train.megatron.transfer import Transfer
 from r3.balance import Grid, Plan
 
 EXPERTS, SLOTS, LAYERS, HIDDEN, INNER = 8, 2, 3, 6, 5
 HOME = np.array([5, 0, 3, 6, 1, 7, 2, 4], np.int32)
 """A home order that is not contiguous."""
+MACHINES = {"exchange": (), "pool": (), "pool-machines": (0, 0, 1, 1)}
+"""The machine of every rank, by the kind of transfer."""
+CASES = list(product(MACHINES, ("float32", "bfloat16"), (False, True), (False, True)))
+"""Kind of transfer, type of the weights, whether they are prefetched, whether everybody borrows of one rank."""
 
 
 def every_weight(layer: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -89,18 +96,24 @@ def one_pass(
     return fetched
 
 
-def exchange_case(rank: int, ranks: int, dtype: torch.dtype, *, prefetch: bool, lopsided: bool) -> dict[str, Any]:
-    """Two micro-batches through an exchange: what was fetched, the gradients at home, and the counters."""
-    grid = Grid(EXPERTS, ranks, SLOTS, home=HOME)
-    layers = home_experts(grid, rank, dtype)
-    transfer, fetched = Exchange(layers, grid, range(ranks), timeout=30), []
+def opened(kind: str, layers: dict[int, Any], grid: Grid, *, prefetch: bool) -> Transfer:
+    """The transfer that passes with gradients use where both kinds of passes have this one."""
+    config = BalanceConfig(prefetch=prefetch, transfer={"recompute": kind, "update": kind})
+    return open_transfers(layers, grid, config, range(grid.ranks), 30.0)[1]
+
+
+def case(rank: int, ranks: int, kind: str, dtype: str, *, prefetch: bool, lopsided: bool) -> dict[str, Any]:
+    """Two micro-batches: what was fetched, the gradients at home, and the counters."""
+    grid = Grid(EXPERTS, ranks, SLOTS, home=HOME, machine=MACHINES[kind])
+    layers = home_experts(grid, rank, getattr(torch, dtype))
+    transfer, fetched = opened(kind.split("-")[0], layers, grid, prefetch=prefetch), []
     for seed in range(2):
         plans = {layer: random_plan(grid, 10 * seed + layer, lopsided=lopsided) for layer in range(LAYERS)}
-        fetched.append(one_pass(transfer, plans, rank, dtype, seed, prefetch=prefetch))
+        fetched.append(one_pass(transfer, plans, rank, getattr(torch, dtype), seed, prefetch=prefetch))
     grads = {layer: (held.weight1.main_grad, held.weight2.main_grad) for layer, held in layers.items()}
     stats = transfer.take_stats()
     transfer.close()
-    return {"fetched": fetched, "grads": grads, "stats": (stats.fetched, stats.returned, stats.exposed_ms)}
+    return {"fetched": fetched, "grads": grads, "stats": astuple(stats)}
 
 
 def main(rank: int, ranks: int, results: Path) -> None:
@@ -108,10 +121,8 @@ def main(rank: int, ranks: int, results: Path) -> None:
     store = dist.FileStore(str(results / "store"), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     found = {
-        (str(dtype), prefetch, lopsided): exchange_case(rank, ranks, dtype, prefetch=prefetch, lopsided=lopsided)
-        for dtype in (torch.float32, torch.bfloat16)
-        for prefetch in (False, True)
-        for lopsided in (False, True)
+        (kind, dtype, prefetch, lopsided): case(rank, ranks, kind, dtype, prefetch=prefetch, lopsided=lopsided)
+        for kind, dtype, prefetch, lopsided in CASES
     }
     torch.save(found, results / f"{rank}.pt")
     dist.destroy_process_group()

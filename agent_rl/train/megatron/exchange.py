@@ -7,61 +7,51 @@ is inside, and needs no memory but the borrowed experts' own.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from agent_rl.train.megatron.transfer import Counters, ExpertWeights, Loan, TransferStats, loans
+from agent_rl.train.megatron.transfer import Ahead, Coming, Counters, ExpertWeights, Loan, TransferStats, loans
 from r3.balance import Grid, Plan
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Borrowed:
-    """Weights on their way: the sends and receives begun, and where the receives will have put them."""
-
-    works: Sequence[dist.Work]
-    weights: tuple[Tensor, Tensor]
 
 
 class Exchange:
     """A :class:`~agent_rl.train.megatron.transfer.Transfer` straight between ranks.
 
     ``layers``: this rank's home experts by column of the routes. ``ranks``: the global ranks of the expert group, in
-    its order. ``timeout``: seconds after which a rank gives up waiting for another. All ranks of the world make theirs
-    together.
+    its order. ``prefetch``: False begins nothing before it is fetched. ``timeout``: seconds after which a rank gives up
+    waiting for another. All ranks of the world make theirs together.
     """
 
     def __init__(
-        self, layers: Mapping[int, ExpertWeights], grid: Grid, ranks: Sequence[int], *, timeout: float = 600.0
+        self,
+        layers: Mapping[int, ExpertWeights],
+        grid: Grid,
+        ranks: Sequence[int],
+        *,
+        prefetch: bool = True,
+        timeout: float = 600.0,
     ) -> None:
         self._layers, self._grid, self._ranks = layers, grid, list(ranks)
         self._own = self._ranks.index(dist.get_rank())
         self._group: Any = communicator(self._ranks, timeout)
-        self._pending: dict[tuple[int, bytes], _Borrowed] = {}
-        self._counters = Counters(next((held.weight1.device for held in layers.values()), torch.device("cpu")))
+        self._counters = Counters.of(layers)
+        self._ahead = Ahead(self._begin, self._counters, enabled=prefetch)
 
-    @torch.no_grad()
     def prefetch(self, layer: int, plan: Plan) -> None:
         """See :class:`Transfer`."""
-        key = (layer, plan.borrowed.tobytes())
-        if key not in self._pending:
-            self._pending[key] = self._begin(layer, plan)
+        self._ahead.prefetch(layer, plan)
 
     def fetch(self, layer: int, plan: Plan) -> tuple[Tensor, Tensor]:
         """See :class:`Transfer`."""
-        with self._counters.exposed():
-            self.prefetch(layer, plan)
-            borrowed = self._pending.pop((layer, plan.borrowed.tobytes()))
-            _wait(borrowed.works)
-        return borrowed.weights
+        return self._ahead.fetch(layer, plan)
 
-    def _begin(self, layer: int, plan: Plan) -> _Borrowed:
+    def _begin(self, layer: int, plan: Plan) -> Coming:
         """Begin to send what this rank lends and to receive what it borrows."""
         lent, found = loans(plan), self._layers[layer]
         live = sum(loan.borrower == self._own for loan in lent)
@@ -74,8 +64,7 @@ class Exchange:
                     operations.append(self._send(weight[loan.slot], loan.borrower))
                 elif loan.borrower == self._own:
                     operations.append(self._receive(buffer[loan.place], loan.home))
-        self._counters.add(fetched=sum(buffer.nbytes for buffer in buffers))
-        return _Borrowed(_start(operations), (buffers[0], buffers[1]))
+        return Coming((buffers[0], buffers[1]), partial(wait, start(operations)))
 
     @torch.no_grad()
     def give_back(self, layer: int, plan: Plan, grad1: Tensor, grad2: Tensor) -> None:
@@ -90,22 +79,18 @@ class Exchange:
             for weight, gradient in zip((experts.weight1, experts.weight2), gradients, strict=True):
                 if loan.borrower == self._own:
                     operations.append(self._send(gradient[loan.place], loan.home))
-                    self._counters.add(returned=gradient[loan.place].nbytes)
+                    self._counters.add(TransferStats(returned=gradient[loan.place].nbytes))
                 elif loan.home == self._own:
                     buffer = gradient.new_empty(weight.shape[1:])
                     operations.append(self._receive(buffer, loan.borrower))
                     received.append((weight.main_grad[loan.slot], buffer))  # type: ignore[attr-defined]
-        _wait(_start(operations))
+        wait(start(operations))
         for main_grad, buffer in received:  # in the order of the plan: the sum is the same in every run
             main_grad.add_(buffer)
 
     def refresh(self) -> None:
         """See :class:`Transfer`. Nothing is kept here but what was begun and not fetched, which is out of date now."""
-        started = time.perf_counter()
-        for borrowed in self._pending.values():
-            _wait(borrowed.works)
-        self._pending.clear()
-        self._counters.add(refresh_ms=1e3 * (time.perf_counter() - started))
+        self._ahead.drop()
 
     def take_stats(self) -> TransferStats:
         """See :class:`Transfer`."""
@@ -113,10 +98,9 @@ class Exchange:
 
     def close(self) -> None:
         """See :class:`Transfer`."""
-        self.refresh()
+        self._ahead.drop()
         group, self._group = self._group, None
-        if group is not None and dist.is_initialized():
-            dist.destroy_process_group(group)
+        leave(group)
 
     def _send(self, tensor: Tensor, rank: int) -> dist.P2POp:
         return dist.P2POp(dist.isend, tensor, self._ranks[rank], self._group)
@@ -139,12 +123,20 @@ def communicator(ranks: Sequence[int], timeout: float) -> Any:
     return group
 
 
-def _start(operations: list[dist.P2POp]) -> Sequence[dist.Work]:
+def leave(group: Any) -> None:
+    """Destroy what :func:`communicator` made; None, and one that ended with its world, is no matter."""
+    if group is not None and dist.is_initialized():
+        dist.destroy_process_group(group)
+
+
+def start(operations: list[dist.P2POp]) -> Sequence[dist.Work]:
+    """Begin sends and receives. Two ranks must give those between them in the same order."""
     works: Sequence[dist.Work] = dist.batch_isend_irecv(operations) if operations else []
     return works
 
 
-def _wait(works: Sequence[dist.Work]) -> None:
+def wait(works: Sequence[dist.Work]) -> None:
+    """Return when all of :func:`start` is done; on a GPU: make the stream wait for it."""
     for work in works:
         work.wait()
 

@@ -9,9 +9,9 @@ gradients and optimizer state; a borrower gets the weights for the product and s
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Protocol
 
 import numpy as np
@@ -67,6 +67,10 @@ class TransferStats:
     exposed_ms: float = 0.0
     refresh_ms: float = 0.0
 
+    def __add__(self, other: TransferStats) -> TransferStats:
+        """The sums."""
+        return TransferStats(*map(sum, zip(astuple(self), astuple(other), strict=True)))
+
 
 @dataclass(frozen=True, slots=True)
 class Loan:
@@ -98,11 +102,14 @@ class Counters:
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._stats = TransferStats()
 
-    def add(self, **amounts: float) -> None:
-        """Add to the fields of the stats."""
-        self._stats = TransferStats(
-            **{name: getattr(self._stats, name) + amounts.get(name, 0) for name in TransferStats.__slots__}
-        )
+    @classmethod
+    def of(cls, layers: Mapping[int, ExpertWeights]) -> Counters:
+        """For these experts; a pipeline stage may have none."""
+        return cls(next((experts.weight1.device for experts in layers.values()), torch.device("cpu")))
+
+    def add(self, amounts: TransferStats) -> None:
+        """Add these to the sums."""
+        self._stats += amounts
 
     @contextmanager
     def exposed(self) -> Iterator[None]:
@@ -110,7 +117,7 @@ class Counters:
         if not self._cuda:
             started = time.perf_counter()
             yield
-            return self.add(exposed_ms=1e3 * (time.perf_counter() - started))
+            return self.add(TransferStats(exposed_ms=1e3 * (time.perf_counter() - started)))
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         yield
@@ -121,7 +128,49 @@ class Counters:
         """The sums since the last call."""
         for begin, end in self._events:
             end.synchronize()
-            self.add(exposed_ms=begin.elapsed_time(end))
+            self.add(TransferStats(exposed_ms=begin.elapsed_time(end)))
         self._events.clear()
         found, self._stats = self._stats, TransferStats()
         return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Coming:
+    """Borrowed weights on their way. ``wait`` returns when they are there; on a GPU it makes the stream wait."""
+
+    weights: tuple[Tensor, Tensor]
+    wait: Callable[[], None]
+
+
+class Ahead:
+    """Fetches that were begun before they are needed, by layer and borrowed experts; none where not ``enabled``.
+    ``begin`` begins one."""
+
+    def __init__(self, begin: Callable[[int, Plan], Coming], counters: Counters, *, enabled: bool) -> None:
+        self._begin, self._counters, self._enabled = begin, counters, enabled
+        self._coming: dict[tuple[int, bytes], Coming] = {}
+
+    def prefetch(self, layer: int, plan: Plan) -> None:
+        """Begin, unless that was done already."""
+        key = (layer, plan.borrowed.tobytes())
+        if self._enabled and key not in self._coming:
+            self._coming[key] = self._started(layer, plan)
+
+    def fetch(self, layer: int, plan: Plan) -> tuple[Tensor, Tensor]:
+        """The weights, when they are there."""
+        with self._counters.exposed():
+            coming = self._coming.pop((layer, plan.borrowed.tobytes()), None) or self._started(layer, plan)
+            coming.wait()
+        return coming.weights
+
+    @torch.no_grad()
+    def _started(self, layer: int, plan: Plan) -> Coming:
+        coming = self._begin(layer, plan)
+        self._counters.add(TransferStats(fetched=sum(weight.nbytes for weight in coming.weights)))
+        return coming
+
+    def drop(self) -> None:
+        """Forget what was not fetched, when it is there."""
+        for coming in self._coming.values():
+            coming.wait()
+        self._coming.clear()
