@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -141,7 +142,7 @@ def launch(
     Where an optimizer is shared out, what it restores is checked too. ``resume``, where there is
     one, comes last: ``{name, folder, layouts}``, see the worker. ``seconds`` is how long all of it may take.
     """
-    held: list[Any] = []
+    held: list[socket.socket] = []
 
     def place() -> list[int]:
         """A port that stays ours until its world comes to it, and the socket that holds it."""
@@ -161,14 +162,22 @@ def launch(
         resume = resume | {"world_size": world_size, "places": [place() for _ in resume["layouts"]]}
     plan = results / "plan.json"
     plan.write_text(json.dumps({"world_size": world_size, "worlds": worlds, "resume": resume}))
-    command = [sys.executable, "-W", "ignore", str(Path(__file__).parent / "megatron_worker.py")]
+    run_ranks("megatron_worker.py", world_size, results, plan, held, seconds)
+
+
+def run_ranks(
+    script: str, count: int, results: Path, plan: Path, held: Sequence[socket.socket], seconds: float
+) -> None:
+    """So many processes of a script beside this file, each given its rank, ``results`` and ``plan``; the first
+    inherits the sockets ``held``, which are closed at the end. Fails if they take longer than ``seconds``."""
+    command = [sys.executable, "-W", "ignore", str(Path(__file__).parent / script)]
     ranks = [
         subprocess.Popen(
             [*command, str(rank), str(results), str(plan)],
             stderr=subprocess.PIPE,
-            pass_fds=[] if rank else [socket.fileno() for socket in held],
+            pass_fds=[] if rank else [holder.fileno() for holder in held],
         )
-        for rank in range(world_size)
+        for rank in range(count)
     ]
     try:
         for rank in ranks:
@@ -177,8 +186,8 @@ def launch(
     finally:
         for rank in ranks:
             rank.kill()
-        for socket in held:
-            socket.close()
+        for holder in held:
+            holder.close()
 
 
 def alone(names: Iterable[str], models: dict[str, Path], world: Any) -> dict[str, dict[str, Any]]:

@@ -17,9 +17,10 @@ from agent_rl.config import ParallelConfig, Recompute
 from agent_rl.model_facts import ModelFacts, read_facts
 from agent_rl.train.layouts import shares_optimizer
 from agent_rl.train.megatron import hf
+from agent_rl.train.megatron.balancer import Balancing, ExpertBalancer
 from agent_rl.train.megatron.layers import block_spec
 from agent_rl.train.megatron.local_tokens import shard_spec
-from agent_rl.train.megatron.packed_batch import LossFn, PackedBatch, PassOutput, Routes
+from agent_rl.train.megatron.packed_batch import LossFn, PackedBatch, PassOutput, PassPlans, Routes
 from agent_rl.train.megatron.parallel import Ranks, current_ranks
 from agent_rl.train.megatron.passes import Passes
 from agent_rl.train.megatron.transformer import transformer_config
@@ -60,13 +61,16 @@ class PolicyModel:
         folder: Path,
         *,
         distributed_optimizer: bool = False,
+        balance: Balancing | None = None,
     ) -> None:
         self.facts, self.ranks, self.device, self.folder = facts, ranks, device, folder
         self.config: TransformerConfig = modules[0].config
         self.shard = shard_spec(ranks, facts.moe, model_chunks=len(modules))
-        self.replayer = RouterReplayer(modules, [self.layer_numbers[column] for column in self.shard.columns])
+        moe_layers = [self.layer_numbers[column] for column in self.shard.columns]
+        self.replayer = RouterReplayer(modules, moe_layers)
+        self.balancer = ExpertBalancer(modules, balance, moe_layers) if balance else None
         self.chunks = [_wrap(module, distributed_optimizer) for module in modules]
-        self._passes = Passes(self.chunks, facts, ranks, device, self.replayer, self.shard)
+        self._passes = Passes(self.chunks, facts, ranks, device, self.replayer, self.shard, self.balancer)
 
     @classmethod
     def build(
@@ -79,10 +83,12 @@ class PolicyModel:
         recompute: Recompute = "none",
         recompute_modules: Sequence[str] = ("core_attn",),
         load: bool = True,
+        balance: Balancing | None = None,
     ) -> PolicyModel:
         """Make the model of ``hf_folder`` on this rank (after ``init_parallel``) and load its weights.
 
-        ``load=False`` draws random weights. Raises ConfigError where the folder or the layout does not fit.
+        ``load=False`` draws random weights. ``balance``: experts can be borrowed, where a pass is given plans. Raises
+        ConfigError where the folder or the layout does not fit.
         """
         facts, ranks = read_facts(hf_folder), current_ranks()
         config = transformer_config(facts, parallel, dtype, recompute, recompute_modules)
@@ -90,7 +96,9 @@ class PolicyModel:
         modules = [
             HiddenGPT(
                 config=config,
-                transformer_layer_spec=block_spec(config, list(facts.moe), stage if count > 1 else None),
+                transformer_layer_spec=block_spec(
+                    config, list(facts.moe), stage if count > 1 else None, balanced=balance is not None
+                ),
                 vocab_size=facts.vocab_size,
                 max_sequence_length=facts.max_positions,
                 pre_process=ranks.pipeline_rank == 0 and stage == 0,
@@ -101,7 +109,15 @@ class PolicyModel:
             )
             for stage in range(count)
         ]
-        model = cls(modules, facts, ranks, device, hf_folder, distributed_optimizer=shares_optimizer(parallel))
+        model = cls(
+            modules,
+            facts,
+            ranks,
+            device,
+            hf_folder,
+            distributed_optimizer=shares_optimizer(parallel),
+            balance=balance,
+        )
         if load:
             model.load_hf(hf_folder)
         return model
@@ -144,14 +160,18 @@ class PolicyModel:
         temperature: float = 1.0,
         entropy: bool = False,
         record: bool = False,
+        plans: PassPlans | None = None,
     ) -> list[PassOutput]:
         """Log-probs of every token without gradients, one output a batch, on every model-parallel rank.
 
         ``routes`` replays given experts (None routes natively); ``record`` also returns the experts that this rank's
-        routers used. Data ranks may give different numbers of batches. Raises ReplayError on routes that are wrong or
-        not consumed exactly once, TrainerError on those of other tokens.
+        routers used. Data ranks may give different numbers of batches. ``plans``: which experts ranks borrow, in a
+        model built with ``balance``. Raises ReplayError on routes that are wrong or not consumed exactly once,
+        TrainerError on those of other tokens.
         """
-        return self._passes.forward(batches, routes, temperature=temperature, entropy=entropy, record=record)
+        return self._passes.forward(
+            batches, routes, temperature=temperature, entropy=entropy, record=record, plans=plans
+        )
 
     def train_microbatches(
         self,
@@ -162,6 +182,7 @@ class PolicyModel:
         temperature: float = 1.0,
         entropy: bool = True,
         entropy_gradient: bool = False,
+        plans: PassPlans | None = None,
     ) -> list[dict[str, Any]]:
         """Zero the gradients, run all micro-batches forward and backward, reduce the gradients over data ranks.
 
@@ -170,7 +191,13 @@ class PolicyModel:
         a batch. Raises as :meth:`forward_logprobs`.
         """
         return self._passes.train(
-            batches, routes, loss_fn, temperature=temperature, entropy=entropy, entropy_gradient=entropy_gradient
+            batches,
+            routes,
+            loss_fn,
+            temperature=temperature,
+            entropy=entropy,
+            entropy_gradient=entropy_gradient,
+            plans=plans,
         )
 
     def sum_over_data(self, values: Tensor) -> Tensor:

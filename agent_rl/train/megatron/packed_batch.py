@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from r3.balance import Plan
 from r3.shard import RouteShard
 
 
@@ -101,6 +102,10 @@ class PassOutput:
 
 Routes = PackedRoutes | RouteShard
 """Routes of one batch: whole, or this rank's share."""
+
+PassPlans = Sequence[Mapping[int, Plan]]
+"""Who borrows which experts in a pass: each micro-batch's plans by column of this rank's routes; later ones have none.
+The same on all ranks of an expert group."""
 
 LossFn = Callable[[Tensor, Tensor | None, PackedBatch], tuple[Tensor, dict[str, Any]]]
 """``(logprobs, entropy, batch) -> (loss, metrics)``; losses are summed over micro-batches and data ranks."""

@@ -6,7 +6,8 @@ batches, routes ─> cut for this rank ─> schedule (pipeline stages) ─> hidd
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import tee
@@ -23,25 +24,29 @@ from torch import Tensor
 from agent_rl.errors import TrainerError
 from agent_rl.model_facts import ModelFacts
 from agent_rl.train.megatron.attention import PackedAttention
+from agent_rl.train.megatron.balancer import ExpertBalancer
 from agent_rl.train.megatron.local_tokens import Layout
 from agent_rl.train.megatron.logprobs import token_logprobs
-from agent_rl.train.megatron.packed_batch import LossFn, PackedBatch, PackedRoutes, PassOutput, Routes
+from agent_rl.train.megatron.packed_batch import LossFn, PackedBatch, PackedRoutes, PassOutput, PassPlans, Routes
 from agent_rl.train.megatron.parallel import Ranks
 from agent_rl.train.megatron.rotary import rotary
 from agent_rl.train.route_trace import PassTrace
+from r3.balance import Plan
 from r3.megatron import RouterReplayer, validate_routes
 from r3.shard import RouteShard, ShardSpec
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadyBatch:
-    """A micro-batch ready to run: the batch on the device, its cut, this rank's routes. ``real`` False: a filler."""
+    """A micro-batch ready to run: the batch on the device, its cut, this rank's routes, who borrows which experts.
+    ``real`` False: a filler."""
 
     batch: PackedBatch
     layout: Layout
     experts: Tensor | None
     present: Tensor | None
     real: bool
+    plans: Mapping[int, Plan] | None
 
 
 class Passes:
@@ -55,7 +60,9 @@ class Passes:
         device: torch.device,
         replayer: RouterReplayer,
         shard: ShardSpec,
+        balancer: ExpertBalancer | None,
     ) -> None:
+        self.balancer = balancer
         self.chunks, self.facts, self.ranks, self.device, self.replayer = list(chunks), facts, ranks, device, replayer
         self.shard, self.rotary = shard, rotary(facts.head_dim, facts.rope_theta, facts.rope_scaling)
         self.trace: PassTrace | None = None
@@ -70,6 +77,7 @@ class Passes:
         temperature: float,
         entropy: bool,
         record: bool,
+        plans: PassPlans | None,
     ) -> list[PassOutput]:
         """See :meth:`PolicyModel.forward_logprobs`."""
         recorded: list[list[Tensor]] = [[] for _ in self.chunks]
@@ -81,7 +89,7 @@ class Passes:
         for chunk in self.chunks:
             chunk.eval()
         with torch.no_grad():
-            results = self._run(batches, routes, finish, recorded if record else None, forward_only=True)
+            results = self._run(batches, routes, plans, finish, recorded if record else None, forward_only=True)
         paths = [torch.cat(parts, dim=1) for parts in zip(*recorded, strict=True)] if record else [None] * len(batches)
         return [PassOutput(logprobs, spread, path) for (logprobs, spread), path in zip(results, paths, strict=True)]
 
@@ -94,6 +102,7 @@ class Passes:
         temperature: float,
         entropy: bool,
         entropy_gradient: bool,
+        plans: PassPlans | None,
     ) -> list[dict[str, Any]]:
         """See :meth:`PolicyModel.train_microbatches`."""
 
@@ -110,12 +119,13 @@ class Passes:
             for parameter in chunk.parameters():
                 # The optimizer leaves .grad pointing into the buffer: the first micro-batch would be counted twice.
                 parameter.grad = None
-        return self._run(batches, routes, finish, None, forward_only=False)
+        return self._run(batches, routes, plans, finish, None, forward_only=False)
 
     def _run(
         self,
         batches: Sequence[PackedBatch],
         routes: Sequence[Routes | None] | None,
+        plans: PassPlans | None,
         finish: Callable[[ReadyBatch, Tensor], tuple[Tensor, Any]],
         recorded: list[list[Tensor]] | None,
         *,
@@ -126,7 +136,9 @@ class Passes:
             return []
         if routes is not None and len(routes) != len(batches):
             raise TrainerError(f"{len(batches)} batches and {len(routes)} routes: give one (or None) a batch")
-        items = self._items(batches, routes, count)
+        if plans is not None and self.balancer is None:
+            raise TrainerError("a pass was given plans, but the model was not built with balance")
+        items = self._items(batches, routes, plans or (), count)
         step = partial(self._step, finish=finish, recorded=recorded, backward=not forward_only)
         try:
             data = get_forward_backward_func()(
@@ -139,8 +151,12 @@ class Passes:
                 forward_only=forward_only,
             )
             self.replayer.finish(count, backward=not forward_only)
+            if self.balancer is not None:
+                self.balancer.finish(count)
         finally:
             self.replayer.clear()
+            if self.balancer is not None:
+                self.balancer.clear()
         return self._share(data)[: len(batches)]
 
     def _agree_on_count(self, mine: int) -> int:
@@ -154,14 +170,18 @@ class Passes:
         return -(-int(counts.item()) // group) * group
 
     def _items(
-        self, batches: Sequence[PackedBatch], routes: Sequence[Routes | None] | None, count: int
+        self, batches: Sequence[PackedBatch], routes: Sequence[Routes | None] | None, plans: PassPlans, count: int
     ) -> Iterator[ReadyBatch]:
-        for index, batch in enumerate(batches):
-            yield self._item(index, batch, routes[index] if routes else None, real=True)
-        for index in range(len(batches), count):
-            yield self._item(index, PackedBatch.from_sequences([[0, 0]]), None, real=False)
+        for index in range(count):
+            given = plans[index] if index < len(plans) else None
+            if real := index < len(batches):
+                yield self._item(index, batches[index], routes[index] if routes else None, given, real=real)
+            else:
+                yield self._item(index, PackedBatch.from_sequences([[0, 0]]), None, given, real=real)
 
-    def _item(self, index: int, batch: PackedBatch, routes: Routes | None, *, real: bool) -> ReadyBatch:
+    def _item(
+        self, index: int, batch: PackedBatch, routes: Routes | None, plans: Mapping[int, Plan] | None, *, real: bool
+    ) -> ReadyBatch:
         layout = Layout(batch, self.shard)
         experts = present = None
         if routes is not None and self.facts.moe_layer_ids:
@@ -178,7 +198,7 @@ class Passes:
             if self.trace is not None:
                 self.trace.handed(index, batch, layout, experts, pinned, checked)
             experts, present = experts.to(self.device), None if bool(pinned.all()) else pinned.to(self.device)
-        return ReadyBatch(batch.to(self.device), layout, experts, present, real)
+        return ReadyBatch(batch.to(self.device), layout, experts, present, real, plans)
 
     def _cut(self, routes: PackedRoutes, batch: PackedBatch, layout: Layout) -> RouteShard:
         if len(routes.experts) != len(batch):
@@ -203,7 +223,8 @@ class Passes:
         item, number = next(items), self.chunks.index(chunk)
         layout = item.layout
         packed = PackedAttention.build(layout, self.rotary, self.device)
-        with self.replayer.forward(number, item.experts, item.present, backward=backward) as used:
+        balanced = self.balancer.forward(number, item.plans, backward=backward) if self.balancer else nullcontext()
+        with self.replayer.forward(number, item.experts, item.present, backward=backward) as used, balanced:
             output = chunk(
                 input_ids=layout.take(item.batch.tokens, 0)[None],
                 position_ids=layout.positions.to(self.device)[None],

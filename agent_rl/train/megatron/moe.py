@@ -1,0 +1,77 @@
+"""A layer of experts: Megatron's own, with the parts it leaves to Transformer Engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+
+class Experts(torch.nn.Module):
+    """This rank's experts with stacked weights: ``weight1 [E, 2 I, H]`` (gate over up) and ``weight2 [E, H, I]``."""
+
+    def __init__(self, num_local_experts: int, config: TransformerConfig, pg_collection: Any = None) -> None:
+        super().__init__()
+        if pg_collection.expt_tp.size() != 1:
+            raise ValueError("experts are not cut over tensor ranks: expert_tensor_parallel_size must be 1")
+        inner, hidden = config.moe_ffn_hidden_size, config.hidden_size
+        self.weight1 = self._weight(config, num_local_experts, 2 * inner, hidden)
+        self.weight2 = self._weight(config, num_local_experts, hidden, inner)
+
+    @staticmethod
+    def _weight(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
+        device = torch.cuda.current_device()
+        weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
+        config.init_method(weight)
+        # Expert gradients are summed over the ranks that hold the same experts. Tensor ranks are among them (they route
+        # different tokens), which Megatron's own experts get wrong where expert parallelism is 1.
+        weight.allreduce = config.expert_model_parallel_size * config.tensor_model_parallel_size == 1  # type: ignore
+        # Otherwise the gradient norm would take other tensor ranks' experts for copies of rank 0's.
+        set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=0, stride=1)
+        return weight
+
+    def forward(self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+        """Tokens ``[N, H]`` sorted by expert, each one's gate weight ``[N]``; returns ``[N, H]`` and no bias."""
+        ends = tokens_per_expert.cumsum(0).to(device=tokens.device, dtype=torch.int32)
+        hidden = F.grouped_mm(tokens, self.weight1.transpose(1, 2), offs=ends)
+        return F.grouped_mm(gated(hidden, probs), self.weight2.transpose(1, 2), offs=ends), None
+
+
+def gated(hidden: Tensor, probs: Tensor) -> Tensor:
+    """An expert's inner layer ``[N, I]``: from gate over up ``[N, 2 I]``, times each token's gate weight ``[N]``."""
+    gate, up = hidden.chunk(2, dim=-1)
+    return (F.silu(gate) * up * probs[:, None]).to(hidden.dtype)
+
+
+class SharedExpert(SharedExpertMLP):
+    """An expert that every token uses, its output times a sigmoid gate of the token's own."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        if self.gate_weight is not None:  # Megatron leaves it on the CPU
+            self.gate_weight.data = self.gate_weight.data.to(torch.cuda.current_device())
+
+
+class EvenMoELayer(MoELayer):
+    """For the allgather dispatcher, whose ranks must bring equally many tokens: fills up to the largest number.
+
+    Filled rows are routed to no expert and cut off again; the router never sees them.
+    """
+
+    def preprocess(self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> Any:
+        self._tokens = len(hidden_states)
+        most = torch.tensor(self._tokens, device=hidden_states.device)
+        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, self.token_dispatcher.tp_ep_group)
+        missing = int(most) - self._tokens
+        filled = (torch.cat((x, x.new_zeros(missing, *x.shape[1:]))) for x in (hidden_states, probs, routing_map))
+        return super().preprocess(*filled)
+
+    def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
+        whole: Tensor = super().postprocess(output, None)[: self._tokens]
+        return whole if shared_expert_output is None else whole + shared_expert_output

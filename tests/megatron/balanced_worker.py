@@ -1,0 +1,264 @@
+"""One rank of the worlds in which experts are balanced: runs every case with plans and without, and saves how far apart
+they are. Arguments: rank, folder for results, file of the plan (:func:`main` says what is in it)."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import megatron_worker as worker
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from agent_rl.config import ParallelConfig
+from agent_rl.train.megatron.packed_batch import PackedBatch, PackedRoutes
+from agent_rl.train.megatron.parallel import Ranks, destroy_parallel, init_parallel
+from r3.balance import Grid, Plan
+
+SLOTS = 2
+
+
+def hand_made(kind: str, grid: Grid, counts: NDArray[np.int32], shift: int) -> Plan:
+    """A plan for ``counts`` ``[R, E]``. Ranks borrow from their neighbours, other experts with every ``shift``.
+
+    ``relocate``: the borrower takes all of an expert's tokens, and in every third plan rank 0 borrows nothing.
+    ``replicate``: home and borrowers share them.
+    """
+    borrowed = np.full((grid.ranks, grid.slots), -1, np.int32)
+    taken: set[int] = set()
+    for rank in range(int(kind == "relocate" and shift % 3 == 2), grid.ranks):
+        for slot in range(grid.slots):
+            neighbour = (rank + 1 + slot * (kind == "replicate")) % grid.ranks
+            expert = neighbour * grid.homes + (shift + slot) % grid.homes
+            if grid.home_rank[expert] != rank and (kind == "replicate" or expert not in taken):
+                borrowed[rank, slot] = expert
+                taken.add(expert)
+    load = np.zeros((grid.experts, grid.ranks), np.int32)
+    for expert, total in enumerate(counts.sum(axis=0).tolist()):
+        holders = [rank for rank in range(grid.ranks) if expert in borrowed[rank]]
+        holders += [int(grid.home_rank[expert])] * (kind == "replicate" or not holders)
+        load[expert, sorted(set(holders))] = np.diff(np.linspace(0, total, len(set(holders)) + 1).astype(np.int32))
+    plan = Plan(grid, borrowed, load, counts)
+    plan.check()
+    return plan
+
+
+def foreseen(routes: list[Tensor], experts: int, group: Any) -> NDArray[np.int32]:
+    """``[M, L, R, E]`` from the routes that each rank of the expert group recorded, one ``[rows, L, k]`` a batch."""
+    own = [
+        [torch.bincount(column.flatten().long(), minlength=experts) for column in batch.unbind(1)] for batch in routes
+    ]
+    everyone: list[Any] = [None] * group.size()
+    torch.distributed.all_gather_object(everyone, [torch.stack(batch).numpy() for batch in own], group=group)
+    most, layers = max(map(len, everyone)), max(len(batch) for rank in everyone for batch in rank)
+    counts = np.zeros((most, layers, len(everyone), experts), np.int32)
+    for rank, held in enumerate(everyone):
+        for index, batch in enumerate(held):
+            counts[index, :, rank] = batch
+    return counts
+
+
+class NotReturned:
+    """A transfer that keeps the gradients to itself."""
+
+    def __init__(self, transfer: Any) -> None:
+        self._transfer = transfer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transfer, name)
+
+    def give_back(self, *_unused: Any) -> None: ...
+
+
+class NotKept(NotReturned):
+    """A transfer that takes a layer's newest plan for that of the micro-batch whose backward pass runs."""
+
+    def __init__(self, transfer: Any) -> None:
+        super().__init__(transfer)
+        self._newest: dict[int, Plan] = {}
+        self._seen: list[Plan] = []
+
+    def prefetch(self, layer: int, plan: Plan) -> None: ...
+
+    def fetch(self, layer: int, plan: Plan) -> Any:
+        if not any(plan is seen for seen in self._seen):
+            self._seen.append(plan)
+            self._newest[layer] = plan
+        return self._transfer.fetch(layer, self._newest[layer])
+
+    def give_back(self, layer: int, _plan: Plan, grad1: Tensor, grad2: Tensor) -> None:
+        self._transfer.give_back(layer, self._newest[layer], grad1, grad2)
+
+    def refresh(self) -> None:
+        self._seen.clear()
+
+
+class Stale(NotReturned):
+    """A transfer that gives what it once gave, although the weights have changed."""
+
+    def __init__(self, transfer: Any) -> None:
+        super().__init__(transfer)
+        self._once: dict[Any, Any] = {}
+
+    def prefetch(self, layer: int, plan: Plan) -> None: ...
+
+    def fetch(self, layer: int, plan: Plan) -> Any:
+        key = layer, plan.borrowed.tobytes()
+        if key not in self._once:
+            self._once[key] = self._transfer.fetch(layer, plan)
+        return self._once[key]
+
+    def give_back(self, *arguments: Any) -> None:
+        self._transfer.give_back(*arguments)
+
+
+FAULTS = {"not returned": NotReturned, "not kept": NotKept, "stale": Stale}
+
+
+def balancing(case: Mapping[str, Any], experts: int, group: Any) -> Any:
+    """What the model is built with: an exchange, with the case's fault."""
+    from agent_rl.train.megatron.balancer import Balancing
+    from agent_rl.train.megatron.exchange import Exchange
+
+    grid = Grid(experts, group.size(), SLOTS)
+
+    def transfers(layers: Any) -> Any:
+        exchange = Exchange(layers, grid, torch.distributed.get_process_group_ranks(group))
+        return exchange, FAULTS[case["fault"]](exchange) if case.get("fault") else exchange
+
+    return Balancing(grid, transfers, keep_order=case.get("keep_order", True))
+
+
+def given_routes(items: list[PackedBatch], model: Any, kind: str) -> list[PackedRoutes]:
+    """Random routes; ``absent``: every fifth row has none, ``crowded``: all rows have the same experts."""
+    layers, top_k, experts = model.moe_layers, model.top_k, model.num_experts
+    found = []
+    for batch in items:
+        generator = torch.Generator().manual_seed(len(batch))
+        chosen = torch.rand(len(batch), layers, experts, generator=generator).argsort(-1)[..., :top_k].to(torch.uint8)
+        if kind == "crowded":
+            chosen = torch.arange(top_k, dtype=torch.uint8).expand_as(chosen)
+        present = torch.arange(len(batch)) % 5 != 0 if kind == "absent" else torch.ones(len(batch), dtype=torch.bool)
+        found.append(PackedRoutes(chosen, present))
+    return found
+
+
+def results(
+    model: Any, items: list[PackedBatch], given: list[PackedRoutes], plans: Any, updates: int
+) -> dict[str, Any]:
+    """Old log-probs, a training pass with its gradients, and the weights after the updates."""
+    outputs = model.forward_logprobs(items, given, entropy=True, record=True, plans=plans)
+    found: dict[str, Any] = {"logprobs": [output.logprobs for output in outputs], "routes": [o.routes for o in outputs]}
+    steps = worker.optimizer(model, model.config.params_dtype)
+    for update in range(updates):
+        losses = model.train_microbatches(items, given, worker.loss, entropy_gradient=True, plans=plans)
+        if update == 0:
+            found["losses"] = [metrics["loss"] for metrics in losses]
+            found["gradients"] = [p.main_grad.clone() for module in model.modules for p in module.parameters()]
+        found[f"norm {update}"] = [torch.tensor(steps.step().grad_norm)]
+        if model.balancer is not None:
+            model.balancer.refresh()
+    return found | {"weights": worker.weights(model)}
+
+
+def apart(found: dict[str, Any], wanted: dict[str, Any]) -> dict[str, float]:
+    """The largest difference by kind; of gradients and norms over the tensor's largest."""
+    differences = {}
+    for kind, tensors in wanted.items():
+        scaled = kind == "gradients" or kind.startswith("norm")
+        differences[kind] = max(
+            (
+                float((got.double() - want.double()).abs().max() / (want.double().abs().max() if scaled else 1.0))
+                for got, want in zip(found[kind], tensors, strict=True)
+                if bool(want.any())
+            ),
+            default=0.0,
+        )
+    return differences
+
+
+def build(case: Mapping[str, Any], parallel: ParallelConfig, **options: Any) -> Any:
+    from agent_rl.train.megatron.model import PolicyModel
+
+    options |= case.get("options", {})
+    options["dtype"] = getattr(torch, options.pop("dtype", "float32"))
+    return PolicyModel.build(Path(case["folder"]), parallel, device=torch.device("cpu"), **options)
+
+
+def experts_of(model: Any) -> Iterator[Any]:
+    """The experts of every layer on this rank."""
+    from agent_rl.train.megatron.moe import Experts
+
+    for module in model.modules:
+        yield from (part for part in module.modules() if isinstance(part, Experts))
+
+
+class World:
+    """The cases of one layout; what they are compared with is run once."""
+
+    def __init__(self, parallel: ParallelConfig, ranks: Ranks) -> None:
+        from megatron.core import parallel_state
+
+        self._parallel, self._group = parallel, parallel_state.get_expert_model_parallel_group()
+        self._mine = slice(ranks.data_rank, None, ranks.data_size)
+        self._plain: dict[str, dict[str, Any]] = {}
+
+    def run(self, case: Mapping[str, Any]) -> dict[str, Any]:
+        """How far apart a case's results are with and without balancing, and the load of the fullest rank."""
+        items, kind, updates = worker.batches()[self._mine], case.get("routes", "whole"), case.get("updates", 2)
+        key = json.dumps([case["folder"], case.get("options"), kind, updates])
+        if key not in self._plain:
+            model = build(case, self._parallel)
+            self._plain[key] = results(model, items, given_routes(items, model, kind), None, updates)
+        plain = self._plain[key]
+        experts = json.loads((Path(case["folder"]) / "config.json").read_text())["num_experts"]
+        model = build(case, self._parallel, balance=balancing(case, experts, self._group))
+        grid, counts = Grid(experts, self._group.size(), SLOTS), foreseen(plain["routes"], experts, self._group)
+        plans = list(self._plans(case["plan"], grid, counts)) if case["plan"] != "none" else None
+        found = results(model, items, given_routes(items, model, kind), plans, updates)
+        moved = model.balancer.update.take_stats() if not case.get("fault") else None
+        model.balancer.close()
+        return apart(found, plain) | ({} if moved is None else self._unplanned(model, plans, moved, updates))
+
+    def _unplanned(self, model: Any, plans: Any, moved: Any, updates: int) -> dict[str, float]:
+        """Bytes moved that were not planned: each borrowed expert is fetched for the old log-probs, and in an update
+        forward and backward, and is returned once."""
+        rank = self._group.rank()
+        lent = sum(int((plan.borrowed[rank] >= 0).sum()) for batch in plans or () for plan in batch.values())
+        each = next((e.weight1[0].nbytes + e.weight2[0].nbytes for e in experts_of(model)), 0)
+        return {
+            "fetched": float(moved.fetched - lent * each * (1 + 2 * updates)),
+            "returned": float(moved.returned - lent * each * updates),
+            "borrowed": float(lent),
+        }
+
+    @staticmethod
+    def _plans(kind: str, grid: Grid, counts: NDArray[np.int32]) -> Iterator[dict[int, Plan]]:
+        for index, batch in enumerate(counts):
+            yield {column: hand_made(kind, grid, held, index + column) for column, held in enumerate(batch)}
+
+
+def main() -> None:
+    """Plan: a list of worlds ``{world_size, place, parallel, cases}``, run one after another by the first
+    ``world_size`` processes. A case is ``{name, folder, plan, options, routes, updates, keep_order, fault}``."""
+    rank, folder, worlds = int(sys.argv[1]), Path(sys.argv[2]), json.loads(Path(sys.argv[3]).read_text())
+    torch.set_num_threads(1)
+    for world in worlds:
+        if rank >= world["world_size"]:
+            continue
+        parallel = ParallelConfig(world_size=world["world_size"], **world["parallel"])
+        place = worker.meeting(world["place"], rank)
+        ranks = init_parallel(parallel, rank, device=torch.device("cpu"), timeout=120, **place)
+        cases = World(parallel, ranks)
+        for case in world["cases"]:
+            (folder / f"{case['name']}-{rank}.json").write_text(json.dumps(cases.run(case)))
+        destroy_parallel()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""Balanced experts compute what unbalanced ones do: to the last bit where experts only move, and nearly so where their
+tokens are shared out. Every case is compared with the same layout without balancing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed (the train extra)")
+import layout_matrix as matrix
+import megatron_tiny as tiny
+
+pytestmark = pytest.mark.megatron
+
+ALONE = {"distributed_optimizer": False}
+EP2, EP4 = {"expert": 2, **ALONE}, {"expert": 4, **ALONE}
+GATHER2, GATHER4 = ({"expert": size, "dispatcher": "allgather", **ALONE} for size in (2, 4))
+SHARED = {"expert": 2, "distributed_optimizer": True}
+TENSOR, CONTEXT = {"tensor": 2, **EP2}, {"context": 2, **EP2}
+PIPELINE, VIRTUAL = {"pipeline": 2, **EP2}, {"pipeline": 2, "virtual_pipeline": 2, **EP2}
+FULL, MOE = {"recompute": "full"}, {"recompute": "selective", "recompute_modules": ["moe"]}
+MODELS: dict[str, dict[str, Any]] = {
+    "top-2": {},
+    "top-4": {"num_experts": 16, "num_experts_per_tok": 4},
+    "top-8": {"num_experts": 16, "num_experts_per_tok": 8},
+    "shared": {"kind": "qwen2_moe", "head_dim": 8, "tied": False, "shared_expert_intermediate_size": 40},
+}
+
+Case = dict[str, Any]
+
+
+def case(name: str, plan: str, model: str = "top-2", **rest: Any) -> Case:
+    return {"name": name, "plan": plan, "model": model, **rest}
+
+
+def both(name: str, **rest: Any) -> list[Case]:
+    return [case(f"{name}-{plan}", plan, **rest) for plan in ("relocate", "replicate")]
+
+
+WORLDS: list[tuple[int, dict[str, Any], list[Case]]] = [
+    (
+        2,
+        EP2,
+        [
+            case("native", "none"),
+            *both("ep2"),
+            *both("ep2-full", options=FULL),
+            *both("ep2-moe", options=MOE),
+            *both("ep2-top4", model="top-4"),
+            *both("ep2-top8", model="top-8"),
+            *both("ep2-absent", routes="absent"),
+            *both("ep2-crowded", routes="crowded"),
+            *both("ep2-shared", model="shared"),
+            case("ep2-bf16-relocate", "relocate", options={"dtype": "bfloat16"}),
+            case("ep2-any-order", "relocate", model="top-4", keep_order=False),
+            case("fault-not-returned", "replicate", fault="not returned"),
+            case("fault-stale", "replicate", fault="stale"),
+        ],
+    ),
+    (2, GATHER2, both("ep2-allgather")),
+    (4, EP4, [*both("ep4"), *both("ep4-crowded", routes="crowded"), *both("ep4-top8", model="top-8")]),
+    (4, GATHER4, both("ep4-allgather")),
+    (4, SHARED, both("dp4-ep2")),
+    (4, TENSOR, both("tp2-ep2")),
+    (4, CONTEXT, both("cp2-ep2")),
+    (
+        4,
+        PIPELINE,
+        [*both("pp2-ep2"), *both("pp2-full", options=FULL), case("fault-not-kept", "replicate", fault="not kept")],
+    ),
+    (4, VIRTUAL, both("vpp2-ep2")),
+]
+CASES = {found["name"]: (size, found) for size, _, cases in WORLDS for found in cases}
+SOUND = [name for name in CASES if not name.startswith("fault")]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four processes run all cases one after another, the worlds of two in the first two of them."""
+    folder = tmp_path_factory.mktemp("results")
+    for name, changes in MODELS.items():
+        tiny.make(folder / name, **changes)
+    held = [tiny.reserved_port() for _ in WORLDS]
+    worlds = [
+        {
+            "world_size": size,
+            "place": [holder.getsockname()[1], holder.fileno()],
+            "parallel": parallel,
+            "cases": [found | {"folder": str(folder / found["model"])} for found in cases],
+        }
+        for holder, (size, parallel, cases) in zip(held, WORLDS, strict=True)
+    ]
+    plan = folder / "plan.json"
+    plan.write_text(json.dumps(worlds))
+    matrix.run_ranks("balanced_worker.py", 4, folder, plan, held, 400.0)
+    return folder
+
+
+def differences(results: Path, name: str) -> dict[str, float]:
+    """The largest of all ranks'."""
+    ranks = [json.loads((results / f"{name}-{rank}.json").read_text()) for rank in range(CASES[name][0])]
+    return {kind: max(abs(rank[kind]) for rank in ranks) for kind in ranks[0]}
+
+
+@pytest.mark.parametrize("name", [name for name in SOUND if CASES[name][1].get("keep_order", True)])
+def test_balanced_equals_unbalanced(name: str, results: Path) -> None:
+    found = differences(results, name)
+    assert (found.pop("borrowed") > 0) == (name != "native")
+    exact = {"logprobs", "routes", "losses", "fetched", "returned"} if "replicate" in name else set(found)
+    assert {kind: found[kind] for kind in exact} == dict.fromkeys(exact, 0.0)
+    assert found["gradients"] <= 3e-6
+    assert found["weights"] <= 1e-6
+
+
+def test_experts_added_up_in_another_order_are_close(results: Path) -> None:
+    found = differences(results, "ep2-any-order")
+    assert 0 < max(found["logprobs"], found["gradients"]) <= 1e-5
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("fault")])
+def test_a_fault_is_seen(name: str, results: Path) -> None:
+    found = differences(results, name)
+    assert found["logprobs"] == 0
+    assert max(found["gradients"], found["weights"]) >= 1e-3, found
