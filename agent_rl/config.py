@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from agent_rl.bootstrap import engine_python
 from agent_rl.errors import ConfigError
-from agent_rl.objective_facts import objective_facts
+from agent_rl.objective_facts import Aggregation, objective_facts
 from tools import ToolFormatError, tool_format
 
 RouteSource = Literal["sampled", "latest"]
@@ -20,11 +20,11 @@ FilterKind = Literal["none", "overlong", "compact"]
 Precision = Literal["float32", "bfloat16"]
 Recompute = Literal["none", "selective", "full"]
 Replay = Literal["r3", "r2", "off"]
-Aggregation = Literal["token", "sequence", "constant"]
 Baseline = Literal["mean", "leave_one_out", "batch"]
 AdvantageScale = Literal["group", "batch", "none"]
 OldLogprobSource = Literal["recompute", "rollout", "rescore"]
-Correction = Literal["tis", "icepop", "sequence_tis", "sequence_mask", "geometric_mask"]
+CorrectionWeight = Literal["token", "sequence"]
+CorrectionMask = Literal["token", "sequence", "geometric"]
 KlEstimator = Literal["k1", "k2", "k3"]
 OnSpike = Literal["skip", "clip", "allow"]
 Planner = Literal["foremoe", "eplb", "shadow"]
@@ -264,12 +264,36 @@ class OldLogprobConfig(Section):
 class CorrectionConfig(Section):
     """What is done about tokens that trainer and engine give different probabilities; see docs/trainer.md."""
 
-    kind: Correction | None = Field(
-        None, description="Weight or mask by the ratio of the trainer's probability to the rollout's; None: neither."
+    weight: CorrectionWeight | None = Field(
+        None, description="Importance weights of the old policy over the rollout: of tokens, or of whole sequences."
     )
-    low: float = Field(0.5, ge=0, description="Lower bound of the ratio, for the masks.")
-    high: float = Field(2.0, gt=0, description="Upper bound of the ratio.")
+    weight_low: float = Field(0.0, ge=0, description="Weights below this are raised to it.")
+    weight_high: float | None = Field(2.0, gt=0, description="Weights above this are cut to it; None: none is.")
+    normalise: bool = Field(False, description="Divide the weights by their mean over the step.")
+    mask: CorrectionMask | None = Field(
+        None,
+        description="Leave out tokens whose ratio of the trainer's probability to the rollout's is out of bounds: "
+        "their own, that of their whole sequence, or its geometric mean.",
+    )
+    mask_low: float = Field(0.5, ge=0, description="The lowest ratio that the mask keeps.")
+    mask_high: float = Field(2.0, gt=0, description="The highest ratio that the mask keeps.")
     veto: float | None = Field(None, gt=0, description="Leave out sequences with a token whose ratio is below this.")
+
+    @model_validator(mode="after")
+    def _makes_sense(self) -> CorrectionConfig:
+        if self.weight_high is not None and self.weight_low > self.weight_high:
+            raise ValueError(
+                f"train.correction.weight_low is {self.weight_low:g}, above weight_high {self.weight_high:g}: swap them"
+            )
+        if self.mask_low > self.mask_high:
+            raise ValueError(
+                f"train.correction.mask_low is {self.mask_low:g}, above mask_high {self.mask_high:g}: swap them"
+            )
+        if self.normalise and self.weight is None:
+            raise ValueError(
+                "train.correction.normalise divides weights by their mean: set weight to token or sequence"
+            )
+        return self
 
 
 class KlConfig(Section):
@@ -277,6 +301,9 @@ class KlConfig(Section):
 
     coefficient: float = Field(0.0, ge=0, description="Weight of the penalty (beta); 0: no reference model is held.")
     estimator: KlEstimator = Field("k3", description="How a token's KL is estimated.")
+    k3_limit: float | None = Field(
+        10.0, gt=0, description="The most that k3 of one token may be; beyond it has no gradient. None: no limit."
+    )
     where: Literal["loss", "reward"] = Field(
         "loss", description="A term of the loss (GRPO), or taken from the advantages token by token (REINFORCE++)."
     )
@@ -301,12 +328,23 @@ class Clip:
     """The clip of the ratio that is in effect: ``[1 - low, 1 + high]``.
 
     ``dual`` is dual-clip PPO's constant (arXiv 1912.09729): with A < 0 a token's loss is at most ``-dual * A``, however
-    large its ratio; None leaves that out.
+    large its ratio; None leaves that out. ``tau``: the temperatures of a soft gate in place of the clip (SAPO), for
+    A > 0 and for other A; None where the objective has none.
     """
 
     low: float
     high: float
     dual: float | None = None
+    tau: tuple[float, float] | None = None
+
+
+class OverlongConfig(Section):
+    """DAPO's soft punishment of long trajectories (arXiv 2503.14476, eq. 13)."""
+
+    buffer: int = Field(
+        0, ge=0, description="Tokens before rollout.max_tokens over which the penalty rises from 0; 0: no penalty."
+    )
+    penalty: float = Field(1.0, gt=0, description="What is taken from the reward at rollout.max_tokens.")
 
 
 class TrainConfig(Section):
@@ -320,15 +358,24 @@ class TrainConfig(Section):
     betas: tuple[float, float] = Field((0.9, 0.95))
     grad_clip: float = Field(1.0, gt=0, description="Global gradient-norm limit.")
     objective: Objective = Field(
-        "grpo", description="The policy objective: grpo, gspo, cispo, reinforce, or one of your own (docs/trainer.md)."
+        "grpo",
+        description="The policy objective: grpo, gspo, cispo, reinforce, sapo, gmpo, or one of your own "
+        "(docs/trainer.md).",
     )
-    aggregation: Aggregation = Field(
-        "token", description="Mean over tokens, over sequences of their means, or over sequences of sums / max_tokens."
+    aggregation: Aggregation | None = Field(
+        None,
+        description="Mean over tokens, over sequences of their means, or over sequences of sums / max_tokens. None: "
+        "the objective's own (docs/trainer.md).",
     )
     baseline: Baseline = Field(
         "mean", description="What a reward is compared with: its group's mean, the others' of it, or the step's mean."
     )
-    scale: AdvantageScale = Field("group", description="Whose standard deviation advantages are divided by.")
+    scale: AdvantageScale = Field(
+        "group",
+        description="Whose standard deviation advantages are divided by; batch: they are normalised over the step's "
+        "sampled tokens.",
+    )
+    overlong: OverlongConfig = OverlongConfig()
     old_logprob: OldLogprobConfig = OldLogprobConfig()
     filter: FilterKind = Field(
         "none",
@@ -337,13 +384,22 @@ class TrainConfig(Section):
     )
     correction: CorrectionConfig = CorrectionConfig()
     dual_clip: float | None = Field(None, gt=1, description="Dual clip's constant; None leaves it out.")
-    eps_low: float | None = Field(None, gt=0, description="Lower clip of the ratio; None: 0.2, with gspo 3e-4.")
+    eps_low: float | None = Field(
+        None, gt=0, description="Lower clip of the ratio; None: the objective's own (docs/trainer.md)."
+    )
     eps_high: float | None = Field(
-        None, gt=0, description="Upper clip of the ratio (clip-higher); None: 0.27, with gspo 4e-4."
+        None, gt=0, description="Upper clip of the ratio (clip-higher); None: the objective's own (docs/trainer.md)."
+    )
+    tau_positive: float | None = Field(
+        None, gt=0, description="Temperature of sapo's gate for positive advantages; None: 1."
+    )
+    tau_negative: float | None = Field(
+        None, gt=0, description="Temperature of sapo's gate for other advantages; None: 1.05."
     )
     kl: KlConfig = KlConfig()
     entropy_coefficient: float = Field(0.0, ge=0, description="Weight of the entropy bonus in the loss; 0: none.")
-    mini_steps: int = Field(1, gt=0, description="Optimizer updates a global step.")
+    mini_steps: int = Field(1, gt=0, description="Parts of a global step's samples, with an optimizer update each.")
+    epochs: int = Field(1, gt=0, description="How often a global step goes through its samples.")
     microbatch_tokens: int = Field(
         8192, gt=0, description="Tokens a packed micro-batch may hold, context ranks together; >= rollout.max_tokens."
     )
@@ -363,8 +419,8 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _makes_sense(self) -> TrainConfig:
-        facts = objective_facts(self.objective)
-        if problem := facts.refusal(self.objective, self.eps_low, self.eps_high, self.dual_clip):
+        facts, tau = objective_facts(self.objective), self.tau_positive or self.tau_negative
+        if problem := facts.refusal(self.objective, self.eps_low, self.eps_high, self.dual_clip, tau):
             raise ValueError(problem)
         if self.baseline == "batch" and self.scale == "group":
             raise ValueError(
@@ -376,8 +432,15 @@ class TrainConfig(Section):
     @property
     def clip(self) -> Clip:
         """The configured bounds, or the objective's own; no bounds at all for one that clips nothing."""
-        low, high = objective_facts(self.objective).clip or (math.inf, math.inf)
-        return Clip(self.eps_low or low, self.eps_high or high, self.dual_clip)
+        facts = objective_facts(self.objective)
+        low, high = facts.clip or (math.inf, math.inf)
+        tau = facts.tau and (self.tau_positive or facts.tau[0], self.tau_negative or facts.tau[1])
+        return Clip(self.eps_low or low, self.eps_high or high, self.dual_clip, tau)
+
+    @property
+    def averaged_over(self) -> Aggregation:
+        """The configured aggregation, or the objective's own."""
+        return self.aggregation or objective_facts(self.objective).aggregation
 
     @property
     def normalises_penalised(self) -> bool:
@@ -386,14 +449,9 @@ class TrainConfig(Section):
         return bool(self.kl.coefficient) and self.kl.where == "reward" and self.scale == "batch"
 
     @property
-    def advantage_scale(self) -> AdvantageScale:
-        """What the step's advantages are divided by before they reach the ranks."""
-        return "none" if self.normalises_penalised else self.scale
-
-    @property
     def total_updates(self) -> int:
         """Optimizer updates of the whole run."""
-        return max(1, self.steps * self.mini_steps)
+        return max(1, self.steps * self.mini_steps * self.epochs)
 
 
 class TraceConfig(Section):
@@ -531,6 +589,15 @@ class RunConfig(Section):
             raise ValueError(
                 f"rollout.group_size is 1 and train.baseline {self.train.baseline} compares within a group: set it to "
                 "2 or more, or baseline and scale to batch"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _leaves_room_before_the_penalty(self) -> RunConfig:
+        if self.train.overlong.buffer >= self.rollout.max_tokens:
+            raise ValueError(
+                f"train.overlong.buffer is {self.train.overlong.buffer} and rollout.max_tokens "
+                f"{self.rollout.max_tokens}: every trajectory would be punished; take a smaller buffer"
             )
         return self
 

@@ -51,7 +51,12 @@ def test_overrides_reach_nested_keys_as_yaml_values(quickstart: Path) -> None:
         ("train={objective: reinforce, eps_low: 0.2}", "objective reinforce clips nothing; leave them out"),
         ("train={objective: cispo, dual_clip: 3}", "the clipped surrogate, which objective cispo has not"),
         ("train.baseline=batch", "train.baseline batch compares over groups: set scale to batch or none"),
-        ("train.objective=grop", "did you mean 'grpo'? (registered: cispo, grpo, gspo, reinforce)"),
+        ("train.objective=grop", "did you mean 'grpo'? (registered: cispo, gmpo, grpo, gspo, reinforce, sapo)"),
+        ("train.tau_positive=2", "train.tau_negative: objective grpo has no soft gate; leave them out"),
+        ("train.correction={weight_low: 3}", "weight_low is 3, above weight_high 2: swap them"),
+        ("train.correction={mask: token, mask_low: 3}", "mask_low is 3, above mask_high 2: swap them"),
+        ("train.correction.normalise=true", "divides weights by their mean: set weight to token or sequence"),
+        ("train.overlong.buffer=99999", "every trajectory would be punished; take a smaller buffer"),
         ("rollout.tool_format=xlm", "unknown tool-call format 'xlm': did you mean 'xml'? (registered: hermes, xml)"),
         (
             "sandbox.backend=dokcer",

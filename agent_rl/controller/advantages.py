@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agent_rl.config import AdvantageScale, Baseline
+from agent_rl.config import AdvantageScale, Baseline, OverlongConfig
 from agent_rl.errors import TrainerError
 from agent_rl.types import Group, Sample, StopReason, Trajectory
 from r3.routing import Routing, Span, SpanKind
@@ -17,20 +17,22 @@ from r3.routing import Routing, Span, SpanKind
 
 @dataclass(frozen=True, slots=True)
 class GroupSamples:
-    """The samples of a step's groups; how many groups taught nothing because all their rewards were equal; and how many
-    trajectories were left out for want of routes."""
+    """The samples of a step's groups; how many groups taught nothing because all their rewards were equal; how many
+    trajectories were left out for want of routes; and what a trajectory's length took from its reward, the mean."""
 
     samples: tuple[Sample, ...]
     groups: int
     zero_variance_groups: int
     dropped: int = 0
+    overlong_penalty: float = 0.0
 
     @property
     def metrics(self) -> dict[str, float]:
-        """``train/zero_variance_groups``, ``train/samples`` and ``r3/dropped_samples``."""
+        """``train/zero_variance_groups``, ``train/samples``, ``train/overlong_penalty``, ``r3/dropped_samples``."""
         return {
             "train/zero_variance_groups": float(self.zero_variance_groups),
             "train/samples": float(len(self.samples)),
+            "train/overlong_penalty": self.overlong_penalty,
             "r3/dropped_samples": float(self.dropped),
         }
 
@@ -67,13 +69,18 @@ def samples_of(
     scale: AdvantageScale = "group",
     drop_missing: bool = False,
     masked: Collection[StopReason] = (),
+    penalty: Callable[[int], float] = lambda tokens: 0.0,
+    normalised: bool = True,
     eps: float = 1e-6,
 ) -> GroupSamples:
     """One sample a trajectory, its advantage taken within its group; groups without variance are dropped and counted.
 
-    ``scale`` "batch" divides by the standard deviation of all the step's advantages, and ``baseline`` "batch" compares
-    with the mean of all the step's rewards: both together are REINFORCE++'s ``(r - mean) / std`` over the global batch
-    (arXiv 2501.03262, eq. 10), the first alone is its variant with a baseline, the group's mean. A trajectory in which
+    ``scale`` "batch" normalises over all the step's sampled tokens, ``(A - mean) / std``, and ``baseline`` "batch"
+    compares with the mean of all the step's rewards: both together are REINFORCE++ (arXiv 2501.03262, eq. 10, whose
+    advantages are those of tokens), the first alone is its variant with a baseline, the group's mean. A group of equal
+    rewards teaches under either, and counts for mean and deviation; then only a step of equal rewards is dropped.
+    ``normalised`` False leaves that division to the ranks, who take a KL from the advantages first. ``penalty``: what
+    is taken from the reward of a trajectory of so many tokens (:func:`overlong_penalty`). A trajectory in which
     nothing was sampled counts for its group's advantages and is no sample. Where the engine sent the routes of some
     tokens only, the others' rows are absent and the trainer routes those tokens itself; with ``drop_missing`` such a
     trajectory is left out before advantages are taken, as if it had not been run, and a group that keeps fewer than 2
@@ -83,19 +90,48 @@ def samples_of(
     trainer.
     """
     like = next((t.routing for group in groups for t in group.trajectories if t.routing is not None), None)
-    kept: list[tuple[Trajectory, float]] = []
     members_of = [[t for t in group.trajectories if not (drop_missing and t.routes_missing)] for group in groups]
     dropped = sum(len(group.trajectories) for group in groups) - sum(map(len, members_of))
-    rewards = [[_reward(group, t) for t in members] for group, members in zip(groups, members_of, strict=True)]
-    zero_variance = 0
-    for members, advantages in zip(members_of, _advantages(rewards, baseline, scale, eps), strict=True):
-        if not advantages.any():
-            zero_variance += 1
-            continue
-        kept.extend((t, a) for t, a in zip(members, advantages.tolist(), strict=True) if _trained(t, masked))
-    spread = float(np.std([advantage for _, advantage in kept])) + eps if scale == "batch" and kept else 1.0
-    samples = tuple(_sample(t, advantage / spread, like) for t, advantage in kept)
-    return GroupSamples(samples, len(groups), zero_variance, dropped)
+    taken = [[penalty(len(t.tokens)) for t in members] for members in members_of]
+    rewards = [
+        [_reward(group, t) - less for t, less in zip(members, own, strict=True)]
+        for group, members, own in zip(groups, members_of, taken, strict=True)
+    ]
+    advantages = _advantages(rewards, baseline, scale, eps)
+    teaching = [bool(own.any()) for own in advantages]
+    if "batch" in (baseline, scale):
+        teaching = [any(teaching)] * len(groups)
+    if scale == "batch" and normalised:
+        advantages = _over_tokens(members_of, advantages, eps)
+    samples = tuple(
+        _sample(t, advantage, like)
+        for members, own, teaches in zip(members_of, advantages, teaching, strict=True)
+        for t, advantage in zip(members, own.tolist(), strict=True)
+        if teaches and _trained(t, masked)
+    )
+    mean_taken = float(np.mean([less for own in taken for less in own] or [0.0]))
+    return GroupSamples(samples, len(groups), teaching.count(False), dropped, mean_taken)
+
+
+def overlong_penalty(tokens: int, limit: int, overlong: OverlongConfig) -> float:
+    """What is taken from the reward of a trajectory of ``tokens``: nothing up to ``overlong.buffer`` before ``limit``,
+    from there in a straight line up to ``overlong.penalty`` at it (DAPO, arXiv 2503.14476, eq. 13, of whole
+    trajectories). 0 without a buffer."""
+    over = tokens - (limit - overlong.buffer)
+    return overlong.penalty * min(over / overlong.buffer, 1.0) if overlong.buffer and over > 0 else 0.0
+
+
+def _over_tokens(
+    members_of: Sequence[Sequence[Trajectory]], advantages: Sequence[NDArray[np.float64]], eps: float
+) -> list[NDArray[np.float64]]:
+    """``(A - mean) / (std + eps)``, both over the sampled tokens of all trajectories; ``[n]`` a group."""
+    tokens = np.array([t.loss_mask[1:].sum() for members in members_of for t in members], float)
+    if not tokens.any():
+        return list(advantages)
+    flat = np.concatenate(advantages)
+    mean = np.average(flat, weights=tokens)
+    std = np.sqrt(np.average((flat - mean) ** 2, weights=tokens))
+    return [(own - mean) / (std + eps) for own in advantages]
 
 
 def _advantages(

@@ -18,11 +18,12 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import asdict, dataclass, field
+from functools import partial
 
 from agent_rl.aio import cancel_on_signals
 from agent_rl.config import RunConfig
 from agent_rl.controller import preflight
-from agent_rl.controller.advantages import samples_of
+from agent_rl.controller.advantages import overlong_penalty, samples_of
 from agent_rl.controller.batch import Batch, Collector
 from agent_rl.controller.checkpoints import Checkpoints, Progress
 from agent_rl.controller.guard import Guard
@@ -162,9 +163,15 @@ class TrainingRun:
             prepared = samples_of(
                 batch.groups,
                 baseline=self.config.train.baseline,
-                scale=self.config.train.advantage_scale,
+                scale=self.config.train.scale,
                 drop_missing=self.config.r3.missing == "drop_sample",
                 masked=masked_stops(self.config.train.filter),
+                penalty=partial(
+                    overlong_penalty,
+                    limit=self.config.rollout.max_tokens,
+                    overlong=self.config.train.overlong,
+                ),
+                normalised=not self.config.train.normalises_penalised,
             )
             values |= prepared.metrics
             if prepared.samples:

@@ -171,6 +171,11 @@ METRICS: tuple[Metric, ...] = (
         _ADVANTAGES,
         ("train/samples", "count", "Trajectories that the step trained on."),
         ("train/zero_variance_groups", "count", "Groups left out because their advantages are all 0."),
+        (
+            "train/overlong_penalty",
+            "reward",
+            "What `train.overlong` took from a trajectory's reward, the mean over trajectories.",
+        ),
         ("r3/dropped_samples", "count", "Trajectories left out for want of routes (`r3.missing: drop_sample`)."),
     ),
     *_of(

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from agent_rl.config import KlConfig, TrainConfig
 from agent_rl.model_facts import check_alike
-from agent_rl.train.loss.objectives import advantage_moments, kl_estimate, normalised_advantages, penalised_advantages
+from agent_rl.train.loss.objectives import advantage_moments, kl_penalty, normalised_advantages, penalised_advantages
 from agent_rl.train.megatron.packed_batch import PackedBatch, PassOutput, Routes
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def compare_with_reference(
 
 def _penalised(batch: PackedBatch, old_T: Tensor, reference_T: Tensor, kl: KlConfig) -> Tensor:
     mask_T, sequence_T = batch.extras["mask"].to(old_T.device), batch.extras["sequence"].to(old_T.device)
-    kl_T = kl_estimate(kl.estimator, old_T, reference_T)
+    kl_T = kl_penalty(kl, old_T, reference_T)
     return penalised_advantages(batch.extras["advantages"].to(old_T), kl_T, mask_T, sequence_T, kl.coefficient)
 
 

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -23,10 +24,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agent_rl.config import OldLogprobSource, OnSpike, RunConfig
+from agent_rl.config import CorrectionConfig, OldLogprobSource, OnSpike, RunConfig
 from agent_rl.errors import TrainerError
 from agent_rl.train.batching.mini_steps import MiniStepShare
 from agent_rl.train.batching.packing import MicroBatch, pack
+from agent_rl.train.loss.corrections import correction_factors, weight_moments
 from agent_rl.train.loss.policy_loss import Counts, PolicyLoss, policy_loss
 from agent_rl.train.megatron.packed_batch import LossFn, PackedBatch, PassOutput, Routes
 from agent_rl.train.orders import StepOrder
@@ -117,6 +119,7 @@ def grpo_step(
     del old, native, recorded  # a step's routes are its largest part: none are kept that no pass replays
     source = config.train.old_logprob.source
     inputs = [_training_input(batch, before, source) for batch, before in zip(batches, logprobs, strict=True)]
+    inputs = _corrected(model, inputs, config.train.correction)
     compared = _compare(model, reference, inputs, pinned, logprobs, config)
     if compared is not None:
         inputs = [
@@ -242,11 +245,11 @@ def _updates(
     order: StepOrder,
     tracer: RankTracer | None,
 ) -> list[UpdateSums]:
-    config, updates, first = order.config, [], 0
-    for share in shares:
-        part = slice(first, first + len(share.micro_batches))
-        first = part.stop
-        with traced_pass(model, tracer, "train", part.start):
+    config, updates = order.config, []
+    ends = np.cumsum([len(share.micro_batches) for share in shares]).tolist()
+    for epoch, (share, end) in itertools.product(range(config.train.epochs), zip(shares, ends, strict=True)):
+        part = slice(end - len(share.micro_batches), end)
+        with traced_pass(model, tracer if epoch == 0 else None, "train", part.start):
             parts = model.train_microbatches(
                 inputs[part], routes[part] if routes is not None else None, grpo_loss(config, share),
                 temperature=config.rollout.logprob_temperature,
@@ -265,14 +268,39 @@ def _training_input(batch: MicroBatch, old_logprobs: Tensor, source: OldLogprobS
     lengths = torch.from_numpy(np.diff(batch.cu_seqlens)).long()
     return packed(
         batch,
-        mask=torch.from_numpy(batch.mask_T),
+        mask=torch.from_numpy(batch.mask_T).to(trainer.device),
         advantages=torch.from_numpy(batch.advantages_T),
         weights=torch.from_numpy(batch.weights_T),
-        sequence=torch.repeat_interleave(torch.arange(len(lengths)), lengths),
+        sequence=torch.repeat_interleave(torch.arange(len(lengths)), lengths).to(trainer.device),
         old_logprobs=old,
         log_ratio=trainer - rollout,
         log_weight=old - rollout,
     )
+
+
+def _corrected(model: StepModel, inputs: Sequence[PackedBatch], correction: CorrectionConfig) -> list[PackedBatch]:
+    """The inputs with the correction's factors ``[T]`` as a further extra. Collective where weights are normalised."""
+    mean = _mean_weight(model, inputs, correction) if correction.normalise else 1.0
+    return [
+        replace(item, extras={**item.extras, "factors": _factors(item.extras, correction, mean)}) for item in inputs
+    ]
+
+
+def _mean_weight(model: StepModel, inputs: Sequence[PackedBatch], correction: CorrectionConfig) -> float:
+    """Over the step's sampled tokens, also those of the other data ranks."""
+    own = [weight_moments(correction, *(item.extras[name] for name in _WEIGHED)) for item in inputs]
+    count, total = model.sum_over_data(torch.stack(own).sum(0) if own else torch.zeros(2, dtype=torch.float64)).tolist()
+    return float(total / count) if count else 1.0
+
+
+_WEIGHED = ("log_weight", "mask", "sequence")
+
+
+def _factors(extras: Mapping[str, Tensor], correction: CorrectionConfig, mean: float) -> Tensor:
+    log_weight_T, mask_T, sequence_T = (extras[name] for name in _WEIGHED)
+    return correction_factors(
+        correction, extras["log_ratio"], mask_T, sequence_T, log_weight_T=log_weight_T, mean=mean
+    )  # fmt: skip
 
 
 def _old_logprobs(batch: MicroBatch, trainer: Tensor, rollout: Tensor, source: OldLogprobSource) -> Tensor:
@@ -299,11 +327,10 @@ def grpo_loss(config: RunConfig, share: MiniStepShare) -> LossFn:
         result = policy_loss(
             logprobs_T,
             batch.extras["old_logprobs"],
-            batch.extras["log_ratio"],
+            batch.extras["factors"],
             batch.extras["advantages"],
             batch.extras["mask"],
             batch.extras["sequence"],
-            log_weight_T=batch.extras["log_weight"],
             entropy_T=torch.zeros_like(logprobs_T) if entropy_T is None else entropy_T,
             weights_T=batch.extras["weights"],
             train=config.train,

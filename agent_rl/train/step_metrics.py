@@ -74,7 +74,7 @@ def _reference(reports: Sequence[RankReport]) -> dict[str, float]:
         return {}
     finite = [(rank, report) for report in reports for rank in report.updates if rank.update.finite]
     tokens = sum(rank.tokens for rank, report in finite if report is reports[0])
-    sampled = sum(rank.tokens for rank in reports[0].updates)
+    sampled = sum(len(report.rollout_logprobs) for report in reports)
     return {
         "train/kl_reference": sum(rank.kl_reference for rank, _ in finite) / max(1, tokens),
         "train/kl_penalty": sum(report.taken for report in references) / max(1, sampled),

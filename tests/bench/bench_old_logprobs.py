@@ -279,8 +279,9 @@ VARIANTS = [
     (replay, source, correction)
     for replay in ("r3", "off")
     for source in ("recompute", "rollout", "rescore")
-    for correction in (None, "tis", "icepop")
+    for correction in ("None", "tis", "icepop")
 ]
+CORRECTIONS = {"None": {}, "tis": {"weight": "token"}, "icepop": {"weight": "token", "mask": "token"}}
 PAIRED = ("mismatch/k3_kl", "train/grad_norm", "train/approx_kl", "train/clip_fraction", "train/correction_weight")
 
 
@@ -324,7 +325,7 @@ def updates(model: Path, batches: Sequence[Sequence[Sample]]) -> list[dict[str, 
         shards = [cut(samples, each, rank.info().shard) for each in ids]
         figures = {}
         for replay, source, correction in VARIANTS:
-            train = {"replay": replay, "old_logprob": {"source": source}, "correction": {"kind": correction}}
+            train = {"replay": replay, "old_logprob": {"source": source}, "correction": CORRECTIONS[correction]}
             config = RunConfig.model_validate({"name": "pairs", "model": model, "train": train})
             order = StepOrder(config, measure_native=False)
             report, _ = rank.grpo(without_routes(samples, ids), shares, order, shards)

@@ -69,7 +69,8 @@ def test_recipes_are_what_they_are_named_for() -> None:
     assert (gspo.train.objective, gspo.train.eps_low, gspo.train.eps_high) == ("gspo", 3e-4, 4e-4)
     assert (gspo.train.replay, replayed.train.replay, replayed.train.objective) == ("off", "r3", "gspo")
     assert recipe("paper-maths-grpo").train.mini_steps > 1
-    assert (recipe("tis").train.correction.kind, recipe("tis").train.correction.high) == ("tis", 2.0)
+    correction = recipe("tis").train.correction
+    assert (correction.weight, correction.weight_high, correction.mask) == ("token", 2.0, None)
     kat = recipe("kat")
     assert (kat.train.old_logprob.source, kat.train.old_logprob.rescore.n) == ("rescore", 8)
     assert kat.rollout.dynamic_sampling.enabled

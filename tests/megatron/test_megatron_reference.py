@@ -3,6 +3,7 @@ test_megatron_parallel.py."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from agent_rl.train.loss.objectives import kl_estimate, penalised_advantages
 from agent_rl.train.megatron.packed_batch import PackedBatch, PackedRoutes
 from agent_rl.train.orders import OptimizerSpec, StepOrder
 from agent_rl.train.reports import RankReport
+from agent_rl.train.step_metrics import step_metrics
 from agent_rl.types import Sample
 
 pytestmark = pytest.mark.megatron
@@ -182,6 +184,39 @@ def test_all_mini_steps_have_the_log_probs_of_before_the_first(build: Build, oth
         assert update.kl_reference == pytest.approx(squares, rel=1e-4)
     assert report.updates[0].kl == pytest.approx(0, abs=1e-6)
     assert report.updates[1].kl > 1e-3, "the policy moved, and is compared with where it was"
+
+
+def test_epochs_go_through_the_same_mini_steps_again(build: Build, other: Path) -> None:
+    """With the log-probs of before the first of them; what is counted once a step stays counted once."""
+    from agent_rl.train.reference import Reference
+
+    kl = {"coefficient": 0.2, "estimator": "k1", "where": "reward"}
+    seen: list[Any] = []
+    model = build()
+    report = take_step(model, Reference.load(model, other), seen, kl=kl, mini_steps=2, epochs=2)
+    assert len(report.updates) == len(seen) == 4
+    assert [update.tokens for update in report.updates[2:]] == [update.tokens for update in report.updates[:2]]
+    for (first, _), (second, _) in zip(seen[:2], seen[2:], strict=True):
+        assert all(map(operator.is_, first, second))
+    assert report.updates[2].kl > report.updates[0].kl
+    assert report.reference is not None
+    sampled = sum(update.tokens for update in report.updates[:2])
+    values = step_metrics([report], None, None)
+    assert values["train/kl_penalty"] == pytest.approx(report.reference.taken / sampled)
+    assert values["train/sampled_tokens"] == 2 * sampled
+
+
+def test_normalised_weights_have_the_mean_one_over_a_step(build: Build) -> None:
+    seen: list[Any] = []
+    correction = {"weight": "token", "weight_high": None, "normalise": True}
+    take_step(build(), None, seen, mini_steps=2, correction=correction)
+    batches = [batch for given, _ in seen for batch in given]
+    mask, factors, log_weight = (
+        torch.cat([batch.extras[name] for batch in batches]) for name in ("mask", "factors", "log_weight")
+    )
+    assert float(factors[mask].mean()) == pytest.approx(1.0, rel=1e-6)
+    expected = log_weight[mask].exp()
+    torch.testing.assert_close(factors[mask], expected / expected.mean())
 
 
 @pytest.mark.parametrize("scale", ["none", "batch"])

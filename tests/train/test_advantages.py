@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent_rl.controller.advantages import group_advantages, samples_of
+from agent_rl.config import AdvantageScale, Baseline, OverlongConfig
+from agent_rl.controller.advantages import group_advantages, overlong_penalty, samples_of
 from agent_rl.errors import TrainerError
 from agent_rl.types import Group, StopReason, Trajectory
 from r3.routing import Routing, Span, SpanKind, append_span, validate
@@ -73,7 +74,12 @@ def test_groups_without_variance_are_dropped_and_counted() -> None:
     result = samples_of([group(1, 0), group(1, 1), group(0, 0, 0), group(0, 1)])
     assert [sample.advantage for sample in result.samples] == pytest.approx([1, -1, -1, 1], rel=1e-5)
     assert [int(sample.tokens[0]) for sample in result.samples] == [0, 1, 0, 1]
-    assert result.metrics == {"train/zero_variance_groups": 2.0, "train/samples": 4.0, "r3/dropped_samples": 0.0}
+    assert result.metrics == {
+        "train/zero_variance_groups": 2.0,
+        "train/samples": 4.0,
+        "train/overlong_penalty": 0.0,
+        "r3/dropped_samples": 0.0,
+    }
 
 
 def test_a_trajectory_without_reward_never_passes() -> None:
@@ -113,6 +119,61 @@ def test_reinforce_plus_plus_by_hand() -> None:
     assert samples_of([], baseline="batch", scale="batch").samples == ()
 
 
+def long(reward: float, sampled: int, stop: StopReason = StopReason.SUBMITTED) -> Trajectory:
+    """One that sampled so many tokens, after a prompt of two."""
+    mask = np.arange(sampled + 2) >= 2
+    zeros = np.zeros(sampled + 2)
+    return replace(
+        trajectory(reward), tokens=zeros.astype(np.int32), loss_mask=mask, logprobs=zeros.astype(np.float32), stop=stop
+    )
+
+
+def by_token(values: list[float], tokens: list[int]) -> list[float]:
+    """Normalised over tokens, one after another."""
+    flat = np.repeat(values, tokens)
+    return [(value - flat.mean()) / flat.std() for value in values]
+
+
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out", "batch"])
+def test_over_the_batch_is_over_its_sampled_tokens(baseline: Baseline) -> None:
+    """REINFORCE++, eq. 10: as when a KL in the reward, however small, made the ranks normalise."""
+    tokens = [1, 7]
+    found = samples_of([Group("t", (long(0, 1), long(1, 7)))], baseline=baseline, scale="batch", eps=0).samples
+    assert [sample.advantage for sample in found] == pytest.approx(by_token([-0.5, 0.5], tokens))
+    assert found[0].advantage == pytest.approx(-(7**0.5))
+    left = samples_of([Group("t", (long(0, 1), long(1, 7)))], baseline="mean", scale="batch", normalised=False).samples
+    assert [sample.advantage for sample in left] == [-0.5, 0.5], "the ranks divide, after they took the KL"
+
+
+def test_the_batchs_deviation_has_groups_of_equal_rewards_and_filtered_trajectories_in_it() -> None:
+    groups = [Group("t", (long(1, 3), long(0, 5, StopReason.CONTEXT_FULL))), group(1, 1), group(0, 0)]
+    expected = by_token([0.5, -0.5, 0, 0, 0, 0], [3, 5, 2, 2, 2, 2])
+    found = samples_of(groups, scale="batch", masked={StopReason.CONTEXT_FULL}, eps=0)
+    assert [sample.advantage for sample in found.samples] == pytest.approx([expected[0], *expected[2:]])
+    assert found.zero_variance_groups == 0
+
+
+@pytest.mark.parametrize("scale", ["batch", "none"])
+def test_under_the_batchs_baseline_a_group_at_its_mean_stays(scale: AdvantageScale) -> None:
+    """Its advantages are 0, and it has its KL and its place in what the loss is divided by."""
+    found = samples_of([group(0, 1, 0, 1), group(0.5, 0.5, 0.5, 0.5)], baseline="batch", scale=scale)
+    assert len(found.samples) == 8
+    assert [sample.advantage for sample in found.samples[4:]] == [0, 0, 0, 0]
+
+
+def test_overlong_trajectories_are_punished_in_a_straight_line() -> None:
+    """DAPO, eq. 13: a limit of 100 tokens and a buffer of 20."""
+    overlong = OverlongConfig(buffer=20, penalty=0.5)
+    taken = [overlong_penalty(tokens, 100, overlong) for tokens in (10, 80, 85, 90, 100, 120)]
+    assert taken == pytest.approx([0, 0, 0.125, 0.25, 0.5, 0.5])
+    assert overlong_penalty(100, 100, OverlongConfig()) == 0
+    groups = [Group("t", (long(1, 83), long(1, 10)))]
+    assert samples_of(groups).samples == ()
+    found = samples_of(groups, scale="none", penalty=lambda tokens: overlong_penalty(tokens, 100, overlong))
+    assert [sample.advantage for sample in found.samples] == pytest.approx([-0.0625, 0.0625])
+    assert found.overlong_penalty == pytest.approx(0.0625)
+
+
 def routed(*members: tuple[float, Routing | None]) -> Group:
     return Group("t", tuple(replace(trajectory(reward), routing=routing) for reward, routing in members))
 
@@ -126,7 +187,7 @@ def test_trajectories_without_routes_are_left_out_before_advantages_are_taken() 
     result = samples_of(groups, drop_missing=True)
     assert [sample.advantage for sample in result.samples] == pytest.approx([1, -1, 1, -1], rel=1e-5)
     assert all(sample.routing is WHOLE for sample in result.samples)
-    assert result.metrics == {"train/zero_variance_groups": 1.0, "train/samples": 4.0, "r3/dropped_samples": 3.0}
+    assert (result.zero_variance_groups, len(result.samples), result.dropped) == (1, 4, 3)
     assert len(samples_of(groups).samples) == 8
 
 

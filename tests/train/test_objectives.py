@@ -13,15 +13,15 @@ from pydantic import ValidationError
 torch = pytest.importorskip("torch", reason="needs the trainer environment")
 
 from agent_rl.config import (  # noqa: E402
-    Aggregation,
     Clip,
-    Correction,
     CorrectionConfig,
+    CorrectionMask,
+    CorrectionWeight,
     KlEstimator,
     TrainConfig,
 )
-from agent_rl.objective_facts import OBJECTIVES, ObjectiveFacts, objective_facts  # noqa: E402
-from agent_rl.train.loss.corrections import CORRECTIONS, correction_weights  # noqa: E402
+from agent_rl.objective_facts import OBJECTIVES, Aggregation, ObjectiveFacts, objective_facts  # noqa: E402
+from agent_rl.train.loss.corrections import RATIOS, correction_factors, weight_moments  # noqa: E402
 from agent_rl.train.loss.objectives import (  # noqa: E402
     AGGREGATIONS,
     KL_ESTIMATORS,
@@ -71,6 +71,13 @@ def reference_term(objective: str, data: dict[str, Any], t: int, clip: Clip) -> 
         return -bounded * a * new
     if objective == "reinforce":
         return -ratio * a
+    if objective == "sapo":
+        tau = clip.tau[a <= 0]
+        return -a * 4 / tau / (1 + math.exp(-tau * (ratio - 1)))
+    if objective == "gmpo":
+        own = [float(data["new"][u] - data["old"][u]) for u in members(data, int(data["sequence"][t]))]
+        kept = [min(log, clip.high) if a > 0 else max(log, -clip.low) for log in own]
+        return -a * math.exp(sum(kept) / len(kept))
     term = -min(ratio * a, bounded * a)
     return min(term, -clip.dual * a) if clip.dual is not None and a < 0 else term
 
@@ -78,7 +85,7 @@ def reference_term(objective: str, data: dict[str, Any], t: int, clip: Clip) -> 
 @pytest.mark.parametrize("dual", [None, 1.3])
 @pytest.mark.parametrize("objective", OBJECTIVES.built_in)
 def test_terms_equal_the_formula(objective: str, dual: float | None) -> None:
-    data, clip = draw(), Clip(0.2, 0.28, dual)
+    data, clip = draw(), Clip(0.2, 0.28, dual, tau=(1.0, 1.5))
     terms = objective_terms(objective, *(data[n] for n in ("new", "old", "advantages", "mask", "sequence")), clip)
     for t in range(len(data["new"])):
         if data["mask"][t]:
@@ -90,9 +97,9 @@ def summed(objective: str, data: dict[str, Any], new: Any, clip: Clip) -> Any:
     return (terms.loss_T * data["mask"]).sum()
 
 
-@pytest.mark.parametrize("objective", ["grpo", "reinforce"])
+@pytest.mark.parametrize("objective", ["grpo", "reinforce", "sapo", "gmpo"])
 def test_gradients_equal_finite_differences(objective: str) -> None:
-    data, clip, step = draw(), Clip(0.2, 0.28, 1.5), 1e-6
+    data, clip, step = draw(), Clip(0.2, 0.28, 1.5, tau=(1.0, 1.5)), 1e-6
     new = data["new"].clone().requires_grad_()
     (gradient,) = torch.autograd.grad(summed(objective, data, new, clip), new)
     for t in range(len(new)):
@@ -164,46 +171,66 @@ def reference_weight(bounds: CorrectionConfig, data: dict[str, Any], t: int) -> 
     ratio = math.exp(float(data["new"][t] - data["old"][t]))
     whole, mean = math.exp(sum(logs)), math.exp(sum(logs) / len(logs))
 
-    def inside(value: float, weight: float = 1.0) -> float:
-        return weight if bounds.low <= value <= bounds.high else 0.0
+    def inside(value: float, weight: float) -> float:
+        return weight if bounds.mask_low <= value <= bounds.mask_high else 0.0
 
-    return {
-        None: 1.0,
-        "tis": min(ratio, bounds.high),
-        "icepop": inside(ratio, ratio),
-        "sequence_tis": min(whole, bounds.high),
-        "sequence_mask": inside(whole),
-        "geometric_mask": inside(mean),
-    }[bounds.kind]
+    weight = {None: 1.0, "token": ratio, "sequence": whole}[bounds.weight]
+    if bounds.weight is not None:
+        weight = min(max(weight, bounds.weight_low), bounds.weight_high or math.inf)
+    return (
+        weight
+        if bounds.mask is None
+        else inside({"token": ratio, "sequence": whole, "geometric": mean}[bounds.mask], weight)
+    )
 
 
 @pytest.mark.parametrize("veto", [None, 0.5])
-@pytest.mark.parametrize("correction", [None, *get_args(Correction)])
-def test_corrections_equal_their_formulas(correction: Correction | None, veto: float | None) -> None:
+@pytest.mark.parametrize("high", [None, 1.25])
+@pytest.mark.parametrize("mask", [None, *get_args(CorrectionMask)])
+@pytest.mark.parametrize("weight", [None, *get_args(CorrectionWeight)])
+def test_corrections_equal_their_formulas(
+    weight: CorrectionWeight | None, mask: CorrectionMask | None, high: float | None, veto: float | None
+) -> None:
     seen = set()
+    weighing = {"weight": weight, "weight_low": 0.9, "weight_high": high}
     for seed in range(5):
-        data, bounds = draw(seed), CorrectionConfig(kind=correction, low=0.8, high=1.25, veto=veto)
-        weights = correction_weights(bounds, data["new"] - data["old"], data["mask"], data["sequence"])
+        data, bounds = draw(seed), CorrectionConfig(**weighing, mask=mask, mask_low=0.8, mask_high=1.25, veto=veto)
+        weights = correction_factors(bounds, data["new"] - data["old"], data["mask"], data["sequence"])
         assert not weights.requires_grad
         for t in range(len(weights)):
             if data["mask"][t]:
                 assert float(weights[t]) == pytest.approx(reference_weight(bounds, data, t), rel=1e-12)
                 seen.add(float(weights[t]) == 0.0)
-    if correction not in (None, "tis", "sequence_tis"):
+    if mask is not None:
         assert seen == {True, False}, "the draw must meet both sides of the bounds"
 
 
 def test_a_long_sequences_product_does_not_overflow() -> None:
     log_ratio, mask = torch.full((20_000,), 0.5), torch.ones(20_000, dtype=torch.bool)
     sequence = torch.zeros(20_000, dtype=torch.int64)
-    for correction in ("sequence_tis", "sequence_mask"):
-        weights = correction_weights(CorrectionConfig(kind=correction), log_ratio, mask, sequence)
-        assert torch.isfinite(weights).all()
+    for bounds in (CorrectionConfig(weight="sequence", weight_high=None), CorrectionConfig(mask="sequence")):
+        assert torch.isfinite(correction_factors(bounds, log_ratio, mask, sequence)).all()
+
+
+@pytest.mark.parametrize("weight", get_args(CorrectionWeight))
+def test_normalised_weights_have_the_mean_one_over_what_was_sampled(weight: CorrectionWeight) -> None:
+    """By moments of parts that add up, as micro-batches' and ranks' do; before the mask leaves anything out."""
+    data, bounds = draw(), CorrectionConfig(weight=weight, normalise=True)
+    ratio, mask, sequence = data["new"] - data["old"], data["mask"], data["sequence"]
+    parts = [weight_moments(bounds, *(v[part] for v in (ratio, mask, sequence))) for part in (slice(8), slice(8, 29))]
+    count, total = torch.stack(parts).sum(0).tolist()
+    assert count == int(mask.sum())
+    factors = correction_factors(bounds, ratio, mask, sequence, mean=total / count)
+    assert float(factors[mask].mean()) == pytest.approx(1.0, rel=1e-12)
+    masked = CorrectionConfig(weight=weight, normalise=True, mask="token", mask_low=0.8, mask_high=1.25)
+    kept = correction_factors(masked, ratio, mask, sequence, mean=total / count)
+    assert torch.equal(kept, torch.where((kept != 0), factors, torch.zeros(())))
+    assert (kept == 0).any()
 
 
 def test_the_configs_choices_are_what_the_losses_register() -> None:
     assert set(get_args(Aggregation)) == AGGREGATIONS.keys()
-    assert set(get_args(Correction)) == CORRECTIONS.keys()
+    assert {*get_args(CorrectionWeight), *get_args(CorrectionMask)} == RATIOS.keys()
     assert set(get_args(KlEstimator)) == KL_ESTIMATORS.keys()
 
 

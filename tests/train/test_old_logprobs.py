@@ -12,14 +12,14 @@ from trajectories import trajectory
 
 torch = pytest.importorskip("torch")
 
-from agent_rl.config import Correction, CorrectionConfig, OldLogprobSource, RunConfig  # noqa: E402
+from agent_rl.config import CorrectionConfig, CorrectionMask, CorrectionWeight, OldLogprobSource, RunConfig  # noqa: E402
 from agent_rl.controller.advantages import samples_of  # noqa: E402
 from agent_rl.controller.preflight import check_lengths  # noqa: E402
 from agent_rl.errors import TrainerError, UserError  # noqa: E402
 from agent_rl.model.shipped import install_model  # noqa: E402
 from agent_rl.model_facts import read_facts  # noqa: E402
 from agent_rl.train.batching.packing import MicroBatch, pack  # noqa: E402
-from agent_rl.train.loss.corrections import correction_weights  # noqa: E402
+from agent_rl.train.loss.corrections import correction_factors  # noqa: E402
 from agent_rl.train.step import _training_input  # noqa: E402
 from agent_rl.types import Group, Rescored, Sample, StopReason  # noqa: E402
 
@@ -93,9 +93,12 @@ def test_what_was_not_rescored_is_refused() -> None:
         _training_input(replace(batch, old_logprobs_T=None), trainer, "rescore")
 
 
-@pytest.mark.parametrize("correction", get_args(Correction))
+@pytest.mark.parametrize("mask", [None, *get_args(CorrectionMask)])
+@pytest.mark.parametrize("weight", [None, *get_args(CorrectionWeight)])
 @pytest.mark.parametrize("source", SOURCES)
-def test_a_correction_asks_the_same_of_every_source(source: OldLogprobSource, correction: Correction) -> None:
+def test_a_correction_asks_the_same_of_every_source(
+    source: OldLogprobSource, weight: CorrectionWeight | None, mask: CorrectionMask | None
+) -> None:
     """Masks judge trainer against engine, whatever the source; rho times a weight is the ratio to the sampler, once."""
     batch, trainer = made_batch()
     extras = _training_input(batch, trainer, source).extras
@@ -103,23 +106,22 @@ def test_a_correction_asks_the_same_of_every_source(source: OldLogprobSource, co
 
     def factors(bounds: CorrectionConfig) -> torch.Tensor:
         log_weight_T = extras["log_weight"]
-        return correction_weights(bounds, extras["log_ratio"], mask_T, sequence_T, log_weight_T=log_weight_T)
+        return correction_factors(bounds, extras["log_ratio"], mask_T, sequence_T, log_weight_T=log_weight_T)
 
     sampler_T = torch.from_numpy(batch.logprobs_T)
     now_T = trainer + 0.1
     log_rho_T = now_T - extras["old_logprobs"]
-    wide = factors(CorrectionConfig(kind=correction, low=0.0, high=1e9))
-    if correction in ("tis", "icepop"):
+    wide = factors(CorrectionConfig(weight=weight, weight_high=None, mask=mask, mask_low=0.0, mask_high=1e9))
+    if weight == "token":
         torch.testing.assert_close((log_rho_T.exp() * wide)[mask_T], (now_T - sampler_T).exp()[mask_T])
-    elif correction == "sequence_tis":
+    elif weight == "sequence":
         whole = [(extras["log_weight"] * mask_T)[sequence_T == at].sum().exp() for at in (0, 1)]
         torch.testing.assert_close(wide, torch.stack(whole)[sequence_T])
     else:
         assert (wide == 1).all()
-    if correction.endswith("mask") or correction == "icepop":
-        narrow = CorrectionConfig(kind=correction, low=0.9, high=1.1)
-        reference = correction_weights(narrow, extras["log_ratio"], mask_T, sequence_T)
-        torch.testing.assert_close(factors(narrow) == 0, reference == 0, rtol=0, atol=0)
+    narrow = CorrectionConfig(weight=weight, mask=mask, mask_low=0.9, mask_high=1.1)
+    reference = correction_factors(narrow, extras["log_ratio"], mask_T, sequence_T)
+    assert torch.equal(factors(narrow) == 0, reference == 0)
 
 
 def test_a_trajectory_that_may_fill_the_context_cannot_be_rescored(tmp_path: Path) -> None:

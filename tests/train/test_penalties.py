@@ -72,6 +72,14 @@ def test_a_long_sequences_penalty_keeps_its_digits() -> None:
     torch.testing.assert_close(found[65_535::65_536], -kl[65_535::65_536], rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("huge", [2e17, -2e17, math.inf, math.nan])
+def test_a_neighbours_penalty_does_not_leak(huge: float) -> None:
+    """A sequence's sum is its own: 1 - 0.5 (0.4 + 0.6), however large its neighbours' are."""
+    kl, sequence = torch.tensor([huge, 0.4, 0.6, huge], dtype=torch.float64), torch.tensor([0, 1, 1, 2])
+    found = penalised_advantages(torch.ones_like(kl), kl, torch.ones_like(kl, dtype=torch.bool), sequence, 0.5)
+    assert found[1:3].tolist() == pytest.approx([0.5, 0.7])
+
+
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 2**31))
 def test_normalised_over_all_sampled_tokens(lengths: list[int], seed: int) -> None:

@@ -17,17 +17,18 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch", reason="needs the trainer environment")
 
 from agent_rl.config import (  # noqa: E402
-    Aggregation,
     Clip,
-    Correction,
     CorrectionConfig,
+    CorrectionMask,
+    CorrectionWeight,
     KlConfig,
     RunConfig,
     TrainConfig,
 )
-from agent_rl.objective_facts import OBJECTIVES  # noqa: E402
+from agent_rl.objective_facts import OBJECTIVES, Aggregation  # noqa: E402
 from agent_rl.train.batching.mini_steps import split_step  # noqa: E402
 from agent_rl.train.batching.packing import MicroBatch, pack  # noqa: E402
+from agent_rl.train.loss.corrections import correction_factors  # noqa: E402
 from agent_rl.train.loss.objectives import aggregation_weights  # noqa: E402
 from agent_rl.train.loss.policy_loss import Counts, policy_loss  # noqa: E402
 from agent_rl.types import Sample  # noqa: E402
@@ -39,7 +40,8 @@ PENALTIES = (
     KlConfig(coefficient=0.3, estimator="k3"),
     KlConfig(coefficient=0.3, estimator="k1", where="reward"),
 )
-CORRECTIONS = (None, *get_args(Correction))
+CORRECTIONS = tuple(itertools.product((None, *get_args(CorrectionWeight)), (None, *get_args(CorrectionMask))))
+"""Weights and masks."""
 LENGTH = 50
 """What the aggregation ``constant`` divides by."""
 
@@ -82,20 +84,23 @@ def computed(case: Case, chosen: TrainConfig, counts: Counts) -> tuple[Any, Any,
     """The result, and the tensors of log-probs and entropies that it has a gradient in."""
     tensors = {name: torch.tensor(case.values[name]) for name in NAMES}
     new, entropy = tensors["new"].requires_grad_(), tensors["entropy"].requires_grad_()
+    mask, sequence = torch.tensor(case.mask), torch.tensor(case.sequence)
+    factors = correction_factors(
+        chosen.correction, tensors["log_ratio"], mask, sequence, log_weight_T=tensors["log_weight"]
+    )
     result = policy_loss(
         new,
         tensors["old"],
-        tensors["log_ratio"],
+        factors,
         tensors["advantages"],
-        torch.tensor(case.mask),
-        torch.tensor(case.sequence),
+        mask,
+        sequence,
         entropy_T=entropy,
         weights_T=tensors["weights"],
         train=chosen,
         length=LENGTH,
         counts=counts,
         reference_T=tensors["reference"],
-        log_weight_T=tensors["log_weight"],
     )
     return result, new, entropy
 
@@ -110,15 +115,20 @@ def direct(case: Case, chosen: TrainConfig, counts: Counts, frozen: np.ndarray |
             term = direct_correction(case, chosen, own, t) * direct_term(case, chosen, own, t, frozen)
             if chosen.kl.coefficient and chosen.kl.where == "loss":
                 d = v["new"][t] - v["reference"][t]
-                term += chosen.kl.coefficient * {"k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[chosen.kl.estimator]
+                term += chosen.kl.coefficient * {"k2": d * d / 2, "k3": direct_k3(d, chosen.kl)}[chosen.kl.estimator]
             term -= chosen.entropy_coefficient * v["entropy"][t]
             divisor = {
                 "token": counts.tokens,
                 "sequence": counts.sequences * len(own),
                 "constant": counts.sequences * LENGTH,
-            }[chosen.aggregation]
+            }[chosen.averaged_over]
             total += v["weights"][t] * term / divisor
     return total
+
+
+def direct_k3(d: float, kl: KlConfig) -> float:
+    k3 = math.exp(-d) - 1 + d
+    return k3 if kl.k3_limit is None else min(k3, kl.k3_limit)
 
 
 def direct_term(case: Case, chosen: TrainConfig, own: list[int], t: int, frozen: np.ndarray) -> float:
@@ -127,8 +137,13 @@ def direct_term(case: Case, chosen: TrainConfig, own: list[int], t: int, frozen:
     if chosen.objective == "gspo":
         log_ratio = sum(frozen[u] - v["old"][u] for u in own) / len(own) + v["new"][t] - frozen[t]
     ratio = math.exp(log_ratio)
+    if chosen.objective == "gmpo":
+        return -math.exp(sum(direct_gmpo(case, clip, u) for u in own) / len(own)) * advantage
     if chosen.objective == "reinforce":
         return -ratio * advantage
+    if chosen.objective == "sapo":
+        tau = clip.tau[0 if advantage > 0 else 1]
+        return -4 / tau / (1 + math.exp(-tau * (ratio - 1))) * advantage
     if chosen.objective == "cispo":
         weight = min(max(math.exp(frozen[t] - v["old"][t]), 1 - clip.low), 1 + clip.high)
         return -weight * advantage * v["new"][t]
@@ -136,22 +151,27 @@ def direct_term(case: Case, chosen: TrainConfig, own: list[int], t: int, frozen:
     return min(term, -clip.dual * advantage) if clip.dual is not None and advantage < 0 else term
 
 
+def direct_gmpo(case: Case, clip: Clip, u: int) -> float:
+    """The logarithm of the token's ratio, clipped where it rises with its advantage."""
+    log_ratio = case.values["new"][u] - case.values["old"][u]
+    return min(log_ratio, clip.high) if case.values["advantages"][u] > 0 else max(log_ratio, -clip.low)
+
+
 def direct_correction(case: Case, chosen: TrainConfig, own: list[int], t: int) -> float:
-    ratios, bounds = case.values["log_ratio"], chosen.correction
+    ratios, weights, bounds = case.values["log_ratio"], case.values["log_weight"], chosen.correction
     if bounds.veto is not None and min(math.exp(ratios[u]) for u in own) < bounds.veto:
         return 0.0
-    weight = math.exp(case.values["log_weight"][t])
-    if chosen.correction.kind == "tis":
-        return min(weight, bounds.high)
-    if chosen.correction.kind == "sequence_tis":
-        return min(math.exp(sum(case.values["log_weight"][u] for u in own)), bounds.high)
-    if chosen.correction.kind == "icepop":
-        return weight if bounds.low <= math.exp(ratios[t]) <= bounds.high else 0.0
-    if chosen.correction.kind == "sequence_mask":
-        return float(bounds.low <= math.exp(sum(ratios[u] for u in own)) <= bounds.high)
-    if chosen.correction.kind == "geometric_mask":
-        return float(bounds.low <= math.exp(sum(ratios[u] for u in own) / len(own)) <= bounds.high)
-    return 1.0
+    looked_at = {
+        "token": ratios[t],
+        "sequence": sum(ratios[u] for u in own),
+        "geometric": sum(ratios[u] for u in own) / len(own),
+    }
+    if bounds.mask is not None and not bounds.mask_low <= math.exp(looked_at[bounds.mask]) <= bounds.mask_high:
+        return 0.0
+    if bounds.weight is None:
+        return 1.0
+    weight = math.exp(weights[t] if bounds.weight == "token" else sum(weights[u] for u in own))
+    return min(max(weight, bounds.weight_low), bounds.weight_high)
 
 
 CLIPS: dict[str, dict[str, float]] = {
@@ -159,6 +179,8 @@ CLIPS: dict[str, dict[str, float]] = {
     "gspo": {"eps_low": 0.08, "eps_high": 0.09},
     "cispo": {"eps_low": 0.2, "eps_high": 0.28},
     "reinforce": {},
+    "sapo": {"tau_positive": 2.0, "tau_negative": 3.0},
+    "gmpo": {"eps_low": 0.2, "eps_high": 0.3},
 }
 """So wide that many ratios are within, and as narrow as the config demands of gspo."""
 
@@ -172,11 +194,19 @@ def all_settings() -> list[TrainConfig]:
             **CLIPS[objective],
             dual_clip=1.3 if index % 2 and objective in ("grpo", "gspo") else None,
             aggregation=aggregation,
-            correction=CorrectionConfig(kind=correction, low=0.8, high=1.25, veto=0.5 if index % 3 == 0 else None),
+            correction=CorrectionConfig(
+                weight=weight,
+                weight_low=0.9,
+                weight_high=1.25,
+                mask=mask,
+                mask_low=0.8,
+                mask_high=1.25,
+                veto=0.5 if index % 3 == 0 else None,
+            ),
             kl=penalty,
             entropy_coefficient=0.05 if index % 5 else 0.0,
         )
-        for index, (objective, aggregation, correction, penalty) in enumerate(parts)
+        for index, (objective, aggregation, (weight, mask), penalty) in enumerate(parts)
     ]
 
 
@@ -185,7 +215,7 @@ LENGTHS = [7, 1, 12, 5, 4]
 
 
 def test_every_combination_equals_the_formula() -> None:
-    assert len(ALL) == 4 * 3 * 6 * 4
+    assert len(ALL) == 6 * 3 * 12 * 4
     for index, chosen in enumerate(ALL):
         case = draw(LENGTHS, seed=index)
         result, *_ = computed(case, chosen, case.counts)
@@ -243,9 +273,14 @@ def test_neither_packing_order_nor_micro_batches_change_the_sum(
     np.testing.assert_allclose(found, slopes, rtol=1e-9, atol=1e-12)
 
 
-@settings(deadline=None, max_examples=60)
-@given(batches)
-def test_tokens_that_were_not_sampled_take_part_in_nothing(batch: tuple[list[int], int, TrainConfig]) -> None:
+JUNK = st.sampled_from((np.nan, np.inf, -np.inf, 1e308, -1e308, 5e-324, 0.0))
+
+
+@settings(deadline=None, max_examples=100)
+@given(batches, st.fixed_dictionaries({name: JUNK for name in NAMES}))
+def test_tokens_that_were_not_sampled_take_part_in_nothing(
+    batch: tuple[list[int], int, TrainConfig], junk: dict[str, float]
+) -> None:
     """Whatever stands at them, infinite or not a number, loss and gradients are as if they were not there."""
     lengths, seed, chosen = batch
     case = draw(lengths, seed)
@@ -256,8 +291,8 @@ def test_tokens_that_were_not_sampled_take_part_in_nothing(batch: tuple[list[int
     bare = case.take(kept, np.array([names[s] for s in case.sequence[kept].tolist()]))
     loss, slopes = gradient(bare, chosen, case.counts)
     spoiled = {name: values.copy() for name, values in case.values.items()}
-    for name, junk in (("old", -np.inf), ("log_ratio", np.nan), ("log_weight", np.inf), ("reference", np.nan)):
-        spoiled[name][~case.mask] = junk
+    for name, value in junk.items():
+        spoiled[name][~case.mask] = value
     with_padding, found = gradient(replace(case, values=spoiled), chosen, case.counts)
     assert with_padding == pytest.approx(loss, rel=1e-9, abs=1e-12)
     np.testing.assert_allclose(found[:, kept], slopes, rtol=1e-9, atol=1e-12)
@@ -265,55 +300,61 @@ def test_tokens_that_were_not_sampled_take_part_in_nothing(batch: tuple[list[int
 
 
 PAPER = {"eps_low": 0.2, "eps_high": 0.2}
-PRESETS: dict[str, tuple[TrainConfig, str]] = {
-    "GRPO": (TrainConfig(**PAPER, aggregation="sequence", kl=KlConfig(coefficient=0.04)), "group"),
-    "DAPO": (TrainConfig(eps_low=0.2, eps_high=0.28, aggregation="token"), "group"),
-    "Dr.GRPO": (TrainConfig(**PAPER, aggregation="constant", scale="none"), "none"),
-    "GSPO": (TrainConfig(objective="gspo", eps_low=3e-4, eps_high=4e-4, aggregation="sequence"), "group"),
-    "CISPO": (TrainConfig(objective="cispo", eps_low=1.0, eps_high=0.27), "group"),
-    "REINFORCE++": (
-        TrainConfig(**PAPER, baseline="batch", scale="batch",
-                    kl=KlConfig(coefficient=0.01, estimator="k1", where="reward")), "none"
+PRESETS: dict[str, TrainConfig] = {
+    "GRPO": TrainConfig(**PAPER, aggregation="sequence", kl=KlConfig(coefficient=0.04)),
+    "DAPO": TrainConfig(eps_low=0.2, eps_high=0.28, aggregation="token"),
+    "Dr.GRPO": TrainConfig(**PAPER, aggregation="constant", scale="none"),
+    "GSPO": TrainConfig(objective="gspo", eps_low=3e-4, eps_high=4e-4, aggregation="sequence"),
+    "CISPO": TrainConfig(objective="cispo", eps_low=1.0, eps_high=0.27, aggregation="token"),
+    "SAPO": TrainConfig(objective="sapo", tau_positive=1.0, tau_negative=1.05, aggregation="sequence"),
+    "GMPO": TrainConfig(objective="gmpo", eps_low=0.4, eps_high=0.4, aggregation="sequence"),
+    "REINFORCE++": TrainConfig(
+        **PAPER, baseline="batch", scale="batch", kl=KlConfig(coefficient=0.01, estimator="k1", where="reward")
     ),
-    "REINFORCE++ with baseline": (
-        TrainConfig(**PAPER, scale="batch", kl=KlConfig(coefficient=0.01, estimator="k2")), "batch"
+    "REINFORCE++ with baseline": TrainConfig(**PAPER, scale="batch", kl=KlConfig(coefficient=0.01, estimator="k2")),
+    "REINFORCE, leave-one-out": TrainConfig(
+        objective="reinforce", aggregation="constant", baseline="leave_one_out", scale="none"
     ),
-    "REINFORCE, leave-one-out": (
-        TrainConfig(objective="reinforce", aggregation="constant", baseline="leave_one_out", scale="none"), "none"
-    ),
-    "dual clip": (TrainConfig(eps_low=0.2, eps_high=0.27, dual_clip=3.0), "group"),
-}  # fmt: skip
-"""What the config lines of docs/trainer.md must give: the losses, and what ``samples_of`` divides by."""
-LOSS_KEYS = ("objective", "clip", "aggregation", "baseline", "correction", "kl", "entropy_coefficient")
+    "dual clip": TrainConfig(eps_low=0.2, eps_high=0.27, dual_clip=3.0),
+}
+"""What the config lines of docs/trainer.md must give."""
+LOSS_KEYS = ("objective", "clip", "averaged_over", "baseline", "scale", "correction", "kl", "entropy_coefficient")
+
+
+def table(head: str) -> list[list[str]]:
+    """The cells of a table of docs/trainer.md, by row."""
+    lines = (Path(__file__).parents[2] / "docs" / "trainer.md").read_text().splitlines()
+    rows = itertools.takewhile(lambda line: line.startswith("|"), lines[lines.index(head) + 2 :])
+    return [[cell.strip() for cell in row[1:-1].replace("\\|", "!").split("|")] for row in rows]
 
 
 def documented() -> dict[str, dict[str, Any]]:
     """The config lines of docs/trainer.md's table, by objective."""
-    lines = (Path(__file__).parents[2] / "docs" / "trainer.md").read_text().splitlines()
-    start = lines.index("| objective | equation | source | `train:` |")
-    rows = itertools.takewhile(lambda line: line.startswith("|"), lines[start + 2 :])
-    cells = [row.strip("| ").split(" | ") for row in rows]
-    return {row[0]: yaml.safe_load(row[-1].strip("`")) for row in cells}
+    rows = table("| objective | equation | source | `train:` |")
+    return {row[0]: yaml.safe_load(row[-1].strip("`")) for row in rows}
 
 
 def test_the_documented_config_lines_give_the_papers_losses() -> None:
     found = documented()
     assert found.keys() == PRESETS.keys()
-    for name, (wanted, scale) in PRESETS.items():
+    for name, wanted in PRESETS.items():
         train = RunConfig.model_validate({"name": "test", "model": ".", "train": found[name]}).train
         assert [getattr(train, key) for key in LOSS_KEYS] == [getattr(wanted, key) for key in LOSS_KEYS], name
-        assert train.advantage_scale == scale, name
         assert train.normalises_penalised == (name == "REINFORCE++")
         case = draw(LENGTHS, seed=3)
         result, *_ = computed(case, train, case.counts)
         assert result.loss.item() == pytest.approx(direct(case, wanted, case.counts), rel=1e-10), name
 
 
-def test_left_out_clip_bounds_are_the_objectives_own() -> None:
-    bounds = {name: TrainConfig(objective=name).clip for name in OBJECTIVES.built_in}
-    assert bounds.pop("gspo") == Clip(3e-4, 4e-4)
-    assert bounds.pop("reinforce") == Clip(math.inf, math.inf)
-    assert set(bounds.values()) == {Clip(0.2, 0.27)}
+def test_the_page_has_every_objectives_own_defaults() -> None:
+    rows = table("| `objective` | `eps_low` | `eps_high` | `tau_positive` | `tau_negative` | `aggregation` |")
+    found = {row[0].strip("`"): row[1:] for row in rows}
+    assert found.keys() == set(OBJECTIVES.built_in)
+    for name, cells in found.items():
+        train = TrainConfig(objective=name)
+        facts = [*((train.clip.low, train.clip.high) if math.isfinite(train.clip.high) else ("", ""))]
+        facts += [*(train.clip.tau or ("", "")), train.averaged_over]
+        assert cells == [f"{fact:g}" if isinstance(fact, float) else fact for fact in facts], name
 
 
 @settings(deadline=None, max_examples=40)

@@ -13,6 +13,10 @@ gspo       the same with r = s_i, the geometric mean of the    GSPO-token, arXiv
            sequence's ratios
 cispo      -sg[clip(r, 1 - low, 1 + high)] A log pi            MiniMax-M1, arXiv 2506.13585, eq. 4
 reinforce  -r A, unclipped                                     Williams 1992
+sapo       -f(r) A, f(r) = 4 / tau sigmoid(tau (r - 1)), tau   SAPO, arXiv 2511.20347, section 3
+           by the sign of A
+gmpo       -s_i A, s_i the geometric mean of the sequence's    GMPO, arXiv 2507.20673, section 3
+           ratios, each clipped within e^-low and e^high
 ========== =================================================== =======================================================
 
 Dr.GRPO (arXiv 2503.20783) is grpo with the aggregation ``constant`` and advantages that are not divided by their std;
@@ -29,14 +33,18 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from agent_rl.config import Aggregation, Clip, KlEstimator
-from agent_rl.objective_facts import OBJECTIVES, objective_facts
+from agent_rl.config import Clip, KlConfig, KlEstimator
+from agent_rl.objective_facts import OBJECTIVES, Aggregation, objective_facts
+
+LOG_LIMIT = 20.0
+"""Log-ratios are cut to +-20 before exp. Beyond it float32 soon overflows, and the gradient of what is then left out or
+cut, 0 * inf, would be no number; a ratio of e^20 is far outside of every clip."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """What a formula is given, ``[T]`` each: ``log_ratio_T`` log pi - log pi_old, 0 where nothing was sampled;
-    ``logprobs_T`` log pi; ``advantages_T``; ``mask_T`` bool; ``sequence_T`` int64."""
+    """What a formula is given, ``[T]`` each: ``log_ratio_T`` log pi - log pi_old, within +-LOG_LIMIT, 0 where nothing
+    was sampled; ``logprobs_T`` log pi; ``advantages_T``; ``mask_T`` bool; ``sequence_T`` int64."""
 
     log_ratio_T: Tensor
     logprobs_T: Tensor
@@ -66,6 +74,7 @@ def objective_terms(
     ``mask_T`` bool, ``sequence_T`` int64, the others floats."""
     # Where the mask is 0 the old log-prob means nothing; an infinite ratio there would turn 0 * inf into NaN.
     log_ratio_T = torch.where(mask_T, logprobs_T - old_logprobs_T, torch.zeros_like(logprobs_T))
+    log_ratio_T = log_ratio_T.clamp(-LOG_LIMIT, LOG_LIMIT)
     return _formula(objective)(Tokens(log_ratio_T, logprobs_T, advantages_T, mask_T, sequence_T), clip)
 
 
@@ -97,6 +106,27 @@ def reinforce(tokens: Tokens, clip: Clip) -> Terms:
     """Each token's own ratio, unclipped."""
     ratio_T = tokens.log_ratio_T.exp()
     return Terms(-ratio_T * tokens.advantages_T, torch.zeros_like(tokens.mask_T), ratio_T.detach())
+
+
+def sapo(tokens: Tokens, clip: Clip) -> Terms:
+    """Each token's own ratio through a soft gate, whose slope is 1 at the old policy and fades away from it."""
+    if clip.tau is None:
+        raise ValueError("sapo wants the temperatures of its gate: clip.tau")
+    ratio_T = tokens.log_ratio_T.exp()
+    positive, other = ratio_T.new_tensor(clip.tau)
+    tau_T = torch.where(tokens.advantages_T > 0, positive, other)
+    gate_T = (tau_T * (ratio_T - 1.0)).sigmoid() * (4.0 / tau_T)
+    return Terms(-gate_T * tokens.advantages_T, torch.zeros_like(tokens.mask_T), ratio_T.detach())
+
+
+def gmpo(tokens: Tokens, clip: Clip) -> Terms:
+    """The geometric mean of the sequence's ratios, each clipped first, and only where it rises with the advantage."""
+    sign_T = tokens.advantages_T.sign()
+    signed_T = sign_T * tokens.log_ratio_T
+    bounded_T = sign_T * tokens.log_ratio_T.clamp(-clip.low, clip.high)
+    mean_n = sequence_mean(sign_T * torch.minimum(signed_T, bounded_T), tokens.mask_T, tokens.sequence_T)
+    ratio_T = mean_n.exp()[tokens.sequence_T]
+    return Terms(-ratio_T * tokens.advantages_T, (signed_T > bounded_T).detach(), ratio_T.detach())
 
 
 def _clipped(log_ratio_T: Tensor, advantages_T: Tensor, clip: Clip) -> Terms:
@@ -183,8 +213,16 @@ def kl_estimate(estimator: KlEstimator, logprobs_T: Tensor, reference_T: Tensor)
     A good estimate of the value need not have the KL's gradient (arXiv 2510.01555). In the loss, in the mean over
     tokens of pi, k1's gradient is E[grad log pi] = 0, k2's is E[d grad log pi], which is that of KL(pi || reference),
     and k3's that of KL(reference || pi). Taken from the reward the gradient is E[k grad log pi], so there k1 is right.
+    d is cut to +-LOG_LIMIT, beyond which k3 would overflow.
     """
-    return KL_ESTIMATORS[estimator](logprobs_T - reference_T)
+    return KL_ESTIMATORS[estimator]((logprobs_T - reference_T).clamp(-LOG_LIMIT, LOG_LIMIT))
+
+
+def kl_penalty(kl: KlConfig, logprobs_T: Tensor, reference_T: Tensor) -> Tensor:
+    """:func:`kl_estimate` as ``kl`` wants it, ``[T]``, before its coefficient. A token's k3, which grows with
+    exp(-d), is at most ``kl.k3_limit`` and has no gradient there: one token would else outweigh a batch."""
+    estimate_T = kl_estimate(kl.estimator, logprobs_T, reference_T)
+    return estimate_T if kl.estimator != "k3" or kl.k3_limit is None else estimate_T.clamp(max=kl.k3_limit)
 
 
 KL_ESTIMATORS: Mapping[KlEstimator, Callable[[Tensor], Tensor]] = {
@@ -202,12 +240,12 @@ def penalised_advantages(
 
         A_t - coefficient * sum of KL_i over the sampled tokens i >= t of t's sequence
 
-    Detached. ``sequence_T`` must not fall, as in a packed micro-batch, where sequences lie one behind another.
+    Detached. ``sequence_T`` must not fall, as in a packed micro-batch, where sequences lie one behind another. Each is
+    summed up by itself: sums that ran through the micro-batch would round one sequence's by the size of another's.
     """
     kl_T = torch.where(mask_T, kl_T.detach(), torch.zeros_like(kl_T)).double()
-    count = int(sequence_T.max()) + 1 if len(sequence_T) else 0
-    ends_n = kl_T.new_zeros(count).index_add(0, sequence_T, kl_T).cumsum(0)
-    to_come_T = ends_n[sequence_T] - kl_T.cumsum(0) + kl_T
+    own = kl_T.split(torch.bincount(sequence_T).tolist())
+    to_come_T = torch.cat([part.flip(0).cumsum(0).flip(0) for part in own])
     return (advantages_T.detach().double() - coefficient * to_come_T).to(advantages_T.dtype)
 
 

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from agent_rl.config import KlConfig, TrainConfig
-from agent_rl.train.loss.corrections import correction_weights
-from agent_rl.train.loss.objectives import aggregation_weights, kl_estimate, objective_terms
+from agent_rl.config import TrainConfig
+from agent_rl.train.loss.objectives import aggregation_weights, kl_estimate, kl_penalty, objective_terms
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,7 @@ class PolicyLoss:
 def policy_loss(
     logprobs_T: Tensor,
     old_logprobs_T: Tensor,
-    log_ratio_T: Tensor,
+    factors_T: Tensor,
     advantages_T: Tensor,
     mask_T: Tensor,
     sequence_T: Tensor,
@@ -58,26 +57,31 @@ def policy_loss(
     length: int,
     counts: Counts,
     reference_T: Tensor | None = None,
-    log_weight_T: Tensor | None = None,
 ) -> PolicyLoss:
     """This micro-batch's share of the loss::
 
         L = sum_t a_t w_t (c_t l_t + beta k_t - eta H_t)
 
     ``l`` the objective's terms (:mod:`.objectives`) with ``rho_t = exp(logprob_t - old_logprob_t)``; ``a`` the
-    aggregation's weights, which divide by ``counts``; ``c`` the correction's (:mod:`.corrections`) from
-    ``log_ratio_T``, the trainer's log-probs before the update minus the rollout's, and ``log_weight_T``, the old ones
-    minus the rollout's (None: the old ones are the trainer's); ``w`` the samples' weights
-    ``weights_T``, 1 by default, which scale a token's term and not what is divided by; ``k`` the estimated KL to the
-    reference, whose log-probs are ``reference_T`` (GRPO, arXiv 2402.03300, eq. 3; only of place "loss"); ``H`` the
-    entropy ``entropy_T``; a gradient of it is wanted where ``train.entropy_coefficient``, eta, is not 0. A correction
-    leaves KL and entropy alone: they are about the policy, whoever sampled. ``mask_T`` bool, ``sequence_T`` int64: the
-    sequence of the micro-batch that a token is of. ``length``: what the aggregation ``constant`` divides by.
+    aggregation's weights, which divide by ``counts``; ``c`` the correction's factors ``factors_T``
+    (:mod:`.corrections`); ``w`` the samples' weights ``weights_T``, 1 by default, which scale a token's term and not
+    what is divided by; ``k`` the estimated KL to the reference, whose log-probs are ``reference_T`` (GRPO,
+    arXiv 2402.03300, eq. 3; only of place "loss"); ``H`` the entropy ``entropy_T``; a gradient of it is wanted where
+    ``train.entropy_coefficient``, eta, is not 0. A correction leaves KL and entropy alone: they are about the policy,
+    whoever sampled. ``mask_T`` bool, ``sequence_T`` int64: the sequence of the micro-batch that a token is of.
+    ``length``: what the aggregation ``constant`` divides by. Whatever stands at a token that was not sampled, infinite
+    or no number, changes nothing.
     """
+
+    def sampled(values_T: Tensor) -> Tensor:
+        return torch.where(mask_T, values_T, torch.zeros_like(values_T))
+
+    # Here, before anything is computed of them: 0 times an infinite value, or its gradient, is no number.
+    logprobs_T, old_logprobs_T, factors_T = sampled(logprobs_T), sampled(old_logprobs_T), sampled(factors_T)
+    advantages_T, entropy_T, weights_T = sampled(advantages_T), sampled(entropy_T), sampled(weights_T)
     terms = objective_terms(train.objective, logprobs_T, old_logprobs_T, advantages_T, mask_T, sequence_T, train.clip)
-    factors_T = correction_weights(train.correction, log_ratio_T, mask_T, sequence_T, log_weight_T=log_weight_T)
     shares_T = aggregation_weights(
-        train.aggregation,
+        train.averaged_over,
         mask_T,
         sequence_T,
         tokens=max(1, counts.tokens),
@@ -85,34 +89,24 @@ def policy_loss(
         length=length,
         dtype=logprobs_T.dtype,
     )
-    sampled_T = mask_T.to(logprobs_T.dtype)
-    # Where the mask is 0 the old log-prob means nothing, and its estimate may be infinite.
-    kl_T = torch.where(mask_T, kl_estimate("k3", old_logprobs_T, logprobs_T.detach()), torch.zeros_like(sampled_T))
-    penalty_T = _kl_to_reference(logprobs_T, reference_T, mask_T, train.kl)
-    terms_T = terms.loss_T * factors_T
+    kl_T = kl_estimate("k3", old_logprobs_T, logprobs_T.detach())
+    penalty_T = torch.zeros_like(logprobs_T)
+    if train.kl.coefficient and reference_T is not None:
+        penalty_T = kl_penalty(train.kl, logprobs_T, sampled(reference_T))
+    terms_T = torch.where(factors_T == 0, torch.zeros_like(factors_T), terms.loss_T * factors_T)
     if train.kl.coefficient and train.kl.where == "loss":
         terms_T = terms_T + train.kl.coefficient * penalty_T
     if train.entropy_coefficient:
         terms_T = terms_T - train.entropy_coefficient * entropy_T
     return PolicyLoss(
         loss=(terms_T * weights_T * shares_T).sum(),
-        clipped=(terms.clipped_T * sampled_T).sum(),
-        entropy=(entropy_T.detach() * sampled_T).sum(),
+        clipped=(terms.clipped_T & mask_T).sum().to(logprobs_T.dtype),
+        entropy=entropy_T.detach().sum(),
         approx_kl=kl_T.sum(),
-        correction=(factors_T * sampled_T).sum(),
-        dropped=((factors_T == 0) * sampled_T).sum(),
+        correction=factors_T.sum(),
+        dropped=((factors_T == 0) & mask_T).sum().to(logprobs_T.dtype),
         kl_reference=penalty_T.detach().sum(),
     )
-
-
-def _kl_to_reference(logprobs_T: Tensor, reference_T: Tensor | None, mask_T: Tensor, kl: KlConfig) -> Tensor:
-    """Each sampled token's estimate, ``[T]``; 0 elsewhere, and everywhere without a penalty."""
-    if not kl.coefficient or reference_T is None:
-        return torch.zeros_like(logprobs_T)
-    # The first token of a sequence has no log-prob to compare: masked before, so that no gradient is 0 * inf.
-    own_T = torch.where(mask_T, logprobs_T, torch.zeros_like(logprobs_T))
-    compared_T = torch.where(mask_T, reference_T, torch.zeros_like(logprobs_T))
-    return kl_estimate(kl.estimator, own_T, compared_T)
 
 
 def weighted_cross_entropy(logprobs_T: Tensor, weights_T: Tensor, *, batch_weight: float) -> Tensor:
