@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from itertools import product
 from typing import Any
 
@@ -32,20 +30,7 @@ EVERY_CASE = pytest.mark.parametrize(
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Case, Any]]:
     """What each rank of one world got in every case."""
-    folder = tmp_path_factory.mktemp("transfer")
-    command = [sys.executable, "-W", "ignore", worker.__file__]
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(RANKS), str(folder)], stderr=subprocess.PIPE)
-        for rank in range(RANKS)
-    ]
-    try:
-        for rank in ranks:
-            _, errors = rank.communicate(timeout=120)
-            assert rank.returncode == 0, errors.decode()[-3000:]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    return [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)]
+    return worker.launch(worker.__file__, RANKS, tmp_path_factory.mktemp("transfer"))
 
 
 def plans(seed: int, lopsided: bool) -> dict[int, Any]:

@@ -6,8 +6,9 @@ Arguments: rank, number of ranks, folder for the results. No Megatron: the exper
 
 from __future__ import annotations
 
+import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
 from itertools import product
 from pathlib import Path
@@ -24,7 +25,7 @@ from agent_rl.train.megatron.pool import open_transfers
 from agent_rl.train.megatron.transfer import Transfer
 from r3.balance import Grid, Plan
 
-EXPERTS, SLOTS, LAYERS, HIDDEN, INNER = 8, 2, 3, 6, 5
+EXPERTS, SLOTS, LAYERS, HIDDEN, INNER = 8, 2, 3, 32, 20
 HOME = np.array([5, 0, 3, 6, 1, 7, 2, 4], np.int32)
 """A home order that is not contiguous."""
 MACHINES = {"exchange": (), "pool": (), "pool-machines": (0, 0, 1, 1)}
@@ -96,10 +97,12 @@ def one_pass(
     return fetched
 
 
-def opened(kind: str, layers: dict[int, Any], grid: Grid, *, prefetch: bool) -> Transfer:
-    """The transfer that passes with gradients use where both kinds of passes have this one."""
+def opened(
+    kind: str, layers: dict[int, Any], grid: Grid, *, prefetch: bool = True, group: Sequence[int] | None = None
+) -> Transfer:
+    """The transfer that passes with gradients use where both kinds of passes have this one; ``group``: global ranks."""
     config = BalanceConfig(prefetch=prefetch, transfer={"recompute": kind, "update": kind})
-    return open_transfers(layers, grid, config, range(grid.ranks), 30.0)[1]
+    return open_transfers(layers, grid, config, group or range(grid.ranks), 30.0)[1]
 
 
 def case(rank: int, ranks: int, kind: str, dtype: str, *, prefetch: bool, lopsided: bool) -> dict[str, Any]:
@@ -116,17 +119,39 @@ def case(rank: int, ranks: int, kind: str, dtype: str, *, prefetch: bool, lopsid
     return {"fetched": fetched, "grads": grads, "stats": astuple(stats)}
 
 
-def main(rank: int, ranks: int, results: Path) -> None:
+def joined(main: Callable[[int, int, Path], Any]) -> None:
+    """Run ``main`` with the arguments of :func:`launch`, in its world, and save what it returns."""
+    rank, ranks, results = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     torch.set_num_threads(1)
     store = dist.FileStore(str(results / "store"), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    found = {
-        (kind, dtype, prefetch, lopsided): case(rank, ranks, kind, dtype, prefetch=prefetch, lopsided=lopsided)
-        for kind, dtype, prefetch, lopsided in CASES
-    }
-    torch.save(found, results / f"{rank}.pt")
+    torch.save(main(rank, ranks, results), results / f"{rank}.pt")
     dist.destroy_process_group()
 
 
+def launch(worker: str, ranks: int, results: Path, *, inside: Sequence[str] = ()) -> list[Any]:
+    """What every rank of a world of processes of their own saved; ``inside``: a command that runs them."""
+    command = [*inside, sys.executable, "-W", "ignore", worker]
+    world = [
+        subprocess.Popen([*command, str(rank), str(ranks), str(results)], stderr=subprocess.PIPE)
+        for rank in range(ranks)
+    ]
+    try:
+        for rank in world:
+            _, errors = rank.communicate(timeout=120)
+            assert rank.returncode == 0, errors.decode()[-3000:]
+    finally:
+        for rank in world:
+            rank.kill()
+    return [torch.load(results / f"{rank}.pt") for rank in range(ranks)]
+
+
+def main(rank: int, ranks: int, _results: Path) -> dict[tuple[str, str, bool, bool], dict[str, Any]]:
+    return {
+        (kind, dtype, prefetch, lopsided): case(rank, ranks, kind, dtype, prefetch=prefetch, lopsided=lopsided)
+        for kind, dtype, prefetch, lopsided in CASES
+    }
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    joined(main)

@@ -1,0 +1,105 @@
+"""One of four ranks that share pools in every way they can be shared; see :func:`transfer_worker.launch`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transfer_worker as worker
+from torch import Tensor
+
+from agent_rl.errors import ConfigError
+from agent_rl.train.host_memory import free_memory
+from r3.balance import Grid
+
+SLOW = 3
+
+
+def fetched(transfer: Any, grid: Grid) -> list[tuple[Tensor, Tensor]]:
+    """What this rank borrows in each layer by a plan in which each rank borrows as many as it can."""
+    plans = [worker.random_plan(grid, layer, lopsided=True) for layer in range(worker.LAYERS)]
+    return [transfer.fetch(layer, plan) for layer, plan in enumerate(plans)]
+
+
+def weights_change(rank: int, machine: tuple[int, ...]) -> dict[str, Any]:
+    """What a rank borrows before the others' refresh can begin, after it was prefetched, and after the refresh.
+
+    The slow rank comes to the refresh when all others are in it.
+    """
+    grid = Grid(worker.EXPERTS, 4, worker.SLOTS, machine, worker.HOME)
+    layers = worker.home_experts(grid, rank, torch.float32)
+    pool, store = worker.opened("pool", layers, grid), dist.distributed_c10d._get_default_store()
+    found = {"before": fetched(pool, grid)}
+    with torch.no_grad():
+        for held in layers.values():
+            held.weight1.add_(1)
+            held.weight2.add_(1)
+    pool.prefetch(0, worker.random_plan(grid, 0, lopsided=True))
+    if rank == SLOW:
+        store.wait([f"{machine} {other}" for other in range(SLOW)])
+        found["stale"] = fetched(pool, grid)
+    else:
+        store.set(f"{machine} {rank}", "")
+    pool.take_stats()
+    pool.refresh()
+    found["refresh_ms"] = pool.take_stats().refresh_ms
+    found["after"] = fetched(pool, grid)
+    pool.close()
+    pool.close()
+    return found
+
+
+def two_groups(rank: int, machine: tuple[int, ...]) -> dict[str, Any]:
+    """Two expert groups with the same layers: what is borrowed, and which memory it is in."""
+    grid = Grid(worker.EXPERTS, 2, worker.SLOTS, machine, worker.HOME)
+    layers, first = worker.home_experts(grid, rank % 2, torch.bfloat16), rank // 2 * 2
+    pool = worker.opened("pool", layers, grid, group=(first, first + 1))
+    found = {"fetched": fetched(pool, grid), "memory": pool_memory()}
+    pool.close()
+    return found | {"left": pool_memory()}
+
+
+def two_stages(rank: int) -> list[tuple[Tensor, Tensor]]:
+    """A pipeline's first stage has one layer with experts, its second none."""
+    grid = Grid(worker.EXPERTS, 2, worker.SLOTS, home=worker.HOME)
+    layers = worker.home_experts(grid, rank % 2, torch.float32) if rank < 2 else {}
+    first = rank // 2 * 2
+    pool = worker.opened("pool", {0: layers[0]} if layers else {}, grid, group=(first, first + 1))
+    found = [pool.fetch(0, worker.random_plan(grid, 0, lopsided=True))] if layers else []
+    pool.close()
+    return found
+
+
+def pool_memory() -> set[str]:
+    """The inodes of the pools' memory that this process has mapped."""
+    return {line.split()[4] for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:experts" in line}
+
+
+def too_large(rank: int) -> str:
+    """What is answered to a pool three times as large as the memory that is left. Nothing of it is ever there."""
+    grid = Grid(worker.EXPERTS, 4, worker.SLOTS)
+    wide = 3 * free_memory() // (2 * worker.EXPERTS * 4)
+    weight = torch.empty(1).expand(grid.homes, 1, wide)
+    try:
+        worker.opened("pool", {0: SimpleNamespace(weight1=weight, weight2=weight)}, grid)
+    except ConfigError as error:
+        return str(error)
+    return "not refused"
+
+
+def main(rank: int, _ranks: int, _results: Path) -> dict[str, Any]:
+    return {
+        "one machine": weights_change(rank, (0, 0, 0, 0)),
+        "two machines": weights_change(rank, (0, 0, 1, 1)),
+        "groups": two_groups(rank, (0, 0)),
+        "groups over machines": two_groups(rank, (0, 1)),
+        "stages": two_stages(rank),
+        "too large": too_large(rank),
+    }
+
+
+if __name__ == "__main__":
+    worker.joined(main)
