@@ -232,7 +232,7 @@ def _rank_host_items(config: RunConfig, model: ModelFacts, rank: RankBytes, load
     if config.train.kl.coefficient:
         yield Item("reference", ranks * rank.weights, "the KL penalty's weights")
     if pool := pool_bytes(model, config.train):
-        yield Item("expert pool", pool, "all experts, in shared memory (/dev/shm)")
+        yield Item("expert pool", pool, "all experts, in memory that its ranks share")
     masters = 4 if config.train.dtype == "float32" else 0  # the weights themselves; else counted with the optimizer
     copied = rank.optimizer * STATE_BYTES // (STATE_BYTES - masters)
     yield Item("checkpoint", ranks * copied, "a copy that is written while training goes on")
