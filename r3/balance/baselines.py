@@ -19,19 +19,20 @@ def shadow(counts: Ints, grid: Grid) -> Plans:
     own tokens of it, as long as the fullest rank then has less, and at most X times."""
     seen = counts.reshape(-1, grid.ranks, grid.experts)
     at, total = np.arange(len(seen)), seen.sum(axis=1)
-    load = total[:, grid.home].reshape(-1, grid.ranks, grid.homes).sum(axis=2)
+    plans = Plans.identity(grid, counts)
+    load = plans.load.sum(axis=2).reshape(-1, grid.ranks)
+    home_rank = np.broadcast_to(grid.home_rank, (*counts.shape[:2], grid.experts)).reshape(-1, grid.experts)
     shadowed = np.zeros(total.shape, bool)
     for _ in range(grid.slots):
-        candidate = ~shadowed & (grid.home_rank == load.argmax(axis=1)[:, None])
+        candidate = ~shadowed & (home_rank == load.argmax(axis=1)[:, None])
         expert = np.where(candidate, total, -1).argmax(axis=1)
         spread = load + seen[at, :, expert]
-        spread[at, grid.home_rank[expert]] -= total[at, expert]
+        spread[at, home_rank[at, expert]] -= total[at, expert]
         better = (spread.max(axis=1) < load.max(axis=1)) & candidate[at, expert]
         shadowed[at, expert] |= better
         load = np.where(better[:, None], spread, load)
-    plans = Plans.identity(grid, counts)
     everywhere = shadowed.reshape(*counts.shape[:2], grid.experts, 1)
-    away = everywhere & (np.arange(grid.ranks) != grid.home_rank[:, None])
+    away = everywhere & ~grid.at_home
     return Plans(grid, _slots_of(away, grid), np.where(everywhere, counts.swapaxes(2, 3), plans.load), counts)
 
 
@@ -48,16 +49,17 @@ def eplb(counts: Ints, grid: Grid, expected: Ints, redundant: int) -> Plans:
 
 def eplb_around_homes(counts: Ints, grid: Grid, expected: Ints) -> Plans:
     """The same where every expert stays at home and only the replicas are packed, into the X borrowed slots."""
-    home = np.arange(grid.ranks) == grid.home_rank[:, None]
-    return _spread(counts, grid, _replicas(expected, home, grid.slots, grid.homes + grid.slots))
+    return _spread(counts, grid, _replicas(expected, grid.at_home, grid.slots, grid.homes + grid.slots))
 
 
 def _replicas(expected: Ints, fixed: NDArray[np.bool_], redundant: int, places: int) -> NDArray[np.bool_]:
-    """``[..., E, R]``: the ranks that hold each expert. ``fixed`` ``[E, R]``: replicas that have their rank already."""
-    loads, ranks = expected.reshape(-1, expected.shape[-1]), fixed.shape[1]
-    copies = _copies(loads, loads.shape[1] + redundant * ranks)
-    held = _pack(loads / copies, copies - fixed.sum(axis=1), fixed, places)
-    return held.reshape(*expected.shape, ranks)
+    """``[..., E, R]``: the ranks that hold each expert. ``fixed``, of the same shape or without some of its
+    first axes: replicas that have their rank already."""
+    loads, shape = expected.reshape(-1, expected.shape[-1]), (*expected.shape, fixed.shape[-1])
+    copies = _copies(loads, loads.shape[1] + redundant * shape[-1])
+    held = np.broadcast_to(fixed, shape).reshape(-1, *shape[-2:]).copy()
+    _pack(held, loads / copies, copies - held.sum(axis=2), places)
+    return held.reshape(shape)
 
 
 def _copies(loads: Ints, total: int) -> Ints:
@@ -68,21 +70,19 @@ def _copies(loads: Ints, total: int) -> Ints:
     return copies
 
 
-def _pack(weight: Floats, copies: Ints, fixed: NDArray[np.bool_], places: int) -> NDArray[np.bool_]:
-    """``[B, E, R]``: ``fixed`` and ``copies`` ``[B, E]`` more. A rank gets an expert twice only where no other has
-    room; that replica is lost."""
+def _pack(held: NDArray[np.bool_], weight: Floats, copies: Ints, places: int) -> None:
+    """Add to ``held`` ``[B, E, R]``, in place, ``copies`` ``[B, E]`` of each expert. A rank gets an expert twice only
+    where no other has room; that replica is lost."""
     at = np.arange(len(weight))
     order = np.argsort(-weight, axis=1, kind="stable")
     experts = np.take_along_axis(order, _repeat(np.take_along_axis(copies, order, axis=1)), axis=1)
-    held = np.tile(fixed, (len(weight), 1, 1))
-    used, load = held.sum(axis=1), weight @ fixed
+    used, load = held.sum(axis=1), (weight[..., None] * held).sum(axis=1)
     for expert in experts.T:
         blocked = held[at, expert] + 2.0 * (used >= places)
         rank = np.where(blocked > 0, 1e18 * blocked, load).argmin(axis=1)
         held[at, expert, rank] = True
         used[at, rank] += 1
         load[at, rank] += weight[at, expert]
-    return held
 
 
 def _repeat(copies: Ints) -> Ints:
@@ -96,7 +96,7 @@ def _spread(counts: Ints, grid: Grid, held: NDArray[np.bool_]) -> Plans:
     total, holders = counts.sum(axis=2, dtype=np.int32)[..., None], held.sum(axis=3, keepdims=True)
     place = held.cumsum(axis=3) - 1
     load = np.where(held, (total + holders - 1 - place) // holders, 0).astype(np.int32)
-    away = held & (np.arange(grid.ranks) != grid.home_rank[:, None])
+    away = held & ~grid.at_home
     return Plans(grid, _slots_of(away, grid), load, counts)
 
 

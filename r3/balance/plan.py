@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -25,8 +25,8 @@ class PlanError(ValueError):
 class Grid:
     """Where experts live. ``machine``: of every rank, ascending from 0, equally many ranks each (empty: one machine).
 
-    ``home``: int32 ``[E]``, the logical expert in home slot ``rank * N + i`` (empty: ``arange(E)``, contiguous).
-    Raises PlanError for what does not fit together.
+    ``home``: int32 ``[E]``, the logical expert in home slot ``rank * N + i`` (empty: ``arange(E)``, contiguous), or
+    ``[L, E]`` where layers differ; :meth:`layer` is the grid of one. Raises PlanError for what does not fit together.
     """
 
     experts: int
@@ -53,8 +53,9 @@ class Grid:
             raise PlanError(
                 f"machines of ranks {self.machine}: expected {self.ranks} that ascend from 0, equally many ranks each"
             )
-        if not np.array_equal(np.sort(self.home), np.arange(self.experts)):
-            raise PlanError(f"home order of {len(self.home)} experts: expected each of {self.experts} exactly once")
+        expected = np.broadcast_to(np.arange(self.experts), (*self.home.shape[:-1], self.experts))
+        if self.home.ndim > 2 or not np.array_equal(np.sort(self.home), expected):
+            raise PlanError(f"home order {self.home.shape}: expected each of {self.experts} experts exactly once")
 
     @property
     def homes(self) -> int:
@@ -68,15 +69,26 @@ class Grid:
 
     @cached_property
     def home_rank(self) -> Ints:
-        """``[E]``: the rank that holds each expert's parameters."""
-        rank = np.empty(self.experts, np.int32)
-        rank[self.home] = np.arange(self.experts, dtype=np.int32) // self.homes
-        return rank
+        """``[E]`` (or ``[L, E]``): the rank that holds each expert's parameters."""
+        return (np.argsort(self.home) // self.homes).astype(np.int32)
+
+    @cached_property
+    def at_home(self) -> NDArray[np.bool_]:
+        """``[E, R]`` (or ``[L, E, R]``): the same as a mask."""
+        return self.home_rank[..., None] == np.arange(self.ranks)
+
+    def layer(self, column: int) -> Grid:
+        """The grid of one layer, whose ``home`` is ``[E]``."""
+        return self if self.home.ndim == 1 else self._by_layer[column]
+
+    @cached_property
+    def _by_layer(self) -> list[Grid]:
+        return [replace(self, home=home) for home in self.home]
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """One micro-batch of one layer. All arrays are int32 and must not be changed.
+    """One micro-batch of one layer, on that layer's grid. All arrays are int32 and must not be changed.
 
     ``borrowed`` ``[R, X]``: the expert in each borrowed slot, -1 where it is empty. ``load`` ``[E, R]``: foreseen
     tokens of an expert by target. ``counts`` ``[R, E]``: the same tokens by source.
@@ -142,8 +154,7 @@ class Plans:
     def identity(grid: Grid, counts: Ints) -> Plans:
         """Every token of ``counts`` ``[M, L, R, E]`` is computed at its expert's home."""
         shape = counts.shape[:2]
-        load = np.zeros((*shape, grid.experts, grid.ranks), np.int32)
-        load[:, :, np.arange(grid.experts), grid.home_rank] = counts.sum(axis=2)
+        load = np.where(grid.at_home, counts.sum(axis=2, dtype=np.int32)[..., None], 0).astype(np.int32)
         return Plans(grid, np.full((*shape, grid.ranks, grid.slots), -1, np.int32), load, counts.astype(np.int32))
 
     @staticmethod
@@ -155,7 +166,7 @@ class Plans:
     def of(self, microbatch: int, column: int) -> Plan:
         """The plan of one micro-batch and one column of the routes."""
         at = (microbatch, column)
-        return Plan(self.grid, self.borrowed[at], self.load[at], self.counts[at])
+        return Plan(self.grid.layer(column), self.borrowed[at], self.load[at], self.counts[at])
 
     def checksum(self) -> NDArray[np.int64]:
         """``[L]``, over all micro-batches: ranks whose numbers differ would compute different plans of that layer."""
@@ -164,7 +175,7 @@ class Plans:
 
     def _digest(self, layer: int) -> int:
         digest = hashlib.blake2b(repr((self.grid.machine, self.grid.slots)).encode(), digest_size=8)
-        digest.update(self.grid.home.data)
+        digest.update(self.grid.layer(layer).home.data)
         for array in (self.borrowed, self.load, self.counts):
             digest.update(np.ascontiguousarray(array[:, layer], "<i4").data)
         return int.from_bytes(digest.digest(), "little", signed=True)
@@ -196,8 +207,7 @@ class Plans:
 
 def _held(grid: Grid, borrowed: Ints) -> Ints:
     """``[M, L, E, R]``: how many slots of a rank hold an expert."""
-    held = np.zeros((*borrowed.shape[:2], grid.experts, grid.ranks), np.int32)
-    held[:, :, np.arange(grid.experts), grid.home_rank] = 1
+    held = np.zeros((*borrowed.shape[:2], grid.experts, grid.ranks), np.int32) + grid.at_home
     at, layer, rank, slot = np.nonzero(borrowed >= 0)
     np.add.at(held, (at, layer, borrowed[at, layer, rank, slot], rank), 1)
     return held

@@ -20,7 +20,9 @@ def transport(counts: Ints, grid: Grid, *, link_slots: int, within_machine: bool
     ``within_machine``: no expert is borrowed from another machine.
     """
     each = grid.ranks // grid.machines
-    sources = counts.reshape(-1, grid.machines, each, grid.experts).sum(axis=2, dtype=np.int32)[..., grid.home]
+    sources = counts.reshape(*counts.shape[:2], grid.machines, each, grid.experts).sum(axis=3, dtype=np.int32)
+    by_slot = np.broadcast_to(grid.home, (counts.shape[1], grid.experts))[:, None]
+    sources = np.take_along_axis(sources, by_slot[None], axis=3).reshape(-1, *sources.shape[2:])
     demand = home_demand(sources) if within_machine else even_demand(sources, link_slots * each, grid.slots * each)
     return as_plans(rank_slots(demand, grid), grid, counts)
 
@@ -42,10 +44,11 @@ def rank_slots(demand: Ints, grid: Grid) -> Slots:
 
 def as_plans(slots: Slots, grid: Grid, counts: Ints) -> Plans:
     """The same by logical experts, for ``counts`` ``[M, L, R, E]``."""
-    expert, tokens = (a.reshape(-1, grid.ranks, grid.homes + grid.slots) for a in (slots.expert, slots.tokens))
-    logical = np.where(expert < 0, -1, grid.home[expert]).astype(np.int32)
-    load = np.zeros((len(expert), grid.experts, grid.ranks), np.int32)
-    at, rank, slot = np.nonzero(tokens)
-    load[at, logical[at, rank, slot], rank] = tokens[at, rank, slot]
-    borrowed, lead = logical[:, :, grid.homes :], counts.shape[:2]
-    return Plans(grid, borrowed.reshape(*lead, grid.ranks, -1), load.reshape(*lead, *load.shape[1:]), counts)
+    lead = (*counts.shape[:2], grid.ranks, grid.homes + grid.slots)
+    expert, tokens = slots.expert.reshape(lead), slots.tokens.reshape(lead)
+    home = np.broadcast_to(grid.home, (lead[1], grid.experts))
+    logical = np.where(expert < 0, -1, home[np.arange(lead[1])[:, None, None], expert])
+    load = np.zeros((*lead[:2], grid.experts, grid.ranks), np.int32)
+    at, layer, rank, slot = np.nonzero(tokens)
+    load[at, layer, logical[at, layer, rank, slot], rank] = tokens[at, layer, rank, slot]
+    return Plans(grid, np.ascontiguousarray(logical[..., grid.homes :]), load, counts)

@@ -11,10 +11,11 @@ from r3.balance.plan import Ints
 
 @st.composite
 def grids(draw: st.DrawFn) -> Grid:
-    """Up to 3 machines of up to 4 ranks, any home order."""
+    """Up to 3 machines of up to 4 ranks, any home order, for two layers the same or one each."""
     machines, each, homes = draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(st.integers(1, 4))
     ranks = machines * each
-    home = np.array(draw(st.permutations(range(ranks * homes))), np.int32)
+    orders = [draw(st.permutations(range(ranks * homes))) for _ in range(draw(st.integers(1, 2)))]
+    home = np.array(orders[0] if len(orders) == 1 else orders, np.int32)
     machine = tuple(rank // each for rank in range(ranks))
     return Grid(ranks * homes, ranks, draw(st.integers(0, 3)), machine, home)
 
@@ -33,9 +34,10 @@ def any_plans(grid: Grid, counts: Ints, seed: int) -> Plans:
     plans = Plans.identity(grid, counts)
     borrowed, load = plans.borrowed.copy(), np.zeros_like(plans.load)
     for at in np.ndindex(*counts.shape[:2]):
-        holders = [[int(rank)] for rank in grid.home_rank]
+        home_rank = grid.layer(at[1]).home_rank
+        holders = [[int(rank)] for rank in home_rank]
         for rank in range(grid.ranks):
-            foreign = rng.permutation(np.flatnonzero(grid.home_rank != rank))[: rng.integers(0, grid.slots + 1)]
+            foreign = rng.permutation(np.flatnonzero(home_rank != rank))[: rng.integers(0, grid.slots + 1)]
             borrowed[at][rank, : len(foreign)] = foreign
             for expert in foreign:
                 holders[expert].append(rank)

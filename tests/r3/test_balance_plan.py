@@ -44,6 +44,7 @@ def test_a_target_takes_its_own_tokens_first_then_its_machines(grid: Grid, seed:
 @given(grid=grids(), seed=seeds)
 def test_the_identity_plan_borrows_nothing_and_computes_at_home(grid: Grid, seed: int) -> None:
     counts = skewed_counts(grid, seed)[0, 0]
+    grid = grid.layer(0)
     plan = Plan.identity(grid, counts)
     plan.check()
     assert (plan.borrowed == -1).all()
@@ -55,6 +56,7 @@ def test_the_identity_plan_borrows_nothing_and_computes_at_home(grid: Grid, seed
 @given(grid=grids(), seed=seeds)
 def test_slots_of_a_plan_are_homes_first_and_name_every_holder_once(grid: Grid, seed: int) -> None:
     plan = any_plans(grid, skewed_counts(grid, seed), seed).of(0, 1)
+    grid = plan.grid
     stride = grid.homes + grid.slots
     table = np.full(grid.ranks * stride, -1)
     experts, ranks = np.nonzero(plan.slot_of >= 0)
@@ -67,6 +69,7 @@ def test_slots_of_a_plan_are_homes_first_and_name_every_holder_once(grid: Grid, 
 @given(grid=grids(), seed=seeds)
 def test_unforeseen_tokens_go_to_the_last_slot_with_load_or_home(grid: Grid, seed: int) -> None:
     plan = any_plans(grid, skewed_counts(grid, seed), seed).of(0, 0)
+    grid = plan.grid
     for expert in range(grid.experts):
         live = [plan.slot_of[expert, rank] for rank in range(grid.ranks) if plan.load[expert, rank]]
         home = plan.slot_of[expert, grid.home_rank[expert]]
