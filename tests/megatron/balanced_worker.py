@@ -15,12 +15,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agent_rl.config import ParallelConfig
+from agent_rl.config import BalanceConfig, ParallelConfig
 from agent_rl.train.megatron.packed_batch import PackedBatch, PackedRoutes
 from agent_rl.train.megatron.parallel import Ranks, destroy_parallel, init_parallel
 from r3.balance import Grid, Plan
+from r3.balance.planners import Options, plan_pass
 
-SLOTS = 2
+SLOTS, UPDATES = 2, 2
 
 
 def hand_made(kind: str, grid: Grid, counts: NDArray[np.int32], shift: int) -> Plan:
@@ -98,40 +99,33 @@ class NotKept(NotReturned):
         self._seen.clear()
 
 
-class Stale(NotReturned):
-    """A transfer that gives what it once gave, although the weights have changed."""
-
-    def __init__(self, transfer: Any) -> None:
-        super().__init__(transfer)
-        self._once: dict[Any, Any] = {}
-
-    def prefetch(self, layer: int, plan: Plan) -> None: ...
-
-    def fetch(self, layer: int, plan: Plan) -> Any:
-        key = layer, plan.borrowed.tobytes()
-        if key not in self._once:
-            self._once[key] = self._transfer.fetch(layer, plan)
-        return self._once[key]
-
-    def give_back(self, *arguments: Any) -> None:
-        self._transfer.give_back(*arguments)
-
-
-FAULTS = {"not returned": NotReturned, "not kept": NotKept, "stale": Stale}
+FAULTS: dict[str | None, Any] = {"not returned": NotReturned, "not kept": NotKept}
 
 
 def balancing(case: Mapping[str, Any], experts: int, group: Any) -> Any:
-    """What the model is built with: an exchange, with the case's fault."""
+    """What the model is built with: the case's transfers, one of them with its fault."""
     from agent_rl.train.megatron.balancer import Balancing
-    from agent_rl.train.megatron.exchange import Exchange
+    from agent_rl.train.megatron.pool import open_transfers
 
-    grid = Grid(experts, group.size(), SLOTS)
+    grid, config = Grid(experts, group.size(), SLOTS), BalanceConfig.model_validate(case.get("config", {}))
 
     def transfers(layers: Any) -> Any:
-        exchange = Exchange(layers, grid, torch.distributed.get_process_group_ranks(group))
-        return exchange, FAULTS[case["fault"]](exchange) if case.get("fault") else exchange
+        ranks = torch.distributed.get_process_group_ranks(group)
+        recompute, update = open_transfers(layers, grid, config, ranks, timeout=120.0)
+        return recompute, FAULTS.get(case.get("fault"), lambda sound: sound)(update)
 
     return Balancing(grid, transfers, keep_order=case.get("keep_order", True))
+
+
+def refresh(model: Any, *, first: bool, fault: str | None) -> None:
+    """After a change of the weights; a pool that is ``stale`` misses all changes but the first."""
+    if model.balancer is not None and (first or fault != "stale"):
+        for transfer in transfers_of(model):
+            transfer.refresh()
+
+
+def transfers_of(model: Any) -> list[Any]:
+    return list(dict.fromkeys((model.balancer.recompute, model.balancer.update)))
 
 
 def given_routes(items: list[PackedBatch], model: Any, kind: str) -> list[PackedRoutes]:
@@ -149,20 +143,25 @@ def given_routes(items: list[PackedBatch], model: Any, kind: str) -> list[Packed
 
 
 def results(
-    model: Any, items: list[PackedBatch], given: list[PackedRoutes], plans: Any, updates: int
+    model: Any, items: list[PackedBatch], given: list[PackedRoutes], plans: Any, case: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Old log-probs, a training pass with its gradients, and the weights after the updates."""
+    """Old log-probs, a training pass with its gradients, and the weights after the case's updates. The routers of the
+    first training pass are watched."""
+    fault = case.get("fault")
+    refresh(model, first=True, fault=fault)
     outputs = model.forward_logprobs(items, given, entropy=True, record=True, plans=plans)
     found: dict[str, Any] = {"logprobs": [output.logprobs for output in outputs], "routes": [o.routes for o in outputs]}
     steps = worker.optimizer(model, model.config.params_dtype)
-    for update in range(updates):
+    model.replayer.observer = watch = worker.Watch(model, items, given, model.ranks)
+    for update in range(UPDATES):
         losses = model.train_microbatches(items, given, worker.loss, entropy_gradient=True, plans=plans)
         if update == 0:
+            assert watch.wrong == [], watch.wrong
+            model.replayer.observer = None
             found["losses"] = [metrics["loss"] for metrics in losses]
             found["gradients"] = [p.main_grad.clone() for module in model.modules for p in module.parameters()]
         found[f"norm {update}"] = [torch.tensor(steps.step().grad_norm)]
-        if model.balancer is not None:
-            model.balancer.refresh()
+        refresh(model, first=False, fault=fault)
     return found | {"weights": worker.weights(model)}
 
 
@@ -208,44 +207,49 @@ class World:
         self._mine = slice(ranks.data_rank, None, ranks.data_size)
         self._plain: dict[str, dict[str, Any]] = {}
 
-    def run(self, case: Mapping[str, Any]) -> dict[str, Any]:
-        """How far apart a case's results are with and without balancing, and the load of the fullest rank."""
-        items, kind, updates = worker.batches()[self._mine], case.get("routes", "whole"), case.get("updates", 2)
-        key = json.dumps([case["folder"], case.get("options"), kind, updates])
+    def run(self, case: Mapping[str, Any]) -> dict[str, float]:
+        """How far apart a case's results are with and without balancing, and the bytes moved that were not planned."""
+        items, kind = worker.batches()[self._mine], case.get("routes", "whole")
+        key = json.dumps([case["folder"], case.get("options"), kind])
         if key not in self._plain:
             model = build(case, self._parallel)
-            self._plain[key] = results(model, items, given_routes(items, model, kind), None, updates)
+            self._plain[key] = results(model, items, given_routes(items, model, kind), None, {})
         plain = self._plain[key]
         experts = json.loads((Path(case["folder"]) / "config.json").read_text())["num_experts"]
         model = build(case, self._parallel, balance=balancing(case, experts, self._group))
         grid, counts = Grid(experts, self._group.size(), SLOTS), foreseen(plain["routes"], experts, self._group)
         plans = list(self._plans(case["plan"], grid, counts)) if case["plan"] != "none" else None
-        found = results(model, items, given_routes(items, model, kind), plans, updates)
-        moved = model.balancer.update.take_stats() if not case.get("fault") else None
-        model.balancer.close()
-        return apart(found, plain) | ({} if moved is None else self._unplanned(model, plans, moved, updates))
+        found = apart(results(model, items, given_routes(items, model, kind), plans, case), plain)
+        found |= {} if case.get("fault") else self._unplanned(model, plans)
+        for transfer in transfers_of(model):
+            transfer.close()
+        return found
 
-    def _unplanned(self, model: Any, plans: Any, moved: Any, updates: int) -> dict[str, float]:
+    def _unplanned(self, model: Any, plans: Any) -> dict[str, float]:
         """Bytes moved that were not planned: each borrowed expert is fetched for the old log-probs, and in an update
         forward and backward, and is returned once."""
-        rank = self._group.rank()
+        rank, moved = self._group.rank(), [transfer.take_stats() for transfer in transfers_of(model)]
         lent = sum(int((plan.borrowed[rank] >= 0).sum()) for batch in plans or () for plan in batch.values())
         each = next((e.weight1[0].nbytes + e.weight2[0].nbytes for e in experts_of(model)), 0)
         return {
-            "fetched": float(moved.fetched - lent * each * (1 + 2 * updates)),
-            "returned": float(moved.returned - lent * each * updates),
+            "fetched": float(sum(stats.fetched for stats in moved) - lent * each * (1 + 2 * UPDATES)),
+            "returned": float(sum(stats.returned for stats in moved) - lent * each * UPDATES),
             "borrowed": float(lent),
         }
 
     @staticmethod
     def _plans(kind: str, grid: Grid, counts: NDArray[np.int32]) -> Iterator[dict[int, Plan]]:
+        planned = plan_pass(counts, grid, Options()) if kind == "planned" else None
         for index, batch in enumerate(counts):
-            yield {column: hand_made(kind, grid, held, index + column) for column, held in enumerate(batch)}
+            yield {
+                column: planned.of(index, column) if planned else hand_made(kind, grid, held, index + column)
+                for column, held in enumerate(batch)
+            }
 
 
 def main() -> None:
     """Plan: a list of worlds ``{world_size, place, parallel, cases}``, run one after another by the first
-    ``world_size`` processes. A case is ``{name, folder, plan, options, routes, updates, keep_order, fault}``."""
+    ``world_size`` processes. A case is ``{name, folder, plan, options, routes, config, keep_order, fault}``."""
     rank, folder, worlds = int(sys.argv[1]), Path(sys.argv[2]), json.loads(Path(sys.argv[3]).read_text())
     torch.set_num_threads(1)
     for world in worlds:

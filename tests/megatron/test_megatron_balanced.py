@@ -22,6 +22,8 @@ SHARED = {"expert": 2, "distributed_optimizer": True}
 TENSOR, CONTEXT = {"tensor": 2, **EP2}, {"context": 2, **EP2}
 PIPELINE, VIRTUAL = {"pipeline": 2, **EP2}, {"pipeline": 2, "virtual_pipeline": 2, **EP2}
 FULL, MOE = {"recompute": "full"}, {"recompute": "selective", "recompute_modules": ["moe"]}
+POOL = {"transfer": {"recompute": "pool", "update": "pool"}}
+EXCHANGE = {"transfer": {"recompute": "exchange", "update": "exchange"}, "prefetch": False}
 MODELS: dict[str, dict[str, Any]] = {
     "top-2": {},
     "top-4": {"num_experts": 16, "num_experts_per_tok": 4},
@@ -47,6 +49,9 @@ WORLDS: list[tuple[int, dict[str, Any], list[Case]]] = [
         [
             case("native", "none"),
             *both("ep2"),
+            case("ep2-planned", "planned"),
+            *both("ep2-pool", config=POOL),
+            *both("ep2-exchange", config=EXCHANGE),
             *both("ep2-full", options=FULL),
             *both("ep2-moe", options=MOE),
             *both("ep2-top4", model="top-4"),
@@ -57,11 +62,20 @@ WORLDS: list[tuple[int, dict[str, Any], list[Case]]] = [
             case("ep2-bf16-relocate", "relocate", options={"dtype": "bfloat16"}),
             case("ep2-any-order", "relocate", model="top-4", keep_order=False),
             case("fault-not-returned", "replicate", fault="not returned"),
-            case("fault-stale", "replicate", fault="stale"),
+            case("fault-stale", "replicate", fault="stale", config=POOL),
         ],
     ),
     (2, GATHER2, both("ep2-allgather")),
-    (4, EP4, [*both("ep4"), *both("ep4-crowded", routes="crowded"), *both("ep4-top8", model="top-8")]),
+    (
+        4,
+        EP4,
+        [
+            *both("ep4"),
+            case("ep4-planned", "planned", model="top-4"),
+            *both("ep4-crowded", routes="crowded"),
+            *both("ep4-top8", model="top-8"),
+        ],
+    ),
     (4, GATHER4, both("ep4-allgather")),
     (4, SHARED, both("dp4-ep2")),
     (4, TENSOR, both("tp2-ep2")),
@@ -99,6 +113,10 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def plan_of(name: str) -> str:
+    return str(CASES[name][1]["plan"])
+
+
 def differences(results: Path, name: str) -> dict[str, float]:
     """The largest of all ranks'."""
     ranks = [json.loads((results / f"{name}-{rank}.json").read_text()) for rank in range(CASES[name][0])]
@@ -108,8 +126,12 @@ def differences(results: Path, name: str) -> dict[str, float]:
 @pytest.mark.parametrize("name", [name for name in SOUND if CASES[name][1].get("keep_order", True)])
 def test_balanced_equals_unbalanced(name: str, results: Path) -> None:
     found = differences(results, name)
-    assert (found.pop("borrowed") > 0) == (name != "native")
-    exact = {"logprobs", "routes", "losses", "fetched", "returned"} if "replicate" in name else set(found)
+    assert (found.pop("borrowed") > 0) == (plan_of(name) != "none")
+    exact = (
+        {"logprobs", "routes", "losses", "fetched", "returned"}
+        if plan_of(name) in ("replicate", "planned")
+        else set(found)
+    )
     assert {kind: found[kind] for kind in exact} == dict.fromkeys(exact, 0.0)
     assert found["gradients"] <= 3e-6
     assert found["weights"] <= 1e-6

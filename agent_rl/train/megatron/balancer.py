@@ -27,10 +27,11 @@ _EVERY = np.iinfo(np.int64).max
 class Balancing:
     """How a model is built that can be balanced.
 
-    ``transfers`` is given this rank's home experts by column of the routes, and gives what fetches in passes without
-    gradients and in those with (they may be one). A piece of an expert whose tokens are shared out is computed as of
-    ``min_rows`` tokens at least: only so do its bits not depend on how they were shared out. ``keep_order`` adds up a
-    token's experts as without balancing (all-to-all alone).
+    ``transfers`` is given this rank's home experts by their layer's number, and gives what fetches in passes without
+    gradients and in those with (they may be one). Where an expert's tokens are shared out, each part is computed with
+    at least ``min_rows`` rows, or as many as all have together, some of zeros: a CPU's products of fewer rows have
+    other bits (measured: float32 on one thread needs 16). ``keep_order``: a token's experts are added up in the order
+    without balancing (all-to-all alone).
     """
 
     grid: Grid
@@ -42,15 +43,16 @@ class Balancing:
 class ExpertBalancer:
     """Drives the layers of experts of one model's chunks on this rank.
 
-    ``moe_layers``: the 1-based numbers of the layers with experts; column i of the plans is layer ``moe_layers[i]``.
+    ``moe_layers``: the numbers (from 1) of the layers with experts; column i of the plans is layer ``moe_layers[i]``.
+    ``recompute`` and ``update`` bring the experts in passes without gradients and in those with.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], balancing: Balancing, moe_layers: Sequence[int]) -> None:
         self._balancing, self._microbatches = balancing, [0] * len(chunks)
         self._source = parallel_state.get_expert_model_parallel_rank()
-        columns = {number: column for column, number in enumerate(moe_layers)}
-        self._layers = [{columns[layer.layer_number]: layer for layer in self._adopt_chunk(chunk)} for chunk in chunks]
-        experts = {column: layer.experts for layers in self._layers for column, layer in layers.items()}
+        self._columns = {number: column for column, number in enumerate(moe_layers)}
+        self._layers = [{layer.layer_number: layer for layer in self._adopt_chunk(chunk)} for chunk in chunks]
+        experts = {number: layer.experts for layers in self._layers for number, layer in layers.items()}
         self.recompute, self.update = balancing.transfers(experts)
 
     def _adopt_chunk(self, chunk: torch.nn.Module) -> Iterator[BalancedMoELayer]:
@@ -69,28 +71,26 @@ class ExpertBalancer:
         will follow. All ranks of the expert group must give the same.
         """
         layers = self._layers[chunk]
-        visit = {
-            column: plan for column, plan in (plans or {}).items() if column in layers and (plan.borrowed >= 0).any()
-        }
+        visit = [(number, plans[self._columns[number]]) for number in layers] if plans else []
+        # Where nobody borrows, the layer stays Megatron's own.
+        visit = [(number, plan) for number, plan in visit if (plan.borrowed >= 0).any()]
         works = self._works(visit, self.update if backward else self.recompute)
-        for column, layer in layers.items():
-            layer.begin(works.get(column), backward=backward)
+        for number, layer in layers.items():
+            layer.begin(works.get(number), backward=backward)
         yield
         self._microbatches[chunk] += 1
 
-    def _works(self, visit: Mapping[int, Plan], transfer: Transfer) -> dict[int, Work]:
+    def _works(self, visit: Sequence[tuple[int, Plan]], transfer: Transfer) -> dict[int, Work]:
         if not visit:
             return {}
-        first = min(visit)
-        transfer.prefetch(first, visit[first])
-        device = torch.cuda.current_device()
-        tables = torch.from_numpy(np.stack([_placement(plan, self._source) for plan in visit.values()])).to(device)
-        return {
-            column: Work(
-                column, visit, transfer, Placement(*table), *_local(plan, self._source, self._balancing.min_rows)
-            )
-            for (column, plan), table in zip(visit.items(), tables, strict=True)
-        }
+        transfer.prefetch(*visit[0])
+        tables = np.stack([_placement(plan, self._source) for _, plan in visit])
+        placed = torch.from_numpy(tables).to(torch.cuda.current_device())
+        works = {}
+        for place, (number, plan) in enumerate(visit):
+            held, least = _local(plan, self._source, self._balancing.min_rows)
+            works[number] = Work(visit, place, transfer, Placement(*placed[place]), held, least)
+        return works
 
     def finish(self, microbatches: int) -> None:
         """After a step of so many micro-batches. Clears. Raises TrainerError where a chunk was not run on as many, or a
@@ -110,19 +110,6 @@ class ExpertBalancer:
 
     def _all(self) -> list[BalancedMoELayer]:
         return [layer for layers in self._layers for layer in layers.values()]
-
-    def refresh(self) -> None:
-        """After every change of the weights, before the next pass. Collective."""
-        for transfer in self._transfers():
-            transfer.refresh()
-
-    def close(self) -> None:
-        """Let go of what the transfers hold. Idempotent."""
-        for transfer in self._transfers():
-            transfer.close()
-
-    def _transfers(self) -> list[Transfer]:
-        return list(dict.fromkeys((self.recompute, self.update)))
 
 
 def _placement(plan: Plan, source: int) -> NDArray[np.int64]:

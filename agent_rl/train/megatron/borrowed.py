@@ -11,7 +11,7 @@ before, by :mod:`agent_rl.train.megatron.balanced`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,12 +58,13 @@ class Placement:
 class Work:
     """This rank's part in one micro-batch of one layer.
 
-    ``held`` bool ``[N + X]`` marks its local slots that hold an expert, ``least`` int64 ``[N + X]`` how many rows the
-    product of each must have. ``visit``: the plans of the micro-batch by column, in this chunk of the model.
+    ``visit``: the layers' numbers and plans of the micro-batch in this chunk of the model; this is the one at
+    ``place``. ``held`` bool ``[N + X]`` marks the local slots that hold an expert, ``least`` int64 ``[N + X]`` how many
+    rows the product of each must have.
     """
 
-    column: int
-    visit: Mapping[int, Plan]
+    visit: Sequence[tuple[int, Plan]]
+    place: int
     transfer: Transfer
     placement: Placement
     held: Tensor
@@ -71,15 +72,15 @@ class Work:
 
     def fetch(self, *, forward: bool) -> tuple[Tensor, Tensor]:
         """The borrowed ``weight1`` and ``weight2``; begins to fetch those of the layer that comes next."""
-        weights = self.transfer.fetch(self.column, self.visit[self.column])
-        following = self.column + (1 if forward else -1)
-        if following in self.visit:
-            self.transfer.prefetch(following, self.visit[following])
+        weights = self.transfer.fetch(*self.visit[self.place])
+        following = self.place + (1 if forward else -1)
+        if 0 <= following < len(self.visit):
+            self.transfer.prefetch(*self.visit[following])
         return weights
 
     def give_back(self, gradient1: Tensor, gradient2: Tensor) -> None:
         """Send the borrowed experts' gradients home."""
-        self.transfer.give_back(self.column, self.visit[self.column], gradient1, gradient2)
+        self.transfer.give_back(*self.visit[self.place], gradient1, gradient2)
 
 
 class Rows:

@@ -23,7 +23,7 @@ from r3.balance import Grid, Plan
 class Exchange:
     """A :class:`~agent_rl.train.megatron.transfer.Transfer` straight between ranks.
 
-    ``layers``: this rank's home experts by column of the routes. ``ranks``: the global ranks of the expert group, in
+    ``layers``: this rank's home experts by their layer's number. ``ranks``: the global ranks of the expert group, in
     its order. ``prefetch``: False begins nothing before it is fetched. ``timeout``: seconds after which a rank gives up
     waiting for another. All ranks of the world make theirs together.
     """

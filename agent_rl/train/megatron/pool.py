@@ -39,10 +39,10 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class _Member:
-    """A rank of the world as the others know it. ``columns``: its layers; ``machine``: equal where memory can be
+    """A rank of the world as the others know it. ``layers``: their numbers; ``machine``: equal where memory can be
     shared; ``ranks``: its expert group; ``nbytes``: of its layers' pool; ``free``: memory that its machine has left."""
 
-    columns: tuple[int, ...]
+    layers: tuple[int, ...]
     machine: tuple[Any, ...]
     ranks: tuple[int, ...]
     nbytes: int
@@ -84,7 +84,7 @@ class Pool:
         members = _gathered(_member(layers, grid, ranks))
         _check_memory(members)
         own = members[self._rank]
-        stage = [rank for rank, member in enumerate(members) if member.columns == own.columns]
+        stage = [rank for rank, member in enumerate(members) if member.layers == own.layers]
         self._group: Any = communicator(stage, timeout)
         self._copies = [copy for copy in _copies(grid, members, stage) if self._rank in (copy.source, copy.target)]
         maker = next(rank for rank in stage if members[rank].machine == own.machine)
@@ -200,7 +200,7 @@ def _member(layers: Mapping[int, ExpertWeights], grid: Grid, ranks: Sequence[int
 def _check_memory(members: Sequence[_Member]) -> None:
     for machine in dict.fromkeys(member.machine for member in members):
         mates = [member for member in members if member.machine == machine]
-        pools = {member.columns: member.nbytes for member in mates}
+        pools = {member.layers: member.nbytes for member in mates}
         needed, free = sum(pools.values()), min(member.free for member in mates)
         if needed > free:
             raise ConfigError(

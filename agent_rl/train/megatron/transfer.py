@@ -32,9 +32,9 @@ class ExpertWeights(Protocol):
 class Transfer(Protocol):
     """Lends experts over the expert group, outside autograd.
 
-    ``layer`` is the layer's column of the routes. All ranks of the group call all methods in the same order with the
-    same plans, also a rank that borrows and lends nothing. The experts of ``fetch`` and ``give_back`` are this rank's
-    borrowed slots that hold one (live), in the order of the slots.
+    ``layer`` is the layer's number in the whole model. All ranks of the group call all methods in the same order with
+    the same plans, also a rank that borrows and lends nothing. The experts of ``fetch`` and ``give_back`` are this
+    rank's borrowed slots that hold one (live), in the order of the slots.
     """
 
     def prefetch(self, layer: int, plan: Plan) -> None:
