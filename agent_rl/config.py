@@ -94,6 +94,7 @@ class EngineConfig(Section):
     weight_sync_timeout: float = Field(
         120.0, gt=0, description="Seconds that one call or broadcast of a weight update may take."
     )
+    weight_bucket_mb: int = Field(64, gt=0, description="MiB of weights that travel at once in a weight update.")
 
 
 class SandboxConfig(Section):

@@ -202,7 +202,12 @@ class TrainerRank:
         if self._publisher is None or not self._publisher.serves(order):
             self._drop_publisher()
             self._publisher = WeightPublisher(
-                order.urls, self._model.device, pause_mode=order.pause_mode, timeout=order.timeout
+                order.urls,
+                self._model.device,
+                self._model.facts.kv_heads,
+                pause_mode=order.pause_mode,
+                timeout=order.timeout,
+                bucket_bytes=order.bucket_bytes,
             )
         return self._publisher
 

@@ -179,7 +179,12 @@ class RayTrainer:
         """Send the weights to every engine as ``weight_version``; the report names those that did not take them."""
         engine = self.config.engine
         order = PublishOrder(
-            tuple(engine_urls), weight_version, engine.dtype, engine.pause_mode, engine.weight_sync_timeout
+            urls=tuple(engine_urls),
+            version=weight_version,
+            dtype=engine.dtype,
+            pause_mode=engine.pause_mode,
+            timeout=engine.weight_sync_timeout,
+            bucket_bytes=engine.weight_bucket_mb << 20,
         )
         reports = await self.ranks.call(lambda actor: actor.publish.remote(order), timeout=PUBLISH_SECONDS)
         assert reports[0] is not None, "rank 0 reports"

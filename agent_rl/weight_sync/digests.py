@@ -11,14 +11,22 @@ the parameter's bytes; several Hugging Face tensors lie behind one another in on
 
 Tensors come in this very order, so each parameter's hash is fed as they come. A tensor that was lost, changed on its
 way or loaded under another name gives another checksum.
+
+An engine of several tensor ranks has one set of checksums a rank. Of a tensor in two axes a rank holds a block of rows
+(q, k, v, gate, up, embedding, output) or of columns (o, down), of the others all. Where there are fewer key-value heads
+than ranks, neighbours hold the same head.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,39 +39,74 @@ _FUSED = (
 )
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 _VOCABULARY_MULTIPLE = 64  # SGLang fills the vocabulary up with rows of zeros
+_INNER_MULTIPLE = 32  # ... and each rank's part of an MLP's inner dimension (on a CPU of several ranks)
+_BY_ROWS = re.compile(r"\.(q|k|v|gate|up)_proj\.")
+_BY_COLUMNS = re.compile(r"\.(o|down)_proj\.")
+_OF_HEADS = re.compile(r"\.[kv]_proj\.")
+
+RankDigests = tuple[Mapping[str, str], ...]
+"""One an engine's tensor rank: the checksum of every parameter, by the engine's name."""
 
 
 def predictable(server: Mapping[str, Any]) -> bool:
     """Whether the checksums of a server that reports this about itself (``/server_info``) can be predicted.
 
-    Not on a GPU (another hash), nor where weights are cut, quantised or packed for the CPU's matrix unit.
+    Not on a GPU (another hash), nor where experts are dealt out, or weights quantised or packed for the CPU's matrix
+    unit.
     """
-    whole = all(server.get(key, 1) == 1 for key in ("tp_size", "pp_size", "ep_size"))
     plain = server.get("quantization") is None and server.get("attention_backend") != "intel_amx"
-    return server.get("device") == "cpu" and whole and plain
+    return server.get("device") == "cpu" and server.get("ep_size", 1) == 1 and plain
 
 
 class Digests:
-    """Collects the checksums of one update."""
+    """Collects the checksums of one update, for engines of each of the ``sizes`` (tensor ranks)."""
 
-    def __init__(self) -> None:
-        self._hashes: dict[str, Any] = {}
+    def __init__(self, kv_heads: int, sizes: Collection[int] = (1,)) -> None:
+        self._kv_heads = kv_heads
+        self._hashes: dict[int, list[dict[str, Any]]] = {size: [{} for _ in range(size)] for size in sorted(sizes)}
 
     def add(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], itemsize: int, data: Tensor) -> None:
         """A bucket: ``data`` uint8, the tensors' bytes one after the other."""
         # hashlib lets other threads run, so a thread of its own costs an update next to nothing.
-        whole, start = data.cpu().numpy().data, 0
+        whole, start = data.cpu().numpy(), 0
         for name, shape in zip(names, shapes, strict=True):
-            stop = start + itemsize * _product(shape)
-            digest = self._hashes.setdefault(engine_name(name), hashlib.sha256())
-            digest.update(whole[start:stop])
-            if name in _VOCABULARY:
-                digest.update(bytes(itemsize * shape[1] * (-shape[0] % _VOCABULARY_MULTIPLE)))
+            stop = start + itemsize * math.prod(shape)
+            rows = whole[start:stop].reshape(shape[0], -1)
+            for size, ranks in self._hashes.items():
+                for rank, hashes in enumerate(ranks):
+                    digest = hashes.setdefault(engine_name(name), hashlib.sha256())
+                    digest.update(np.ascontiguousarray(self._share(name, rows, itemsize, rank, size)).data)
             start = stop
 
-    def found(self) -> dict[str, str]:
-        """The checksum of every parameter, by the engine's name."""
-        return {name: digest.digest()[:8].hex() for name, digest in self._hashes.items()}
+    def _share(self, name: str, rows: NDArray[np.uint8], itemsize: int, rank: int, size: int) -> NDArray[np.uint8]:
+        """Of a tensor, ``rows`` uint8 ``[first axis, bytes]``, what tensor rank ``rank`` of ``size`` holds."""
+        if name in _VOCABULARY:
+            return _block(rows, rank, size, _VOCABULARY_MULTIPLE // size)
+        if size == 1:
+            return rows
+        if _OF_HEADS.search(name):
+            parts = min(size, self._kv_heads)
+            return _block(rows, rank * parts // size, parts, 1)
+        if _BY_ROWS.search(name):
+            return _block(rows, rank, size, 1 if ".q_proj." in name else _INNER_MULTIPLE)
+        if _BY_COLUMNS.search(name):
+            multiple = 1 if ".o_proj." in name else _INNER_MULTIPLE
+            return _block(rows.T, rank, size, multiple * itemsize).T
+        return rows
+
+    def found(self) -> dict[int, RankDigests]:
+        """By the number of tensor ranks, what each of them should hold."""
+        return {
+            size: tuple({name: digest.digest()[:8].hex() for name, digest in hashes.items()} for hashes in ranks)
+            for size, ranks in self._hashes.items()
+        }
+
+
+def _block(rows: NDArray[np.uint8], at: int, parts: int, multiple: int) -> NDArray[np.uint8]:
+    """The ``at``-th of equal ``parts`` of the first axis, each a ``multiple`` long, filled up with zeros."""
+    height = -(-len(rows) // (parts * multiple)) * multiple
+    held = rows[at * height : (at + 1) * height]
+    return np.pad(held, ((0, height - len(held)), (0, 0))) if len(held) < height else held
 
 
 def engine_name(name: str) -> str:
@@ -87,6 +130,24 @@ def difference(expected: Mapping[str, str], held: Mapping[str, str]) -> str | No
     return " and ".join(part for part in parts if part)
 
 
+def differing(expected: RankDigests, held: RankDigests) -> str | None:
+    """As :func:`difference`, of every tensor rank of an engine; the first that is wrong is named."""
+    if len(held) != len(expected):
+        return f"has {len(held)} ranks, not {len(expected)}"
+    for rank, (wanted, found) in enumerate(zip(expected, held, strict=True)):
+        if wrong := difference(wanted, found):
+            return wrong if len(held) == 1 else f"{wrong} (its rank {rank} of {len(held)})"
+    return None
+
+
+def left_behind(before: RankDigests, after: RankDigests) -> str | None:
+    """What is odd of an engine's ranks where checksums cannot be predicted: one that an update changed nothing of."""
+    changed = [one != other for one, other in zip(before, after, strict=True)]
+    if all(changed) or not any(changed):
+        return None
+    return f"was changed on {sum(changed)} of its {len(changed)} ranks alone (not on rank {changed.index(False)})"
+
+
 def outvoted(checksums: Mapping[str, str]) -> list[str]:
     """The engines, by URL, that do not hold what most hold; all of them where no majority does.
 
@@ -104,10 +165,3 @@ def _named(what: str, names: Sequence[str]) -> str:
         return ""
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return f"{what}: {names[0]}{more}"
-
-
-def _product(sizes: Iterable[int]) -> int:
-    total = 1
-    for size in sizes:
-        total *= size
-    return total

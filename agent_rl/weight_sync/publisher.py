@@ -17,7 +17,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -29,11 +29,10 @@ import torch
 from torch import Tensor
 
 from agent_rl.errors import WeightSyncError
-from agent_rl.weight_sync.digests import Digests, difference, outvoted, predictable
+from agent_rl.weight_sync.digests import Digests, differing, left_behind, outvoted, predictable
 from agent_rl.weight_sync.order import PublishOrder, PublishReport
-from agent_rl.weight_sync.receivers import Pending, WeightReceivers
+from agent_rl.weight_sync.receivers import Checksums, Pending, WeightReceivers
 
-BUCKET_BYTES = 64 << 20
 _POLL_SECONDS = 0.002
 _LEAVE_SECONDS = 5.0
 
@@ -49,9 +48,7 @@ class Bucket:
     last: bool
 
 
-def buckets(
-    weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, *, limit: int = BUCKET_BYTES
-) -> Iterator[Bucket]:
+def buckets(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, *, limit: int) -> Iterator[Bucket]:
     """Gather ``weights`` into buckets of about ``limit`` bytes, converted to ``dtype``; the last one says so."""
     held: list[tuple[str, Tensor]] = []
     size = 0
@@ -108,41 +105,50 @@ class Sent:
 class WeightPublisher:
     """Rank 0's link to a set of engines; the group is made once and used for every update.
 
-    ``pause_mode`` is SGLang's. ``timeout`` in seconds bounds each call, rendezvous and broadcast. After an update that
-    an engine did not take it must be closed.
+    ``kv_heads`` is the model's, by which engines of several ranks are checked. ``pause_mode`` is SGLang's. ``timeout``
+    in seconds bounds each call, rendezvous and broadcast. The weights travel in pieces of about ``bucket_bytes``. After
+    an update that an engine did not take it must be closed.
     """
 
     def __init__(
         self,
         urls: Sequence[str],
         device: torch.device,
+        kv_heads: int,
         *,
         pause_mode: str = "retract",
         timeout: float = 120.0,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int = 64 << 20,
     ) -> None:
         self.urls = tuple(urls)
         self._device, self._mode, self._timeout, self._bucket_bytes = device, pause_mode, timeout, bucket_bytes
         self._name = f"agent-rl-{uuid.uuid4().hex[:8]}"  # an engine may still hold the group of a trainer that died
         self._receivers = WeightReceivers(urls, timeout=timeout)
         self._hashing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-digests")
-        self._predictable = False
+        self._kv_heads = kv_heads
+        self._predictable = frozenset[str]()
+        self._held: Mapping[str, Checksums] = {}
         self._group: Any = None
 
     def serves(self, order: PublishOrder) -> bool:
         """Whether this link is the one that ``order`` asks for."""
-        return (self.urls, self._mode, self._timeout) == (order.urls, order.pause_mode, order.timeout)
+        own = (self.urls, self._mode, self._timeout, self._bucket_bytes)
+        return own == (order.urls, order.pause_mode, order.timeout, order.bucket_bytes)
 
     def publish(self, weights: Iterable[tuple[str, Tensor]], version: str, dtype: torch.dtype) -> PublishReport:
         """Send all ``weights`` (Hugging Face names) as ``version`` and compare what the engines then hold.
 
         What an engine does not take is in the report, with a reason of one line.
         """
-        clock, digests, sent = Stages(), Digests(), Sent()
+        clock, sent = Stages(), Sent()
+        refusal = self._met(dtype, clock)
+        digests = Digests(self._kv_heads, {size for url, size in self._sizes() if url in self._predictable})
         parts = self._counted(buckets(weights, dtype, limit=self._bucket_bytes), dtype.itemsize, digests, sent)
         stale = 0
         try:
-            stale = self._update(parts, version, dtype, clock)
+            if refusal is not None:
+                raise refusal
+            stale = self._update(parts, version, clock)
             with clock.stage("check"):
                 failures = self._check(version, sent, digests)
                 self._receivers.resume([url for url in self.urls if url not in failures])
@@ -154,17 +160,27 @@ class WeightPublisher:
         return PublishReport(
             failures=failures,
             digests=digests.found(),
-            verified=float(self._predictable),
+            verified=len(self._predictable) / len(self.urls),
             stale_caches=stale,
             seconds=clock.seconds,
             bytes=sent.bytes,
         )
 
-    def _update(self, parts: Iterator[Bucket], version: str, dtype: torch.dtype, clock: Stages) -> int:
-        """Pause, begin, every bucket, end. Returns how many engines kept old prefixes."""
+    def _met(self, dtype: torch.dtype, clock: Stages) -> WeightSyncError | None:
+        """Make the group with the engines unless it stands; what came in the way."""
         if self._group is None:
-            with clock.stage("join"):
-                self._meet(dtype)
+            try:
+                with clock.stage("join"):
+                    self._meet(dtype)
+            except WeightSyncError as error:
+                return error
+        return None
+
+    def _sizes(self) -> Iterator[tuple[str, int]]:
+        return zip(self.urls, self._receivers.ranks, strict=True)
+
+    def _update(self, parts: Iterator[Bucket], version: str, clock: Stages) -> int:
+        """Pause, begin, every bucket, end. Returns how many engines kept old prefixes."""
         with clock.stage("pause"):
             self._receivers.pause(self._mode)
             self._receivers.begin()
@@ -198,13 +214,19 @@ class WeightPublisher:
     def _check(self, version: str, sent: Sent, digests: Digests) -> dict[str, str]:
         """Why, by URL, an engine does not hold what was sent."""
         held = dict(zip(self.urls, self._receivers.checksums(), strict=True))
-        if self._predictable:
-            sent.hashed()
-            expected = digests.found()
-            wrong = {url: difference(expected, sums.ranks[0]) for url, sums in held.items()}
-        else:
-            odd = outvoted({url: sums.whole for url, sums in held.items()})
-            wrong = dict.fromkeys(odd, "does not hold the weights that the other engines hold")
+        sent.hashed()
+        expected = digests.found()
+        wrong: dict[str, str | None] = {}
+        for url, size in self._sizes():
+            if url in self._predictable:
+                wrong[url] = differing(expected[size], held[url].ranks)
+            else:
+                wrong[url] = left_behind(self._held[url].ranks, held[url].ranks)
+        for size in set(self._receivers.ranks):
+            alike = [url for url, other in self._sizes() if other == size and url not in self._predictable]
+            odd = outvoted({url: held[url].whole for url in alike}) if alike else []
+            wrong |= dict.fromkeys(odd, "does not hold the weights that the other engines hold")
+        self._held = held
         return {url: f"{url}, updated to version {version}, {reason}" for url, reason in wrong.items() if reason}
 
     def close(self) -> None:
@@ -224,12 +246,13 @@ class WeightPublisher:
 
     def _meet(self, dtype: torch.dtype) -> None:
         """Look at the engines and make the group with them."""
-        infos = self._receivers.server_infos()
+        infos = self._receivers.look()
         wanted = str(dtype).removeprefix("torch.")
         for url, info in zip(self.urls, infos, strict=True):
             if info.get("dtype") not in (None, "auto", wanted):
                 raise WeightSyncError(f"{url} holds its weights in {info['dtype']}, not in {wanted}: set engine.dtype")
-        self._predictable = all(predictable(info) for info in infos)
+        self._predictable = frozenset(url for url, info in zip(self.urls, infos, strict=True) if predictable(info))
+        self._held = dict(zip(self.urls, self._receivers.checksums(), strict=True))
         self._join()
 
     def _join(self) -> None:

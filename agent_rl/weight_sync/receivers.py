@@ -68,15 +68,16 @@ class Pending:
 
 
 class WeightReceivers:
-    """The engines that take weights, in rank order: engine i of ``tensor_parallel`` ranks has ranks 1 + i * tp onwards.
+    """The engines that take weights, in rank order: each has as many ranks as GPUs, behind the trainer's one.
 
-    ``timeout`` bounds each call in seconds. Every method raises WeightSyncError, with the engine's own words, when an
-    engine does not take what it is sent. Close it after use; a context manager does.
+    ``ranks[i]`` is how many engine i has: 1, until :meth:`look` has asked. ``timeout`` bounds each call in seconds.
+    Every method raises WeightSyncError, with the engine's own words, when an engine does not take what it is sent.
+    Close it after use; a context manager does.
     """
 
-    def __init__(self, urls: Sequence[str], *, tensor_parallel: int = 1, timeout: float = 300.0) -> None:
+    def __init__(self, urls: Sequence[str], *, timeout: float = 300.0) -> None:
         self.urls = tuple(url.rstrip("/") for url in urls)
-        self._tensor_parallel = tensor_parallel
+        self.ranks = (1,) * len(self.urls)
         self._timeout = timeout
         self._http = BlockingHttp(timeout)
         # Two an engine: a bucket may be announced while the reply to the one before is still awaited by a thread.
@@ -85,7 +86,7 @@ class WeightReceivers:
     @property
     def world_size(self) -> int:
         """Ranks of the update group: the trainer's one and all of the engines'."""
-        return 1 + len(self.urls) * self._tensor_parallel
+        return 1 + sum(self.ranks)
 
     def __enter__(self) -> WeightReceivers:
         return self
@@ -107,7 +108,7 @@ class WeightReceivers:
             {
                 "master_address": address,
                 "master_port": port,
-                "rank_offset": 1 + index * self._tensor_parallel,
+                "rank_offset": 1 + sum(self.ranks[:index]),  # SGLang adds each process's tensor rank
                 "world_size": self.world_size,
                 "group_name": group,
                 "backend": backend,
@@ -215,10 +216,17 @@ class WeightReceivers:
             for answer in answers
         ]
 
-    def server_infos(self) -> list[dict[str, Any]]:
-        """What every engine says of itself."""
+    def look(self) -> list[dict[str, Any]]:
+        """What every engine says of itself; from here on :attr:`ranks` are theirs. Raises WeightSyncError also for an
+        engine whose ranks would not all get the weights."""
+        infos = self._threads.map(self._info, self.urls)
+        found = list(infos)
+        self.ranks = tuple(_ranks(url, info) for url, info in zip(self.urls, found, strict=True))
+        return found
+
+    def _info(self, url: str) -> dict[str, Any]:
         with _not_taken():
-            return [self._http.get_json(f"{url}/server_info") for url in self.urls]
+            return self._http.get_json(f"{url}/server_info")
 
     def _all(self, endpoint: str, body: Mapping[str, Any]) -> list[bytes]:
         return self._post(endpoint, [body] * len(self.urls)).wait()
@@ -235,6 +243,17 @@ class WeightReceivers:
         if _refused(answer):
             raise WeightSyncError(f"{url}/{endpoint} refused: {server_message(answer)}")
         return answer
+
+
+def _ranks(url: str, info: Mapping[str, Any]) -> int:
+    """How many processes of an engine take part in an update."""
+    for option in ("pp_size", "dp_size"):
+        if (size := int(info.get(option) or 1)) > 1:
+            raise WeightSyncError(
+                f"{url} runs with {option} {size}, whose ranks would not all get the weights: start it with tensor "
+                "parallelism alone (--tp-size), and further engines for more throughput"
+            )
+    return int(info.get("tp_size") or 1)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from agent_rl.engine.types import EngineInfo
 from agent_rl.errors import EngineError, WeightSyncError
 from agent_rl.model_facts import ModelFacts
 from agent_rl.types import Sample, TokenIds
-from agent_rl.weight_sync.digests import difference
+from agent_rl.weight_sync.digests import RankDigests, differing
 from agent_rl.weight_sync.order import PublishReport
 from agent_rl.weight_sync.receivers import WeightReceivers
 
@@ -83,7 +83,7 @@ class Update:
 
     step: int
     logprobs: np.ndarray
-    digests: Mapping[str, str] = field(default_factory=dict)
+    digests: Mapping[int, RankDigests] = field(default_factory=dict)
     worst: float = 0.0
     retries: int = 0
     disk_loads: int = 0
@@ -134,11 +134,9 @@ class WeightSync:
         report = await self._trainer.publish(urls, update.version)
         update.first = update.first or report
         update.digests = report.digests or update.digests
-        failures = dict(report.failures)
-        for url in urls:
-            if url not in failures and (reason := await self._compare(update, url)):
-                failures[url] = reason
-        return failures
+        taken = [url for url in urls if url not in report.failures]
+        reasons = await asyncio.gather(*(self._compare(update, url) for url in taken))
+        return {**report.failures, **{url: reason for url, reason in zip(taken, reasons, strict=True) if reason}}
 
     async def _alone(self, update: Update, url: str) -> dict[str, str]:
         return {url: "", **await self._by_group(update, [url])}
@@ -163,11 +161,12 @@ class WeightSync:
             await self._trainer.export(folder)
         return folder
 
-    def _load(self, receiver: WeightReceivers, folder: Path, version: str, digests: Mapping[str, str]) -> None:
+    def _load(self, receiver: WeightReceivers, folder: Path, version: str, digests: Mapping[int, RankDigests]) -> None:
         """Give one paused engine the checkpoint in ``folder`` and let it go on. Raises WeightSyncError."""
         receiver.abandon()
         receiver.load_from_disk(folder, version, flush_cache=self._config.engine.pause_mode != "in_place")
-        if digests and (wrong := difference(digests, receiver.checksums()[0].ranks[0])):
+        held = receiver.checksums()[0].ranks
+        if (expected := digests.get(len(held))) and (wrong := differing(expected, held)):
             raise WeightSyncError(f"{receiver.urls[0]}, given {folder}, {wrong}")
         receiver.resume()
 

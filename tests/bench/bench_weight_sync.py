@@ -28,9 +28,10 @@ from torch import Tensor
 
 from agent_rl.config import EngineConfig
 from agent_rl.engine.launch import EngineServer
-from agent_rl.weight_sync.publisher import BUCKET_BYTES, WeightPublisher, free_port, join_group
+from agent_rl.weight_sync.publisher import WeightPublisher, free_port, join_group
 
 ROOT = Path(__file__).resolve().parents[2]
+KV_HEADS = 2
 STAGES = ("pause", "prepare", "broadcast", "load", "check")
 SIZES: dict[str, dict[str, Any]] = {
     "quickstart's": {"vocab_size": 1024, "hidden_size": 128, "num_experts": 8, "moe_intermediate_size": 128},
@@ -52,7 +53,7 @@ def make(folder: Path, sizes: dict[str, Any]) -> list[tuple[str, Tensor]]:
     """A random checkpoint in ``folder``, and its float32 tensors in the order of an export."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    common = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
+    common = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": KV_HEADS, "head_dim": 64}
     config = Qwen3MoeConfig(
         **common, **sizes, num_experts_per_tok=2, norm_topk_prob=True, max_position_embeddings=4096, rope_theta=1e6
     )
@@ -105,7 +106,7 @@ async def measure(name: str, rounds: int, bucket_bytes: list[int], folder: Path)
 
 
 def compare(name: str, url: str, weights: list[tuple[str, Tensor]], size: int, rounds: int, limit: int) -> None:
-    link = WeightPublisher([url], torch.device("cpu"), bucket_bytes=limit)
+    link = WeightPublisher([url], torch.device("cpu"), KV_HEADS, bucket_bytes=limit)
     first = link.publish(weights, "0", torch.bfloat16)  # joins
     broadcast, reports, took, baseline = plain(size, rounds + 1), [], [], []
     broadcast()
@@ -132,7 +133,7 @@ def compare(name: str, url: str, weights: list[tuple[str, Tensor]], size: int, r
 def main() -> None:
     torch.set_num_threads(1)  # beside other work OpenMP's waiting threads would be what is measured
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 7
-    buckets = [int(megabytes) << 20 for megabytes in sys.argv[2:]] or [BUCKET_BYTES]
+    buckets = [int(megabytes) << 20 for megabytes in sys.argv[2:]] or [64 << 20]
     for name in SIZES:
         with tempfile.TemporaryDirectory() as folder:
             asyncio.run(measure(name, rounds, buckets, Path(folder)))

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import signal
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +30,7 @@ from agent_rl.weight_sync.receivers import WeightReceivers
 torch = pytest.importorskip("torch", reason="needs the trainer environment")
 from safetensors.torch import load_file  # noqa: E402
 
-from agent_rl.weight_sync.digests import Digests, difference, outvoted  # noqa: E402
+from agent_rl.weight_sync.digests import Digests, difference, differing, left_behind, outvoted  # noqa: E402
 from agent_rl.weight_sync.order import PublishReport  # noqa: E402
 from agent_rl.weight_sync.publisher import Bucket, WeightPublisher  # noqa: E402
 from agent_rl.weight_sync.sync import WeightSync  # noqa: E402
@@ -74,6 +74,7 @@ class FileTrainer:
         publisher = link(
             engine_urls,
             torch.device("cpu"),
+            read_facts(self.folder).kv_heads,
             pause_mode=self._config.pause_mode,
             timeout=self._config.weight_sync_timeout,
             bucket_bytes=BUCKET_BYTES,
@@ -354,12 +355,12 @@ class TestTwoEngines:
 def test_the_checksum_of_a_fused_parameter_does_not_depend_on_the_buckets(model: Path) -> None:
     weights = exported(model)
 
-    def found(split: int) -> dict[str, str]:
-        digests = Digests()
+    def found(split: int) -> Mapping[str, str]:
+        digests = Digests(2)
         for part in (weights[:split], weights[split:]):
             data = torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in part])
             digests.add([name for name, _ in part], [tuple(tensor.shape) for _, tensor in part], 4, data)
-        return digests.found()
+        return digests.found()[1][0]
 
     assert found(3) == found(17)
     assert len(found(3)) < len(weights)
@@ -373,6 +374,16 @@ def test_what_is_said_of_other_checksums() -> None:
     assert (
         difference(expected, expected | {"c": "4", "a": "5"}) == "does not hold the bytes that were sent: a and 1 more"
     )
+
+
+def test_a_rank_that_an_update_did_not_reach_is_named() -> None:
+    old, new = {"a": "1"}, {"a": "2"}
+    assert differing((new, new), (new, new)) is None
+    assert differing((new, new), (new, old)) == "does not hold the bytes that were sent: a (its rank 1 of 2)"
+    assert differing((new, new), (new,)) == "has 1 ranks, not 2"
+    assert left_behind((old, old), (new, new)) is None
+    assert left_behind((old, old), (old, old)) is None, "the same weights again"
+    assert left_behind((old, old), (new, old)) == "was changed on 1 of its 2 ranks alone (not on rank 1)"
 
 
 def test_engines_are_outvoted() -> None:

@@ -1,0 +1,84 @@
+"""Weights to a real server of two tensor ranks, each of which holds its part of every matrix."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from local_server import serving
+from test_weight_sync import PROBE, FileTrainer, OneBitOff, Setting
+
+from agent_rl.config import EngineConfig, RunConfig
+from agent_rl.engine.launch import EngineServer
+from agent_rl.engine.sglang import SGLangEngine
+from agent_rl.errors import WeightSyncError
+from agent_rl.model_facts import read_facts
+from agent_rl.weight_sync.receivers import WeightReceivers
+
+real = [pytest.mark.sglang, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(engine_config: EngineConfig, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|0")  # the second rank's core may be another test's
+        config = engine_config.model_copy(update={"extra_args": ("--tp-size", "2"), "threads": 1})
+        server = EngineServer(config, model, tmp_path_factory.mktemp("tp") / "engine.log")
+        asyncio.run(server.start())
+        yield server.url
+        asyncio.run(server.stop())
+
+
+@pytest.fixture
+async def setting(
+    two_ranks: str, model: Path, other_model: Path, engine_config: EngineConfig, tmp_path: Path
+) -> AsyncIterator[Setting]:
+    config = RunConfig.model_validate({"name": "test", "model": model, "engine": engine_config.model_dump()})
+    async with SGLangEngine(two_ranks, read_facts(model), engine_config) as engine:
+        with WeightReceivers([two_ranks]) as receivers:
+            receivers.load_from_disk(other_model, "disk")
+            new = await engine.score(PROBE)
+            receivers.load_from_disk(model, "default")
+            old = await engine.score(PROBE)
+        yield Setting(config, other_model, tmp_path / "weights", old, new)
+
+
+class TestTwoRanks:
+    pytestmark = real
+
+    async def test_every_rank_holds_what_was_sent(
+        self, setting: Setting, two_ranks: str, model: Path, engine_config: EngineConfig
+    ) -> None:
+        async with SGLangEngine(two_ranks, read_facts(model), engine_config) as engine:
+            metrics = await setting.sync(engine).publish(3)
+            await setting.holds(engine, setting.new, "3")
+            assert metrics["weight_sync/verified"] == 1
+            assert metrics["weight_sync/retries"] == metrics["weight_sync/disk_loads"] == 0
+            report = await FileTrainer(engine_config, model, []).publish([two_ranks], "4")
+            with WeightReceivers([two_ranks]) as receivers:
+                (held,) = receivers.checksums()
+            assert held.ranks == report.digests[2]
+            assert held.ranks[0] != held.ranks[1]
+
+    async def test_a_bit_of_one_ranks_part_is_seen(
+        self, setting: Setting, two_ranks: str, model: Path, engine_config: EngineConfig
+    ) -> None:
+        async with SGLangEngine(two_ranks, read_facts(model), engine_config) as engine:
+            metrics = await setting.sync(engine, OneBitOff).publish(5)
+            await setting.holds(engine, setting.new, "5")
+        assert metrics["weight_sync/retries"] == 1
+        assert "does not hold the bytes that were sent" in setting.notes[0]
+        assert "(its rank " in setting.notes[0]
+
+
+async def test_ranks_that_would_be_left_out_are_refused() -> None:
+    async def handler(path: str, request: dict[str, object]) -> tuple[int, bytes]:
+        return 200, b'{"tp_size": 2, "pp_size": 2, "dp_size": 1}'
+
+    async with serving(handler) as url:
+        with WeightReceivers([url]) as receivers:
+            with pytest.raises(WeightSyncError, match=f"{url} runs with pp_size 2, whose ranks would not all get"):
+                await asyncio.to_thread(receivers.look)
+            assert receivers.ranks == (1,)
