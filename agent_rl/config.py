@@ -105,6 +105,11 @@ class SandboxConfig(Section):
         description="auto, docker, podman, bubblewrap, or one of your own (docs/sandboxes.md). auto takes docker where "
         "an engine answers, bubblewrap where none does.",
     )
+    runtime: str | None = Field(
+        None,
+        description="What the container engine starts boxes with: runsc for gVisor, where the engine knows it; None "
+        "takes the engine's default.",
+    )
     image: str | None = Field(None, description="Image for tasks that name none; None takes the backend's default.")
     image_root: Path | None = Field(
         None,
@@ -114,8 +119,8 @@ class SandboxConfig(Section):
     memory_mb: int = Field(512, gt=0, description="Memory limit of one box.")
     pids: int = Field(128, gt=0, description="Process limit of one box.")
     cpus: float = Field(1.0, gt=0, description="CPU limit of one box.")
-    disk_mb: int = Field(4096, gt=0, description="Disk in MiB by which one box may grow (bubblewrap), or it is ended.")
-    inodes: int = Field(200_000, gt=0, description="Files, folders and links by which one box may grow (bubblewrap).")
+    disk_mb: int = Field(4096, gt=0, description="Disk in MiB by which one box may grow, or it is ended.")
+    inodes: int = Field(200_000, gt=0, description="Files, folders and links by which one box may grow.")
     max_starts: int = Field(8, gt=0, description="Boxes being started at once.")
     max_execs: int = Field(64, gt=0, description="Commands running in boxes at once.")
     pull: bool = Field(False, description="Fetch container images that are not on the machine.")

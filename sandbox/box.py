@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from pathlib import PurePosixPath
 
 from sandbox.aio import shielded
-from sandbox.errors import SandboxFileError, SandboxLostError
-from sandbox.types import ExecResult, SandboxSpec
+from sandbox.disk import Usage
+from sandbox.errors import SandboxDiskFullError, SandboxFileError, SandboxLostError
+from sandbox.growth import GrowthWatch
+from sandbox.types import OVERGROWN, ExecResult, SandboxSpec
 
 
 class BaseBox(ABC):
@@ -19,6 +21,7 @@ class BaseBox(ABC):
         self._id, self._spec = id, spec
         self._closed = False
         self._closing: asyncio.Future[None] | None = None
+        self.growth = GrowthWatch(id, Usage(spec.disk_mb << 20, spec.inodes), self._used, self._give_back)
 
     @property
     def id(self) -> str:
@@ -38,6 +41,41 @@ class BaseBox(ABC):
     @abstractmethod
     async def _end(self) -> None:
         """Kill what runs and remove the box; called once."""
+
+    @abstractmethod
+    async def _used(self) -> Usage | None:
+        """What the box takes of the disk; None where that can't be found out."""
+
+    @abstractmethod
+    async def _give_back(self) -> None:
+        """Kill what runs and remove the files of a box that has grown too much. What can't be removed is left to
+        ``_end``, which raises."""
+
+    @abstractmethod
+    def _check_room(self) -> None:
+        """Raise ``SandboxDiskFullError`` where the disk that the box is on is full."""
+
+    async def _check_growth_or_room(self) -> None:
+        """After what failed: a full disk is the box's own doing where it grew beyond its limit, else it is a
+        ``SandboxDiskFullError``."""
+        self._check_open()
+        try:
+            self._check_room()
+        except SandboxDiskFullError:
+            await self.growth.check()
+            if not self.growth.overgrown:
+                raise
+
+    async def _overgrown(self, stdout: bytes, seconds: float) -> ExecResult:
+        """What every command of a box that has grown too much gives, once its files are gone."""
+        await self.growth.emptied()
+        return ExecResult(OVERGROWN, stdout, f"{self.growth.overgrown}\n".encode(), seconds=seconds)
+
+    def _check_in_use(self) -> None:
+        """Raise where the box is closed, or ended as it has grown too much."""
+        self._check_open()
+        if self.growth.overgrown:
+            raise SandboxFileError(self.growth.overgrown)
 
     def _invocation(self, command: str | Sequence[str], cwd: str | None) -> tuple[list[str], str]:
         """The argument list of ``command`` and the folder that it runs in."""

@@ -43,12 +43,12 @@ def check_room(folder: Path) -> None:
         raise SandboxDiskFullError(f"{folder}: {disk.f_favail} inodes free on its disk, boxes need {_LEAST_INODES}")
 
 
-async def usage(folder: Path) -> Usage | None:
-    """What all below ``folder`` takes, a file with several names once; None where that can't be found out in a minute.
+async def usage(*folders: Path) -> Usage | None:
+    """What all below ``folders`` takes, a file with several names once; None where that takes more than a minute.
 
     Asked of ``find``, which follows no link and goes to any depth, whatever hostile code does there meanwhile.
     """
-    command = ["find", str(folder), "-xdev", "-printf", "%i %b\\n"]
+    command = ["find", *map(str, folders), "-xdev", "-printf", "%D:%i %b\\n"]
     try:
         found = await run_process(command, timeout=_MEASURE_SECONDS, limit=_MOST_OUTPUT)
     except (OSError, TimeoutError):

@@ -51,7 +51,7 @@ class SandboxSpec:
     the machine's own system directories, read-only. ``ro_binds`` maps host paths to where they appear in the box,
     read-only (docker: volumes with mode ``ro``); a host path that is absent is a ``SandboxStartError``.
 
-    A bubblewrap box whose files grow by more than ``disk_mb`` MiB or ``inodes`` files, folders and links is ended: its
+    A box whose files grow by more than ``disk_mb`` MiB or ``inodes`` files, folders and links is ended: its
     commands, and all that come after, fail with exit code ``OVERGROWN``, and its files are removed.
     """
 

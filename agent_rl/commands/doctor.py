@@ -28,7 +28,7 @@ from agent_rl.evaluation.evaluate import evaluate
 from agent_rl.evaluation.folder import EvalFolder
 from agent_rl.evaluation.quarantine import write_quarantine
 from agent_rl.evaluation.report import EpisodeResult
-from agent_rl.observe.display import Display
+from agent_rl.observe.display import Display, cell
 from agent_rl.observe.files import write_json
 from agent_rl.observe.folder_lock import hold_folder
 from agent_rl.rollout.episode import EpisodeRules
@@ -236,9 +236,9 @@ def _tell(display: Display, folder: Path, checks: Sequence[Check], diagnoses: Se
 def _tasks_table(sick: Mapping[str, Sequence[str]], undecided: Sequence[Diagnosis]) -> Table:
     table = Table("task", "what is wrong")
     for task_id, reasons in list(sick.items())[:SHOWN]:
-        table.add_row(task_id, "; ".join(reasons))
+        table.add_row(cell(task_id), cell("; ".join(reasons)))
     for item in undecided[:SHOWN]:
-        table.add_row(item.task_id, "undecided: " + "; ".join(item.undecided))
+        table.add_row(cell(item.task_id), cell("undecided: " + "; ".join(item.undecided)))
     if len(sick) > SHOWN or len(undecided) > SHOWN:
         table.add_row("...", "the others are in doctor.json")
     return table

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from agent_rl.errors import UserError
+from agent_rl.observe.display import cell
 from envs import EnvContext, load_environment
 from envs.conformance import check_environment
 from sandbox import open_backend
@@ -26,7 +27,7 @@ async def run_check(name: str, options: Sequence[str], splits: Sequence[str]) ->
         await backend.close()
     table = Table("promise", "", "found")
     for finding in findings:
-        table.add_row(finding.check, "kept" if finding.ok else "BROKEN", finding.detail)
+        table.add_row(finding.check, "kept" if finding.ok else "BROKEN", cell(finding.detail))
     Console().print(table)
     return all(finding.ok for finding in findings)
 

@@ -20,6 +20,7 @@ from agent_rl.controller.world import box_limits, open_pool
 from agent_rl.engine.open import open_engine
 from agent_rl.errors import AgentRlError, EngineError, UserError
 from agent_rl.model_facts import read_facts
+from agent_rl.observe.display import cell
 from sandbox import SandboxError
 
 _VERSION = "import importlib.metadata as m; print(m.version('sglang'))"
@@ -46,7 +47,7 @@ def checks_table(checks: Sequence[Check]) -> Table:
     """The parts, a row each, for a terminal."""
     table = Table("part", "", "found")
     for check in checks:
-        table.add_row(check.name, "ok" if check.ok else "WRONG", check.detail)
+        table.add_row(check.name, "ok" if check.ok else "WRONG", cell(check.detail))
     return table
 
 
@@ -114,7 +115,8 @@ async def _sandbox(config: RunConfig) -> str:
     if not result.ok:
         raise SandboxError(f"python3 and git do not run in a box: {result.text.strip()[-200:]}")
     versions = ", ".join(result.text.split("\n")[:2])
-    return f"{backend.name}: {versions}; started, used and closed in {seconds:.2f} s"
+    runtime = f" with runtime {config.sandbox.runtime}" if config.sandbox.runtime else ""
+    return f"{backend.name}{runtime}: {versions}; started, used and closed in {seconds:.2f} s"
 
 
 async def _disk(config: RunConfig) -> str:

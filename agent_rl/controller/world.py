@@ -90,7 +90,7 @@ def box_limits(config: SandboxConfig) -> SandboxSpec:
 def open_pool(config: SandboxConfig) -> SandboxPool:
     """The config's sandbox backend, within its limits. Raises SandboxUnavailableError where this machine lacks it."""
     images = ImagePolicy(pull=config.pull, budget_gb=config.image_budget_gb, root=config.image_root, own=config.image)
-    backend = open_backend(config.backend, run_id=uuid.uuid4().hex[:12], images=images)
+    backend = open_backend(config.backend, run_id=uuid.uuid4().hex[:12], images=images, runtime=config.runtime)
     return SandboxPool(backend, max_starts=config.max_starts, max_execs=config.max_execs, warm=config.warm)
 
 

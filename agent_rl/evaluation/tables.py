@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from rich.table import Table
 
 from agent_rl.evaluation.report import EvalReport, RepoOutcome
+from agent_rl.observe.display import cell
 
 
 def table(reports: Sequence[EvalReport]) -> Table:
     """The reports side by side, a column each, for a terminal."""
-    result = Table("", *(f"{item.policy} on {item.env}" for item in reports))
+    result = Table("", *(cell(f"{item.policy} on {item.env}") for item in reports))
     rows: dict[str, Callable[[EvalReport], str]] = {
         "Pass@1": lambda item: f"{item.pass_at_1:.1%}",
         "95 % interval": lambda item: f"{item.interval[0]:.1%} to {item.interval[1]:.1%}",
@@ -34,5 +35,5 @@ def breakdown(by_repo: Mapping[str, RepoOutcome]) -> Table:
     """Pass@1 by repository, for a terminal."""
     result = Table("repository", "Pass@1", "tasks", "ungraded")
     for repo, outcome in by_repo.items():
-        result.add_row(repo, f"{outcome.pass_at_1:.1%}", str(outcome.graded), str(outcome.ungraded))
+        result.add_row(cell(repo), f"{outcome.pass_at_1:.1%}", str(outcome.graded), str(outcome.ungraded))
     return result

@@ -36,6 +36,11 @@ SHOWN = (
 STAGES = ("rollout", "old_logprob", "update", "weight_sync")
 
 
+def cell(text: str) -> Text:
+    """A table's cell that shows ``text`` as it is: nothing in it is taken for markup, or steers the terminal."""
+    return Text(printable(text))
+
+
 def _current_task() -> asyncio.Task[object] | None:
     try:
         return asyncio.current_task()

@@ -15,11 +15,10 @@ from typing import TypeVar
 from sandbox.box import BaseBox
 from sandbox.bubblewrap.beneath import NeedsBox, read_beneath, tree_beneath, write_beneath
 from sandbox.bubblewrap.folder import remove_tree
-from sandbox.bubblewrap.growth import GrowthWatch
 from sandbox.bubblewrap.launch import Launcher
 from sandbox.bubblewrap.root import RootFs, copy_regular, image_place
 from sandbox.cgroup import Cgroup
-from sandbox.disk import Usage, check_room
+from sandbox.disk import Usage, check_room, usage
 from sandbox.errors import (
     SandboxDiskFullError,
     SandboxError,
@@ -58,7 +57,6 @@ class BubblewrapBox(BaseBox):
         self._areas = _areas(spec.workdir, root.home)
         self._mounts = self._all_mounts()
         self._running: set[asyncio.Task[tuple[Finished, bool]]] = set()
-        self.growth = GrowthWatch(id, folder, Usage(spec.disk_mb << 20, spec.inodes), self._give_back)
         self.cgroup: Cgroup | None = None
 
     async def exec(
@@ -79,9 +77,7 @@ class BubblewrapBox(BaseBox):
         if finished.returncode != 0 and not self.growth.overgrown:
             await self._check_growth_or_room()
         if self.growth.overgrown:
-            await self.growth.emptied()
-            why = f"{self.growth.overgrown}\n".encode()
-            return ExecResult(OVERGROWN, finished.stdout, why, seconds=finished.seconds)
+            return await self._overgrown(finished.stdout, finished.seconds)
         oom = self.cgroup is not None and self.cgroup.oom_kills() > kills_before
         if not (started or finished.timed_out or oom):
             return self._not_started(finished, folder)
@@ -197,25 +193,18 @@ class BubblewrapBox(BaseBox):
         return ExecResult(exit_code=126, stdout=b"", stderr=why.encode(), seconds=finished.seconds)
 
     def _check_alive(self) -> None:
-        self._check_open()
-        if self.growth.overgrown:
-            raise SandboxFileError(self.growth.overgrown)
+        self._check_in_use()
+        self._check_room()
+
+    def _check_room(self) -> None:
         if not self._folder.is_dir():
             raise SandboxLostError(f"box {self._id}: its folder {self._folder} is gone")
         check_room(self._folder)
 
-    async def _check_growth_or_room(self) -> None:
-        """After a command that failed: a full disk is the box's own doing where it grew beyond its limit, else it is
-        a ``SandboxDiskFullError``."""
-        try:
-            self._check_alive()
-        except SandboxDiskFullError:
-            await self.growth.check()
-            if not self.growth.overgrown:
-                raise
+    async def _used(self) -> Usage | None:
+        return await usage(self._folder)
 
     async def _give_back(self) -> None:
-        """Kill what runs and remove the files. What can't be removed is left to the box's end, which says so."""
         await self._kill()
         with contextlib.suppress(SandboxError):
             for area in _AREAS:

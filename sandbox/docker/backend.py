@@ -21,6 +21,7 @@ from docker.types import LogConfig, Ulimit
 from sandbox.aio import shielded
 from sandbox.disk import check_room
 from sandbox.docker.box import DockerBox
+from sandbox.docker.disk import is_want_of_quota, may_have_quota, quota
 from sandbox.docker.engine import THREADS, EngineClient, connect, converted
 from sandbox.docker.images import ImageStore, ledger_of
 from sandbox.docker.lease import OWNER_LABEL, RUN_LABEL, EngineLease, engine_leases, remove_lease
@@ -39,18 +40,25 @@ T = TypeVar("T")
 DEFAULT_IMAGE = "agent-rl-base"
 """What ``SandboxSpec.image == "host"`` means here: the image that ``python -m sandbox.base_image`` builds."""
 FILE_SIZE_LIMIT = 1 << 30
-"""Bytes one file written in a box may have; there is no quota on the whole box."""
+"""Bytes one file written in a box may have."""
 _KEEPER = "65534:65534"
 _OWN_PROCESSES = 12  # init, keeper, wrapper, head, timeout; and the threads that the engine's runtime enters with
 
 
 class DockerBackend:
-    """Boxes in a container engine. Raises ``SandboxUnavailableError`` where none answers, or none that holds limits."""
+    """Boxes in a container engine. Raises ``SandboxUnavailableError`` where none answers, or none that holds limits.
 
-    def __init__(self, *, run_id: str, images: ImagePolicy | None = None) -> None:
+    ``runtime`` starts the boxes' processes, ``runsc`` (gVisor) say; None takes the engine's own default.
+    """
+
+    def __init__(self, *, run_id: str, images: ImagePolicy | None = None, runtime: str | None = None) -> None:
         self._api = connect(self.name)
         check_limits(self._api.about)
+        self._runtime = runtime
+        if runtime is not None:
+            self._check_runtime(runtime)
         self._disk = Path(self._api.about["DockerRootDir"])
+        self._quota = may_have_quota(self._api.about)
         self._owner = Owner.current(run_id)
         self._lease = EngineLease(self._api, self._owner)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="docker")
@@ -66,8 +74,9 @@ class DockerBackend:
 
     @property
     def limits(self) -> str:
-        """What holds a box's limits."""
-        return "the container engine's control groups"
+        """What holds a box's limits, and what starts its processes."""
+        runtime = self._runtime or self._api.about["DefaultRuntime"]
+        return f"the container engine's control groups, runtime {runtime}"
 
     async def start(self, spec: SandboxSpec) -> DockerBox:
         """Start a box. Raises ``ImageMissingError``, ``ImagePullError`` or ``SandboxStartError``."""
@@ -131,26 +140,7 @@ class DockerBackend:
             if not Path(source).exists():
                 raise SandboxStartError(f"ro_binds: {source}: no such file or folder on the host")
         image = DEFAULT_IMAGE if spec.image == "host" else spec.image
-        try:
-            container = self._api.create_container(
-                image,
-                ["sleep", "infinity"],
-                user=_KEEPER,
-                working_dir=spec.workdir,
-                hostname="box",
-                entrypoint=[],
-                # Not only a network mode of "none": docker 20.10 keeps accounts of that network, whose locks end in a
-                # deadlock of the whole engine when boxes start and go side by side.
-                network_disabled=True,
-                environment=dict(spec.env),
-                use_config_proxy=False,  # the user's proxies, whose addresses may hold a password
-                labels={**spec.labels, RUN_LABEL: self._owner.run_id, OWNER_LABEL: self._owner.to_json()},
-                host_config=self._host_config(spec),
-            )["Id"]
-        except docker.errors.ImageNotFound:
-            build = f"python -m sandbox.base_image --engine {self.name}"
-            get = build if image == DEFAULT_IMAGE else f"{self.name} pull {image}"
-            raise ImageMissingError(f"image {image!r} is not on this machine: get it with: {get}") from None
+        container = self._create(image, spec)
         box = DockerBox(container, spec, self._api, self)
         try:
             self._prepare(container, spec)
@@ -163,6 +153,45 @@ class DockerBackend:
             self._images.used(image)
         return box
 
+    def _check_runtime(self, runtime: str) -> None:
+        """Raise ``SandboxUnavailableError`` where the engine would not start boxes with ``runtime``."""
+        known = sorted(self._api.about.get("Runtimes") or ())
+        if runtime not in known:
+            raise SandboxUnavailableError(
+                f"sandbox.runtime={runtime}: the container engine knows {', '.join(known)}; right would be one of "
+                f"these, or to install {runtime} and add it to the engine's daemon.json (docs/sandboxes.md)"
+            )
+
+    def _create(self, image: str, spec: SandboxSpec) -> str:
+        """Make the container; its id. Without the quota from the time on when the engine turns out to have none."""
+        try:
+            return str(
+                self._api.create_container(
+                    image,
+                    ["sleep", "infinity"],
+                    user=_KEEPER,
+                    working_dir=spec.workdir,
+                    hostname="box",
+                    entrypoint=[],
+                    # Not only a network mode of "none": docker 20.10 keeps accounts of that network, whose locks end in
+                    # a deadlock of the whole engine when boxes start and go side by side.
+                    network_disabled=True,
+                    environment=dict(spec.env),
+                    use_config_proxy=False,  # the user's proxies, whose addresses may hold a password
+                    labels={**spec.labels, RUN_LABEL: self._owner.run_id, OWNER_LABEL: self._owner.to_json()},
+                    host_config=self._host_config(image, spec),
+                )["Id"]
+            )
+        except docker.errors.ImageNotFound:
+            build = f"python -m sandbox.base_image --engine {self.name}"
+            get = build if image == DEFAULT_IMAGE else f"{self.name} pull {image}"
+            raise ImageMissingError(f"image {image!r} is not on this machine: get it with: {get}") from None
+        except docker.errors.APIError as error:
+            if not self._quota or not is_want_of_quota(str(error.explanation)):
+                raise
+            self._quota = False
+            return self._create(image, spec)
+
     def _prepare(self, container: str, spec: SandboxSpec) -> None:
         """Put in place what the engine would not, before the container starts."""
 
@@ -172,7 +201,7 @@ class DockerBackend:
             Ulimit(name="fsize", soft=FILE_SIZE_LIMIT, hard=FILE_SIZE_LIMIT),
         ]
 
-    def _host_config(self, spec: SandboxSpec) -> Any:
+    def _host_config(self, image: str, spec: SandboxSpec) -> Any:
         return self._api.create_host_config(
             network_mode="none",
             mem_limit=spec.memory_mb << 20,
@@ -185,6 +214,8 @@ class DockerBackend:
             ulimits=self._ulimits(),
             log_config=LogConfig(type=LogConfig.types.NONE),
             binds=[f"{source}:{target}:ro" for source, target in spec.ro_binds.items()],
+            runtime=self._runtime,
+            storage_opt=quota(self._api, image, spec.disk_mb) if self._quota else None,
         )
 
     def _end_lease(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -12,12 +13,14 @@ from typing import Protocol, TypeVar
 from sandbox.aio import shielded
 from sandbox.box import BaseBox
 from sandbox.cgroup import folders_of, oom_kills
+from sandbox.disk import Usage, usage
+from sandbox.docker.disk import Written, layer_size, written
 from sandbox.docker.engine import EngineClient, remove_container
 from sandbox.docker.exec import KILL_ALL, WRAPPER, ExecLink, ExecOutcome, run_exec
 from sandbox.docker.files import read_archive, read_folder
-from sandbox.errors import SandboxError, SandboxFileError, SandboxLostError
+from sandbox.errors import SandboxDiskFullError, SandboxError, SandboxFileError, SandboxLostError
 from sandbox.files import Tree, archive
-from sandbox.types import ExecResult, SandboxSpec, TreeFile, TreeLimits
+from sandbox.types import OVERGROWN, ExecResult, SandboxSpec, TreeFile, TreeLimits
 
 T = TypeVar("T")
 
@@ -25,6 +28,7 @@ _GRACE = 20.0
 _WRAPPER_KILLED = 137
 _PROGRAMS = ("/bin", "/lib", "/sbin", "/usr", "/etc/ld.so")
 _FIRST_PROCESS = {"/usr", "/usr/sbin", "/usr/sbin/docker-init"}  # what the engine itself puts into every box
+_NOTHING_RAN = ExecResult(OVERGROWN, b"", b"", 0.0)
 _NO_SHELL = b"the box can't run commands any more: its own programs or libraries were changed\n"
 
 
@@ -48,6 +52,7 @@ class DockerBox(BaseBox):
         self._turn = asyncio.Lock()
         self._oom_seen = 0
         self._link: ExecLink | None = None
+        self._written: Written | None = None
 
     async def exec(
         self,
@@ -66,18 +71,41 @@ class DockerBox(BaseBox):
         whole = ["/bin/sh", "-c", WRAPPER, "sh", f"{timeout:.3f}", folder, size, *argv]
         async with self._turn:
             started = time.perf_counter()
-            outcome = await self._run(whole, timeout + _GRACE, env or {}, stdin)
-            seconds = time.perf_counter() - started
-            if not outcome.complete and outcome.exit_code not in (None, _WRAPPER_KILLED):
-                if await self._owner.call(self._has_other_programs, SandboxLostError):
-                    return ExecResult(127, b"", _NO_SHELL, seconds)
-                self._tell_lost(outcome)
-            overdue = outcome.exit_code is None
-            if overdue:
-                # The wrapper itself was killed, or what it waits for can't be: end everything from outside.
-                await self._kill_all()
-            timed_out = overdue or (outcome.exit_code == 137 and seconds >= timeout)
-            oom = await self._oom_killed() if outcome.exit_code else False
+            self.growth.command_begins()
+            try:
+                result = await self._result(whole, timeout, env or {}, stdin)
+            except (SandboxLostError, SandboxDiskFullError):
+                if not self.growth.overgrown:
+                    raise
+                result = None  # it went with the container
+            finally:
+                self.growth.command_ends()
+        if self.growth.overgrown:
+            return await self._overgrown(result.stdout if result else b"", time.perf_counter() - started)
+        assert result is not None
+        return result
+
+    async def _result(
+        self, whole: Sequence[str], timeout: float, env: Mapping[str, str], stdin: bytes | None
+    ) -> ExecResult:
+        """What running ``whole``, the command in its wrapper, came to."""
+        self._check_open()
+        if self.growth.overgrown:
+            return _NOTHING_RAN
+        started = time.perf_counter()
+        outcome = await self._run(whole, timeout + _GRACE, env, stdin)
+        seconds = time.perf_counter() - started
+        if not outcome.complete and outcome.exit_code not in (None, _WRAPPER_KILLED):
+            if await self._owner.call(self._has_other_programs, SandboxLostError):
+                return ExecResult(127, b"", _NO_SHELL, seconds)
+            self._tell_lost(outcome)
+        overdue = outcome.exit_code is None
+        if overdue and not self.growth.overgrown:
+            # The wrapper itself was killed, or what it waits for can't be: end everything from outside.
+            await self._kill_all()
+        timed_out = overdue or (outcome.exit_code == 137 and seconds >= timeout)
+        if outcome.exit_code:
+            await self._check_growth_or_room()
         return ExecResult(
             exit_code=-9 if timed_out or outcome.exit_code is None else outcome.exit_code,
             stdout=bytes(outcome.out.data),
@@ -85,12 +113,12 @@ class DockerBox(BaseBox):
             seconds=seconds,
             timed_out=timed_out,
             truncated=outcome.out.dropped + outcome.err.dropped > 0,
-            oom_killed=oom,
+            oom_killed=await self._oom_killed() if outcome.exit_code and not self.growth.overgrown else False,
         )
 
     async def read_file(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
         """The file's bytes. Links are resolved by the engine, inside the container."""
-        self._check_open()
+        self._check_in_use()
         self._check_path(path)
         whole = str(PurePosixPath(self._spec.workdir) / path)
         work = partial(read_archive, self._api, self._container, whole, max_bytes)
@@ -100,7 +128,7 @@ class DockerBox(BaseBox):
         self, path: str, *, skip: Collection[str] = (), limits: TreeLimits | None = None
     ) -> Mapping[str, TreeFile]:
         """The files and links below the folder, packed by the engine."""
-        self._check_open()
+        self._check_in_use()
         self._check_path(path)
         tree = Tree(path, limits or TreeLimits())
         whole = str(PurePosixPath(self._spec.workdir) / path)
@@ -110,7 +138,7 @@ class DockerBox(BaseBox):
 
     async def write_files(self, files: Mapping[str, bytes]) -> None:
         """Write ``files``, unpacked by the engine inside the container."""
-        self._check_open()
+        self._check_in_use()
         for path in files:
             self._check_path(path)
         data = archive({str(PurePosixPath(self._spec.workdir) / path): data for path, data in files.items()})
@@ -179,7 +207,6 @@ class DockerBox(BaseBox):
 
     def _count_oom_kills(self) -> int:
         """Read from the container's control group where the engine is this machine's, else what the engine knows."""
-        self._owner.check_room()
         state = self._api.inspect_container(self._container)["State"]
         folders = folders_of(state["Pid"])
         folder = folders.get("memory", folders.get(""))
@@ -187,7 +214,29 @@ class DockerBox(BaseBox):
             return oom_kills(folder)
         return int(state["OOMKilled"])
 
+    def _check_room(self) -> None:
+        self._owner.check_room()
+
+    async def _used(self) -> Usage | None:
+        """The layer and the volumes; None where the container is gone."""
+        try:
+            if self._written is None:
+                self._written = await self._owner.call(partial(written, self._api, self._container), SandboxLostError)
+            taken = await usage(*self._written.folders) if self._written.folders else Usage()
+            if taken is None or not self._written.by_engine:
+                return taken
+            return taken + await self._owner.call(partial(layer_size, self._api, self._container), SandboxLostError)
+        except SandboxLostError:
+            return None
+
+    async def _give_back(self) -> None:
+        if self._link is not None:
+            self._link.cut()
+        with contextlib.suppress(SandboxError):
+            await self._owner.call(self.remove, SandboxError)
+
     async def _end(self) -> None:
+        await self.growth.close()
         if self._link is not None:
             self._link.cut()
         await self._owner.call(self.remove, SandboxLostError)

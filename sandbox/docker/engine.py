@@ -55,6 +55,11 @@ class EngineClient(docker.APIClient):
         self._raise_for_status(response)
         return True
 
+    def layer_bytes(self, container: str) -> int:
+        """Bytes of the files that the container has made or changed. The engine walks them all to know."""
+        response = self._get(self._url("/containers/{0}/json", container), params={"size": 1})
+        return int(self._result(response, True).get("SizeRw") or 0)
+
 
 def connect(engine: str = "docker") -> EngineClient:
     """A client of ``engine``. Raises ``SandboxUnavailableError`` where none answers within seconds."""

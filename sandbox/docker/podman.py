@@ -5,9 +5,12 @@ Checked with podman 4.3.1 and runc. Its service must be running (``podman system
 
 from __future__ import annotations
 
+from pathlib import PurePosixPath
+
 from docker.types import Ulimit
 
 from sandbox.docker.backend import DockerBackend
+from sandbox.errors import SandboxUnavailableError
 from sandbox.files import archive
 from sandbox.types import SandboxSpec
 
@@ -20,6 +23,15 @@ class PodmanBackend(DockerBackend):
     @property
     def name(self) -> str:
         return "podman"
+
+    def _check_runtime(self, runtime: str) -> None:
+        # Podman takes no runtime with a container: it would start the box with its service's own, and not tell.
+        own = PurePosixPath(self._api.about["DefaultRuntime"]).name
+        if runtime != own:
+            raise SandboxUnavailableError(
+                f"sandbox.runtime={runtime}: podman's service starts every box with {own}; right would be {own}, or a "
+                f"service started with podman --runtime {runtime} (docs/sandboxes.md)"
+            )
 
     def _prepare(self, container: str, spec: SandboxSpec) -> None:
         # Podman makes the container's top folder read-only (mode 555, and a box's root has no capability to write there

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from agent_rl.commands.doctor import diagnose, run_doctor
+from agent_rl.commands.doctor import _tasks_table, diagnose, run_doctor
 from agent_rl.commands.eval import EvalOptions, run_evaluation
-from agent_rl.commands.health import check_installation, check_parts
+from agent_rl.commands.health import Check, check_installation, check_parts, checks_table
 from agent_rl.commands.policy import PolicyChoice
 from agent_rl.config_files import load_config
 from agent_rl.errors import ConfigError
@@ -71,6 +73,17 @@ def sick_and_healthy(folder: Path) -> Path:
 def fixed_files(record: SweRecord) -> dict[str, str]:
     diffs = json.loads(record.parsed_commit_content)["file_diffs"]
     return {**record.files, **{diff["header"]["file"]["path"]: diff["new_file_content"] for diff in diffs}}
+
+
+def test_what_was_found_is_shown_as_it_is() -> None:
+    """Brackets in a message are no markup, and nothing in it steers the terminal."""
+    found = diagnose("t[x]", {}, {"t[x]": runs(True)}, [Finding("leak", False, "a.py[red] and [/b]\x1b[2J")])
+    shown = Console(width=200, record=True, file=io.StringIO())
+    shown.print(_tasks_table({found.task_id: found.reasons}, []))
+    shown.print(checks_table([Check("sandbox", False, "box [x]: [/red]\x1b[2J")]))
+    text = shown.export_text()
+    for whole in ("t[x]", "a.py[red] and [/b]\ufffd[2J", "box [x]: [/red]\ufffd[2J"):
+        assert whole in text
 
 
 @pytest.mark.bubblewrap

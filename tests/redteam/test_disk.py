@@ -11,15 +11,33 @@ import pytest
 
 from envs import EnvContext
 from envs.swe import SweRecord, diff_files, start_episode
-from sandbox import ImagePolicy, SandboxDiskFullError, SandboxFileError, SandboxSpec
+from sandbox import (
+    ImageMissingError,
+    ImagePolicy,
+    SandboxBackend,
+    SandboxDiskFullError,
+    SandboxFileError,
+    SandboxSpec,
+    SandboxUnavailableError,
+    open_backend,
+)
+from sandbox.box import BaseBox
 from sandbox.bubblewrap.backend import BubblewrapBackend
-from sandbox.disk import usage
+from sandbox.docker.backend import DEFAULT_IMAGE
+from sandbox.docker.box import DockerBox
+from sandbox.docker.disk import Written
+from sandbox.docker.engine import connect
 from sandbox.types import OVERGROWN
 from tests.envs.images import SYSTEM, folder_image
 from tests.redteam.attack import held
 
-pytestmark = [pytest.mark.redteam, pytest.mark.bubblewrap]
+pytestmark = [pytest.mark.redteam]
 
+BACKENDS = [
+    pytest.param("bubblewrap", marks=pytest.mark.bubblewrap),
+    pytest.param("docker", marks=pytest.mark.docker),
+    pytest.param("podman"),
+]
 SMALL = SandboxSpec(disk_mb=20, inodes=500)
 GROWTHS = {
     "one large file": "head -c 40000000 /dev/zero > big; sleep 60",
@@ -31,52 +49,94 @@ GROWTHS = {
     ),
     "in its home and /tmp": "head -c 15000000 /dev/zero > ~/a; head -c 15000000 /dev/zero > /tmp/b; sleep 60",
 }
-HONEST = "head -c 5000000 /dev/zero > a; for i in $(seq 99); do ln a a$i; done; truncate -s 900M hole; sleep 8; echo on"
+HONEST = "head -c 5000000 /dev/zero > a; for i in $(seq 99); do ln a a$i; done; truncate -s 900M hole; sleep 2; echo on"
 
 
-@pytest.fixture
-async def backend(tmp_path: Path) -> AsyncIterator[BubblewrapBackend]:
-    backend = BubblewrapBackend(run_id="redteam-disk", base=tmp_path / "base")
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Boxes are measured every half second: these tests have many to wait for."""
+    monkeypatch.setattr("sandbox.growth._EVERY", 0.5)
+
+
+@pytest.fixture(params=BACKENDS)
+async def backend(request: pytest.FixtureRequest) -> AsyncIterator[SandboxBackend]:
+    try:
+        backend = open_backend(request.param, run_id="redteam-disk")
+        await (await backend.start(SandboxSpec())).close()
+    except (SandboxUnavailableError, ImageMissingError) as error:
+        pytest.skip(str(error))
     yield backend
     await backend.close()
 
 
 @pytest.mark.parametrize("growth", GROWTHS)
-async def test_a_box_that_grows_is_ended_and_named(backend: BubblewrapBackend, tmp_path: Path, growth: str) -> None:
-    box = await backend.start(SMALL)
+async def test_a_box_that_grows_is_ended_and_named(backend: SandboxBackend, growth: str) -> None:
+    box, neighbour = await backend.start(SMALL), await backend.start(SMALL)
+    assert isinstance(box, BaseBox)
     result = await box.exec(GROWTHS[growth], timeout=50)
     assert result.exit_code == OVERGROWN
     assert box.id in result.text
     assert result.seconds < 40
-    taken = await usage(tmp_path / "base")
-    assert taken is not None
-    assert taken.bytes < 20 << 20, "what the box took is given back at once"
+    taken = await box._used()
+    assert taken is None or taken.bytes < 20 << 20, "what the box took is given back at once"
     again = await box.exec("echo on", timeout=20)
     assert (again.exit_code, again.stdout) == (OVERGROWN, b"")
     with pytest.raises(SandboxFileError, match="grew to"):
         await box.read_file("big")
-    held(f"filling the disk with {growth}", result.text.strip())
+    assert (await neighbour.exec("echo on", timeout=20)).stdout == b"on\n"
+    held(f"filling the disk of {backend.name} with {growth}", result.text.strip())
 
 
-async def test_what_is_no_growth_is_left_alone(backend: BubblewrapBackend) -> None:
+async def test_what_is_no_growth_is_left_alone(backend: SandboxBackend) -> None:
     """Names of one file count once, holes not at all."""
     box = await backend.start(SMALL)
     assert (await box.exec(HONEST, timeout=50)).stdout == b"on\n"
 
 
+ENGINES = [pytest.param("docker", marks=pytest.mark.docker), pytest.param("podman")]
+
+
+@pytest.mark.parametrize("backend", ENGINES, indirect=True)
+async def test_an_engine_whose_folders_can_not_be_read_is_asked(backend: SandboxBackend) -> None:
+    box = await backend.start(SMALL)
+    assert isinstance(box, DockerBox)
+    box._written = Written((), by_engine=True)
+    result = await box.exec(GROWTHS["one large file"], timeout=50)
+    assert result.exit_code == OVERGROWN
+    held(f"filling the disk of {backend.name}, which is elsewhere", result.text.strip())
+
+
+@pytest.mark.parametrize("backend", ENGINES, indirect=True)
+async def test_an_image_that_declares_a_volume_is_no_way_out(backend: SandboxBackend) -> None:
+    api = connect(backend.name)
+    base = api.create_container(DEFAULT_IMAGE, ["true"], host_config=api.create_host_config(network_mode="none"))
+    try:
+        api.commit(base, "redteam-volume", "1", changes=["VOLUME /var/tmp"])
+        box = await backend.start(replace(SMALL, image="redteam-volume:1"))
+        result = await box.exec("head -c 40000000 /dev/zero > /var/tmp/big; sleep 60", timeout=50)
+        await box.close()
+        assert result.exit_code == OVERGROWN
+        held(f"filling a volume of {backend.name}", result.text.strip())
+    finally:
+        api.remove_container(base, force=True)
+        api.remove_image("redteam-volume:1", force=True)
+        api.close()
+
+
+@pytest.mark.bubblewrap
 async def test_what_an_image_brings_along_is_no_growth(tmp_path: Path) -> None:
     image = folder_image(tmp_path / "images/image", {}, "head -c 40000000 /dev/zero > big")
     backend = BubblewrapBackend(run_id="redteam-image", images=ImagePolicy(root=tmp_path / "images"))
     try:
         box = await backend.start(replace(SMALL, image=str(image), ro_binds=SYSTEM))
-        assert (await box.exec("sleep 4; echo on", timeout=50)).stdout == b"on\n"
-        await box.exec("cp big more; sleep 4", timeout=50)
+        assert (await box.exec("sleep 2; echo on", timeout=50)).stdout == b"on\n"
+        await box.exec("cp big more; sleep 2", timeout=50)
         assert (await box.exec("echo on", timeout=50)).exit_code == OVERGROWN
     finally:
         await backend.close()
 
 
-async def test_short_commands_that_grow_little_by_little(backend: BubblewrapBackend) -> None:
+async def test_short_commands_that_grow_little_by_little(backend: SandboxBackend) -> None:
     box = await backend.start(SMALL)
     for number in range(400):
         result = await box.exec(f"head -c 4000000 /dev/zero > {number % 8}; sleep 0.1", timeout=20)
@@ -97,6 +157,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", disk], check=True)
 
 
+@pytest.mark.bubblewrap
 @pytest.mark.parametrize(
     "growth", ["head -c 100000000 /dev/zero > big", "for i in $(seq 5000); do : > $i || exit 1; done"]
 )
@@ -113,6 +174,7 @@ async def test_a_full_disk_is_the_doing_of_the_box_that_grew(small_disk: Path, g
     held("filling the disk at once", result.text.strip())
 
 
+@pytest.mark.bubblewrap
 async def test_a_neighbour_on_a_disk_without_inodes_is_not_blamed(small_disk: Path) -> None:
     backend = BubblewrapBackend(run_id="redteam-inodes", base=small_disk)
     try:
@@ -126,7 +188,7 @@ async def test_a_neighbour_on_a_disk_without_inodes_is_not_blamed(small_disk: Pa
     held("using up the inodes within a limit that is larger than the disk", error.value)
 
 
-async def test_an_agent_that_fills_its_box_gets_no_reward_and_no_retry(backend: BubblewrapBackend) -> None:
+async def test_an_agent_that_fills_its_box_gets_no_reward_and_no_retry(backend: SandboxBackend) -> None:
     old, new = {"calc.py": "a = 1\n"}, {"calc.py": "a = 2\n"}
     record = SweRecord(
         repo_name="calc",

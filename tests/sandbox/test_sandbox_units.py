@@ -22,6 +22,7 @@ from sandbox import SandboxFileError, SandboxLostError, SandboxSpec, SandboxUnav
 from sandbox.bubblewrap.beneath import NeedsBox, read_beneath, write_beneath
 from sandbox.bubblewrap.seccomp import box_filter
 from sandbox.docker.backend import check_limits
+from sandbox.docker.disk import is_want_of_quota, may_have_quota
 from sandbox.docker.exec import END, Demux, Marked
 from sandbox.lease import EXPIRY_SECONDS, Heartbeat, Lease
 from sandbox.owner import Owner
@@ -275,3 +276,24 @@ def test_importing_is_light() -> None:
     heavy = ("docker", "requests", "torch", "sandbox.docker.backend")
     code = f"import sys, sandbox; print([m for m in {heavy!r} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("driver", "backing", "has"),
+    [("overlay2", "extfs", False), ("overlay2", "xfs", True), ("btrfs", None, True), ("zfs", None, True)],
+)
+def test_which_engines_may_have_quotas(driver: str, backing: str | None, has: bool) -> None:
+    status = [["Backing Filesystem", backing]] if backing else None
+    assert may_have_quota({"Driver": driver, "DriverStatus": status}) is has
+
+
+@pytest.mark.parametrize(
+    ("refusal", "wants"),
+    [
+        ("--storage-opt is supported only for overlay over xfs with 'pquota' mount option", True),
+        ("Storage option overlay.size not supported. Filesystem does not support Project Quota", True),
+        ("no space left on device", False),
+    ],
+)
+def test_an_engine_says_that_it_has_no_quota(refusal: str, wants: bool) -> None:
+    assert is_want_of_quota(refusal) is wants

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -56,3 +57,21 @@ def test_an_unknown_name_is_told_with_those_there_are() -> None:
 def test_a_path_that_does_not_import_is_told() -> None:
     with pytest.raises(SandboxUnavailableError, match="no_such_boxes does not import"):
         open_backend("no_such_boxes:Boxes", run_id="x")
+
+
+def test_bubblewrap_has_no_runtimes() -> None:
+    with pytest.raises(SandboxUnavailableError, match=r"runtime=runsc.*right would be sandbox.backend=docker") as error:
+        open_backend("bubblewrap", run_id="runtime", runtime="runsc")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", [pytest.param("docker", marks=pytest.mark.docker), "podman", "auto"])
+def test_a_runtime_that_the_engine_does_not_start_boxes_with_is_refused(name: str) -> None:
+    """Podman would start the box all the same, with another one."""
+    try:
+        asyncio.run(open_backend(name.replace("auto", "docker"), run_id="runtime").close())
+    except SandboxUnavailableError as error:
+        pytest.skip(str(error))
+    with pytest.raises(SandboxUnavailableError, match=r"runtime=kata: .* runc.*right would be") as error:
+        open_backend(name, run_id="runtime", runtime="kata")
+    assert "\n" not in str(error.value)

@@ -21,6 +21,7 @@ from agent_rl.engine.probe.checks import CAPTURE, KEY, Answers, Check, Verdict, 
 from agent_rl.engine.probe.requests import RawAnswer, RawServer
 from agent_rl.errors import ConfigError, EngineUnreachable
 from agent_rl.model_facts import ModelFacts, read_routed_facts
+from agent_rl.observe.display import cell
 
 PROMPT = 160
 """Tokens of a prompt: more than two pages of a cache that keeps pages of 64. A short context takes a quarter of it."""
@@ -76,7 +77,7 @@ def table(report: ProbeReport) -> Table:
     colours = {Verdict.OK: "green", Verdict.FAILED: "red", Verdict.SKIPPED: "yellow"}
     for check in report.checks:
         verdict = f"[{colours[check.verdict]}]{check.verdict}[/]"
-        shown.add_row(check.name, verdict, check.found, check.advice)
+        shown.add_row(check.name, verdict, cell(check.found), cell(check.advice))
     return shown
 
 

@@ -6,9 +6,8 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine
 from contextvars import Context
-from pathlib import Path
 
-from sandbox.disk import Usage, usage
+from sandbox.disk import Usage
 
 _EVERY = 3.0
 """Seconds between two measurements."""
@@ -17,12 +16,17 @@ _SHARE = 10.0
 
 
 class GrowthWatch:
-    """Watches one box's ``folder``. ``empty`` kills what runs in the box and removes its files."""
+    """Watches one box. ``measure`` says what it takes of the disk, None where that can't be found out; ``empty`` kills
+    what runs in the box and removes its files."""
 
     def __init__(
-        self, box: str, folder: Path, limit: Usage, empty: Callable[[], Coroutine[object, object, None]]
+        self,
+        box: str,
+        limit: Usage,
+        measure: Callable[[], Coroutine[object, object, Usage | None]],
+        empty: Callable[[], Coroutine[object, object, None]],
     ) -> None:
-        self._box, self._folder, self._limit, self._empty = box, folder, limit, empty
+        self._box, self._limit, self._measure, self._empty = box, limit, measure, empty
         self._timer: asyncio.Task[None] | None = None
         self._emptying: asyncio.Task[None] | None = None
         self._commands = 0
@@ -30,8 +34,8 @@ class GrowthWatch:
         """Why the box was ended, in a line; empty as long as it was not."""
 
     async def start_from_here(self) -> None:
-        """Take what is in the folder now as given: what an image brings along is no growth."""
-        self._limit += await usage(self._folder) or Usage()
+        """Take what is in the box now as given: what an image brings along is no growth."""
+        self._limit += await self._measure() or Usage()
 
     def command_begins(self) -> None:
         """Measure from now on, unless that is done already."""
@@ -45,7 +49,7 @@ class GrowthWatch:
 
     async def check(self) -> None:
         """Measure now, and end the box if it has grown beyond its limit."""
-        used = await usage(self._folder)
+        used = await self._measure()
         if used is not None and not used.within(self._limit) and not self.overgrown:
             self.overgrown = (
                 f"box {self._box}: it was ended, as its files grew to {used}; the limit is {self._limit} "
