@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from agent_rl.evaluation.report import EvalReport, RepoOutcome
 from agent_rl.observe.display import cell
@@ -13,7 +13,7 @@ from agent_rl.observe.display import cell
 
 def table(reports: Sequence[EvalReport]) -> Table:
     """The reports side by side, a column each, for a terminal."""
-    result = Table("", *(cell(f"{item.policy} on {item.env}") for item in reports))
+    result = Table("", *(Column(cell(f"{item.policy} on {item.env}")) for item in reports))
     rows: dict[str, Callable[[EvalReport], str]] = {
         "Pass@1": lambda item: f"{item.pass_at_1:.1%}",
         "95 % interval": lambda item: f"{item.interval[0]:.1%} to {item.interval[1]:.1%}",
