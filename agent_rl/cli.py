@@ -7,13 +7,25 @@ import shlex
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from agent_rl import __version__
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+class Commands(TyperGroup):
+    """Commands of one word or of two: `eval compare` beside `eval CONFIG`, whose own arguments begin at the same
+    place."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that ``args`` begin with, its name, and the arguments after it."""
+        name = " ".join(args[:2])
+        return (name, self.commands[name], args[2:]) if name in self.commands else super().resolve_command(ctx, args)
+
+
+app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 config_app = typer.Typer(no_args_is_help=True, help="List and show configs.")
 envs_app = typer.Typer(no_args_is_help=True, help="List, write and check environments.")
 model_app = typer.Typer(no_args_is_help=True, help="Make a starting model.")
@@ -117,6 +129,7 @@ def evaluate(
 ) -> None:
     """Evaluate Pass@1 on a split of the config's environment; one that was killed goes on where it stopped.
 
+    Two evaluations are compared by agent-rl eval compare A B.
     Exit code 1: nothing could be graded; the last line says why.
     """
     from agent_rl.commands.eval import EvalOptions, run_evaluation
@@ -128,6 +141,31 @@ def evaluate(
     if (failure := _run_async(run_evaluation(load_config(config, overrides or ()), options), RESUMES)) is not None:
         print(f"error: {failure}", file=sys.stderr)
         raise typer.Exit(1)
+
+
+@app.command("eval compare")
+def eval_compare(
+    first: Annotated[
+        str,
+        typer.Argument(
+            metavar="A", help="An evaluation's folder or results.jsonl or report.json; or RUN:step-N/sampled."
+        ),
+    ],
+    second: Annotated[str, typer.Argument(metavar="B", help="Another, of the same tasks.")],
+    points: Annotated[
+        float,
+        typer.Option(min=0.1, max=100.0, help="The difference, in points, to say the needed number of tasks for."),
+    ] = 3.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the bootstrap.")] = 0,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Compare two evaluations task by task: the difference in Pass@1 with its interval, and whether it may be chance.
+
+    Tasks that only one of them graded are left out and named.
+    """
+    from agent_rl.commands.eval_compare import run_eval_compare
+
+    run_eval_compare(first, second, points=points, seed=seed, json=json)
 
 
 @app.command()

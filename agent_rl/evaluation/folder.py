@@ -58,7 +58,7 @@ class EvalFolder:
         whole, _, torn = self._results.read_bytes().rpartition(b"\n")
         if torn:
             write_atomic(self._results, whole + b"\n" if whole else b"")
-        return [_read(self._results, number, line) for number, line in enumerate(whole.splitlines(), 1)]
+        return read_results(self._results)
 
     def record(self, result: EpisodeResult, trajectory: Trajectory | None) -> None:
         """Write a sample that ended, its log first: a result that stands in the folder has one. The first result comes
@@ -84,7 +84,7 @@ class EvalFolder:
     def finish(self, report: EvalReport, tasks: Sequence[Task], model: str) -> None:
         """Write the report and the predictions, in our format and in SWE-bench's."""
         report.write(self.path / "report.json")
-        graded = _last_graded(self.results())
+        graded = last_graded(self.results())
         for sample in range(report.samples):
             name = "predictions.jsonl" if sample == 0 else f"predictions-{sample}.jsonl"
             rows = [prediction(graded[task.id, sample], model) for task in tasks if (task.id, sample) in graded]
@@ -92,6 +92,12 @@ class EvalFolder:
         first = {task_id: result for (task_id, sample), result in graded.items() if sample == 0}
         reasons = {result.task_id: result.error for result in self.results() if result.sample == 0 and result.error}
         write_json(self.path / "report-swebench.json", swebench_report([task.id for task in tasks], first, reasons))
+
+
+def read_results(path: Path) -> list[EpisodeResult]:
+    """The whole lines of a ``results.jsonl``. Raises ConfigError for one that is no result."""
+    whole = path.read_bytes().rpartition(b"\n")[0]
+    return [_read(path, number, line) for number, line in enumerate(whole.splitlines(), 1)]
 
 
 def prediction(result: EpisodeResult, model: str) -> dict[str, str]:
@@ -141,7 +147,8 @@ def _folder_name(task_id: str) -> str:
     return f"{name[: _LONGEST_NAME - 17]}-{digest}"
 
 
-def _last_graded(results: Iterable[EpisodeResult]) -> dict[tuple[str, int], EpisodeResult]:
+def last_graded(results: Iterable[EpisodeResult]) -> dict[tuple[str, int], EpisodeResult]:
+    """By task and sample, those that were graded: of a sample that ended several times, how it ended last."""
     return {(result.task_id, result.sample): result for result in results if result.resolved is not None}
 
 

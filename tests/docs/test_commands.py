@@ -63,6 +63,7 @@ RUN: Mapping[str, str] = {
     "agent-rl eval configs/quickstart.yaml --policy gold --tasks 2": "100.0%",
     "agent-rl eval configs/quickstart.yaml --policy noop --tasks 2": " 0.0%",
     "agent-rl show runs/quickstart/eval/gold-heldout": "resolved",
+    "agent-rl eval compare runs/quickstart/eval/noop-heldout runs/quickstart/eval/gold-heldout": "+100.0 points",
     "agent-rl model init OUT": "made",
     "agent-rl plan configs/paper-swe.yaml": "GPU",
     "agent-rl plan configs/paper-swe.yaml hardware.gpu_memory_gb=141 train.parallel.world_size=16": "GPU",
@@ -72,14 +73,16 @@ RUN: Mapping[str, str] = {
 }
 """Commands that the test runs as they are printed, one after another in one folder, and a part of their output."""
 
-AFTER: Mapping[str, tuple[str, str]] = {
-    "agent-rl envs check letters:Letters": ("letters.py", "agent-rl envs new letters"),
-    "agent-rl show runs/quickstart/eval/gold-heldout": (
-        "runs/quickstart/eval/gold-heldout",
-        "agent-rl eval configs/quickstart.yaml --policy gold --tasks 2",
-    ),
+EVALUATIONS = {
+    f"runs/quickstart/eval/{policy}-heldout": f"agent-rl eval configs/quickstart.yaml --policy {policy} --tasks 2"
+    for policy in ("gold", "noop")
 }
-"""What a command needs that an earlier one makes: the file or folder, and the earlier command."""
+AFTER: Mapping[str, Mapping[str, str]] = {
+    "agent-rl envs check letters:Letters": {"letters.py": "agent-rl envs new letters"},
+    "agent-rl show runs/quickstart/eval/gold-heldout": EVALUATIONS,
+    "agent-rl eval compare runs/quickstart/eval/noop-heldout runs/quickstart/eval/gold-heldout": EVALUATIONS,
+}
+"""What a command needs that earlier ones make: the file or folder, and the earlier command."""
 
 NOT_RUN: Mapping[str, tuple[str, ...]] = {
     "sets up environments, or runs the suite or all benchmarks": (
@@ -101,6 +104,10 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
         "agent-rl r3 compare runs/quickstart",
         "agent-rl r3 compare configs/quickstart.yaml train.dtype=bfloat16 --trajectories runs/compare "
         "--out runs/compare-bf16",
+    ),
+    "needs a finished run: tests/controller/test_eval_compare.py": (
+        "agent-rl eval compare runs/quickstart:step-0/sampled runs/quickstart:step-20/sampled",
+        "agent-rl eval compare A B --points 5 --json",
     ),
     "answers by what the machine lacks: tests/controller/test_doctor.py": ("agent-rl doctor",),
     "needs a server or an endpoint": (
@@ -157,10 +164,8 @@ def test_every_command_is_one_that_its_program_takes(command: Command) -> None:
 def find(words: list[str]) -> tuple[Any, list[str]]:
     """The command that the first words name, and the words after it."""
     command, rest = AGENT_RL, list(words)
-    while (subcommands := getattr(command, "commands", None)) and rest and not rest[0].startswith("-"):
-        name = rest.pop(0)
-        assert name in subcommands, f"no command {name}"
-        command = subcommands[name]
+    while hasattr(command, "commands") and rest and not rest[0].startswith("-"):
+        _, command, rest = command.resolve_command(typer.Context(command), rest)
     return command, rest
 
 
@@ -207,9 +212,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.bubblewrap
 @pytest.mark.parametrize("text", RUN)
 def test_the_command_runs_as_it_is_printed(text: str, folder: Path) -> None:
-    needed, earlier = AFTER.get(text, (".", ""))
-    if not (folder / needed).exists():
-        run(earlier, folder)
+    for needed, earlier in AFTER.get(text, {}).items():
+        if not (folder / needed).exists():
+            run(earlier, folder)
     assert RUN[text] in run(text, folder)
 
 

@@ -1,0 +1,202 @@
+"""`agent-rl eval compare`: known values of its statistics, and what it says of files that do not match."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from agent_rl.cli import app
+from agent_rl.errors import UserError
+from agent_rl.evaluation.finished import read_evaluation
+from agent_rl.evaluation.paired import Score, bootstrap_interval, compare, shown_by, sign_test, tasks_needed
+from agent_rl.evaluation.report import EpisodeResult, report
+from agent_rl.observe.files import write_json
+from envs import Task
+
+WON, LOST = Score(1, 1), Score(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("fewer", "more", "p"),
+    [(0, 0, 1.0), (1, 1, 1.0), (0, 1, 1.0), (0, 6, 2 / 64), (2, 10, 2 * 79 / 4096), (10, 2, 2 * 79 / 4096)],
+)
+def test_mcnemars_test_by_hand(fewer: int, more: int, p: float) -> None:
+    """Of 12 discordant pairs 2 or fewer on one side: 1 + 12 + 66 = 79 of 4,096 ways, on two sides."""
+    assert sign_test(fewer, more) == p
+
+
+def test_mcnemars_test_of_thousands_of_tasks() -> None:
+    assert sign_test(3000, 3000) == 1.0
+    assert sign_test(2800, 3200) == pytest.approx(math.erfc(399 / math.sqrt(6000) / math.sqrt(2)), rel=0.02)
+
+
+def test_the_tasks_that_a_difference_needs_by_hand() -> None:
+    """Connor 1987: 30 % discordant pairs, 10 points: (1.960 sqrt(0.3) + 0.842 sqrt(0.29))^2 / 0.01 = 233.1, and 3
+    points: 1.5338^2 / 0.0009 = 2,613.9."""
+    assert tasks_needed(0.3, 0.1) == 234
+    assert tasks_needed(0.3, 0.03) == 2614
+    assert tasks_needed(0.0, 0.03) is None
+
+
+@given(st.floats(0.001, 1.0), st.integers(4, 100_000))
+def test_what_so_many_tasks_show_needs_so_many_tasks(square: float, tasks: int) -> None:
+    difference = shown_by(square, tasks)
+    assert difference is not None
+    assert difference <= math.sqrt(square) + 1e-12
+    assert tasks_needed(square, difference * (1 + 1e-9)) in (tasks, tasks + 1, tasks - 1)
+
+
+def test_too_few_tasks_show_nothing() -> None:
+    assert shown_by(0.3, 3) is None
+    assert shown_by(0.0, 300) is None
+
+
+def test_the_power_is_what_it_is_called() -> None:
+    """4 of 5 comparisons of so many tasks are significant: 2,000 of them, drawn with 20 % and 8 % discordant."""
+    count = tasks_needed(0.28, 0.12)
+    assert count is not None
+    draws = np.random.default_rng(0).multinomial(count, (0.08, 0.20, 0.72), size=2000)
+    shown = np.mean([sign_test(int(lost), int(won)) < 0.05 for lost, won, _ in draws])
+    assert 0.74 < shown < 0.84  # the exact test is a little more careful than the formula
+
+
+def test_the_bootstraps_interval_is_that_of_the_mean() -> None:
+    differences = np.array([1.0] * 60 + [-1.0] * 30 + [0.0] * 210)
+    low, high = bootstrap_interval(differences, seed=0)
+    half = 1.96 * differences.std() / math.sqrt(300)
+    assert (low, high) == pytest.approx((0.1 - half, 0.1 + half), abs=0.004)
+    assert bootstrap_interval(differences, seed=0) == (low, high)
+    assert bootstrap_interval(differences, seed=1) != (low, high)
+    assert bootstrap_interval(np.full(7, 0.25), seed=0) == (0.25, 0.25)
+
+
+def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
+    generator, truth = np.random.default_rng(1), 0.1
+    held = 0
+    for _ in range(100):
+        low, high = bootstrap_interval(generator.choice([-1.0, 0.0, 1.0], 80, p=[0.1, 0.7, 0.2]), seed=0)
+        held += low <= truth <= high
+    assert 88 <= held <= 100
+
+
+def test_a_comparison_by_hand() -> None:
+    """Tasks of several samples: shares 0 and 1/2, 1 and 1, 3/4 and 1/4, 1/2 and 1."""
+    first = [Score(0, 4), Score(4, 4), Score(3, 4), Score(1, 2)]
+    found = compare(first, [Score(2, 4), Score(1, 1), Score(1, 4), Score(2, 2)], wanted=0.03, seed=0)
+    assert found.pass_at_1 == (0.5625, 0.6875)
+    assert found.difference == 0.125
+    assert (found.tasks, found.better_first, found.better_second, found.p_value) == (4, 1, 2, 1.0)
+    assert found.tasks_needed == tasks_needed((0.25 + 0 + 0.25 + 0.25) / 4, 0.03)
+
+
+def results(folder: Path, outcomes: dict[str, list[bool | None]], **settings: Any) -> Path:
+    """The files of an evaluation as `agent-rl eval` writes them; None: not graded."""
+    rows = [
+        EpisodeResult(task, sample, resolved, "submitted", 1, 0.0)
+        for task, samples in outcomes.items()
+        for sample, resolved in enumerate(samples)
+    ]
+    folder.mkdir()
+    (folder / "results.jsonl").write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows) + '{"task_id": "cut')
+    write_json(folder / "settings.json", {"env": "mini", **settings})
+    report(rows, [Task(task, "mini", {}) for task in outcomes], policy="p", samples=1, seconds=1.0).write(
+        folder / "report.json"
+    )
+    return folder
+
+
+def told(*arguments: object) -> str:
+    answer = CliRunner().invoke(app, ["eval", "compare", *map(str, arguments)], catch_exceptions=False)
+    assert answer.exit_code == 0
+    return answer.output
+
+
+def test_the_command_tells_the_difference_and_what_it_left_out(tmp_path: Path) -> None:
+    a = results(
+        tmp_path / "a", {**{f"t{n}": [n % 2 == 0] for n in range(40)}, "only": [True], "broken": [None]}, top_p=1
+    )
+    b = results(
+        tmp_path / "b", {**{f"t{n}": [n % 4 != 3] for n in range(40)}, "new": [True], "broken": [True]}, top_p=0.9
+    )
+    text = told(a, b)
+    assert "50.0%" in text
+    assert "75.0%" in text
+    assert "difference: +25.0 points, 95 % interval +" in text
+    assert "p = 0.00195 (exact" in text
+    left = "left out: 1 only in the first (only); 1 only in the second (new); 1 not graded in the first (broken)"
+    assert left in text
+    assert "note: top_p is 1 in the first and 0.9 in the second" in text
+    assert "3 points would be shown by" in text
+
+
+def test_as_json_it_is_the_same(tmp_path: Path) -> None:
+    a = results(tmp_path / "a", {f"t{n}": [n % 2 == 0] for n in range(40)})
+    b = results(tmp_path / "b", {f"t{n}": [n % 4 != 3] for n in range(40)} | {"new": [True]})
+    answer = json.loads(told(a, b, "--json", "--points", 10, "--seed", 3))
+    assert (answer["difference"], answer["p_value"], answer["tasks"]) == (0.25, 2 / 1024, 40)
+    assert (answer["better_first"], answer["better_second"]) == (0, 10)
+    assert answer["left_out"]["missing_first"] == ["new"]
+    assert answer["tasks_needed"] == tasks_needed(0.25, 0.1)
+    assert json.loads(told(a / "results.jsonl", b / "report.json", "--json", "--points", 10, "--seed", 3)) == {
+        **answer, "first": str(a / "results.jsonl"), "second": str(b / "report.json")
+    }  # fmt: skip
+
+
+def test_an_evaluation_with_itself_says_that_nothing_can_be_told(tmp_path: Path) -> None:
+    a = results(tmp_path / "a", {f"t{n}": [n % 2 == 0] for n in range(40)})
+    assert "how many tasks a difference needs can't be told" in told(a, a)
+    assert json.loads(told(a, a, "--json"))["tasks_needed"] is None
+
+
+def test_a_runs_own_evaluations_go_by_their_step(tmp_path: Path) -> None:
+    made = [
+        report(
+            [EpisodeResult("t", 0, won, "submitted", 1, 0.0)], [Task("t", "mini", {})], policy="p", samples=1, seconds=1
+        )
+        for won in (False, True)
+    ]
+    evaluations = {"step-0/sampled": asdict(made[0]), "step-9/sampled": asdict(made[1])}
+    write_json(tmp_path / "state.json", {"run_id": "r", "evaluations": evaluations})
+    assert "+100.0 points" in told(f"{tmp_path}:step-0/sampled", f"{tmp_path}:step-9/sampled")
+    with pytest.raises(UserError, match="no evaluation 'step-8/sampled'; it has step-0/sampled, step-9/sampled"):
+        read_evaluation(f"{tmp_path}:step-8/sampled")
+    with pytest.raises(UserError, match=r"a run's folder, with the evaluations step-0/sampled, step-9/sampled; right"):
+        read_evaluation(str(tmp_path))
+
+
+def test_what_cannot_be_compared_is_told_in_one_line(tmp_path: Path) -> None:
+    a = results(tmp_path / "a", {"t": [True]})
+    other = results(tmp_path / "b", {"u": [True]})
+    env = results(tmp_path / "c", {"t": [True]}, env_options={"seed": 1})
+    seeded = results(tmp_path / "d", {"t": [True]}, env_options={"seed": 2})
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "x.json").write_text("[]")
+    (tmp_path / "y.json").write_text("{")
+    for names, message in {
+        (a, other): "have no task in common that both graded: 1 only in the first (t); 1 only in the second (u)",
+        (env, seeded): "tasks of one id are not the same task there; evaluate both on the same ones",
+        (a, tmp_path / "nowhere"): "there is no such evaluation; right would be an evaluation's folder",
+        (a, tmp_path / "empty"): "no evaluation is in it; right would be",
+        (a, tmp_path / "x.json"): "no report of an evaluation; right would be",
+        (a, tmp_path / "y.json"): "no JSON (",
+    }.items():
+        with pytest.raises(UserError) as caught:
+            told(*names)
+        assert message in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_eval_of_a_config_is_what_it_was() -> None:
+    answer = CliRunner().invoke(app, ["eval", "--help"])
+    assert "CONFIG" in answer.output
+    assert "agent-rl eval compare A B" in " ".join(answer.output.split())
+    assert CliRunner().invoke(app, ["eval", "nowhere.yaml", "compare"]).exit_code != 0
