@@ -32,8 +32,8 @@ def shadow(counts: Ints, grid: Grid) -> Plans:
         shadowed[at, expert] |= better
         load = np.where(better[:, None], spread, load)
     everywhere = shadowed.reshape(*counts.shape[:2], grid.experts, 1)
-    away = everywhere & ~grid.at_home
-    return Plans(grid, _slots_of(away, grid), np.where(everywhere, counts.swapaxes(2, 3), plans.load), counts)
+    load = np.where(everywhere, counts.swapaxes(2, 3), plans.load)
+    return as_plans(load, np.broadcast_to(everywhere, load.shape), grid, counts)
 
 
 def eplb(counts: Ints, grid: Grid, expected: Ints, redundant: int) -> Plans:
@@ -44,15 +44,15 @@ def eplb(counts: Ints, grid: Grid, expected: Ints, redundant: int) -> Plans:
     evenly over replicas, wherever they come from. Homes are not kept: a rank needs N + ``redundant`` borrowed slots.
     """
     nowhere = np.zeros((grid.experts, grid.ranks), bool)
-    return _spread(counts, grid, _replicas(expected, nowhere, redundant, grid.homes + redundant))
+    return _spread(counts, grid, replicas(expected, nowhere, redundant, grid.homes + redundant))
 
 
 def eplb_around_homes(counts: Ints, grid: Grid, expected: Ints) -> Plans:
     """The same where every expert stays at home and only the replicas are packed, into the X borrowed slots."""
-    return _spread(counts, grid, _replicas(expected, grid.at_home, grid.slots, grid.homes + grid.slots))
+    return _spread(counts, grid, replicas(expected, grid.at_home, grid.slots, grid.homes + grid.slots))
 
 
-def _replicas(expected: Ints, fixed: NDArray[np.bool_], redundant: int, places: int) -> NDArray[np.bool_]:
+def replicas(expected: Ints, fixed: NDArray[np.bool_], redundant: int, places: int) -> NDArray[np.bool_]:
     """``[..., E, R]``: the ranks that hold each expert. ``fixed``, of the same shape or without some of its
     first axes: replicas that have their rank already."""
     loads, shape = expected.reshape(-1, expected.shape[-1]), (*expected.shape, fixed.shape[-1])
@@ -95,9 +95,14 @@ def _spread(counts: Ints, grid: Grid, held: NDArray[np.bool_]) -> Plans:
     held = np.broadcast_to(held, (*counts.shape[:2], grid.experts, grid.ranks))
     total, holders = counts.sum(axis=2, dtype=np.int32)[..., None], held.sum(axis=3, keepdims=True)
     place = held.cumsum(axis=3) - 1
-    load = np.where(held, (total + holders - 1 - place) // holders, 0).astype(np.int32)
-    away = held & ~grid.at_home
-    return Plans(grid, _slots_of(away, grid), load, counts)
+    return as_plans(np.where(held, (total + holders - 1 - place) // holders, 0), held, grid, counts)
+
+
+def as_plans(load: Ints, held: NDArray[np.bool_], grid: Grid, counts: Ints) -> Plans:
+    """Plans from the ``load`` and the holders of each expert, ``[M, L, E, R]`` or with both axes in one."""
+    shape = (*counts.shape[:2], grid.experts, grid.ranks)
+    away = held.reshape(shape) & ~grid.at_home
+    return Plans(grid, _slots_of(away, grid), load.reshape(shape).astype(np.int32), counts)
 
 
 def _slots_of(away: NDArray[np.bool_], grid: Grid) -> Ints:
