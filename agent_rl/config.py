@@ -233,20 +233,15 @@ class BalanceConfig(Section):
     link_slots: int | None = Field(
         None, ge=0, description="How many of these may keep tokens within a machine; None: the planner chooses."
     )
-    min_rows: int = Field(16, gt=0, description="The fewest tokens of an expert that a rank borrows it for.")
+    min_rows: int = Field(16, gt=0, description="Products of fewer tokens of a shared expert are filled up to so many.")
     transfer: BalanceTransferConfig = BalanceTransferConfig()
     within_machine: bool = Field(True, description="In updates, borrow only from ranks of the same machine.")
     ranks_per_machine: int | None = Field(
         None, gt=0, description="Neighbouring expert ranks that share a machine; None: as the ranks find themselves."
     )
-    keep_order: bool | None = Field(
-        None,
-        description="Add up a token's experts in the order without balancing, at the cost of two gathers; None: where "
-        "that gives the same bits.",
-    )
     prefetch: bool = Field(True, description="Fetch the next layer's experts while this one computes.")
-    home: Literal["contiguous", "measured"] = Field(
-        "contiguous", description="Where experts live: in the order of their ids, or by the loads last measured."
+    keep_order: bool = Field(
+        True, description="Add up a token's experts in the order without balancing: two gathers, and the same bits."
     )
 
 

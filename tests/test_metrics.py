@@ -21,6 +21,7 @@ from agent_rl.rollout.filters import filter_metrics
 from agent_rl.rollout.group import Rollout
 from agent_rl.rollout.rescore import rescore_metrics
 from agent_rl.rollout.stats import rollout_metrics
+from agent_rl.train.balance_report import BalanceReport, PassBalance, balance_metrics
 from agent_rl.train.reports import RankReport, ReferenceReport, RouteCounts, Update, UpdateSums
 from agent_rl.train.step_metrics import step_metrics
 from agent_rl.types import Group, Rescored
@@ -48,6 +49,7 @@ def made_by_calling() -> Mapping[str, set[str]]:
         "agent_rl/rollout/rescore.py": set(rescore_metrics([won])),
         "agent_rl/controller/advantages.py": set(samples_of([group]).metrics),
         "agent_rl/controller/guard.py": set(Guard(GuardConfig(), Path("none"), print).judge(1, {}, [])),
+        "agent_rl/train/balance_report.py": set(balance_metrics([balanced()])),
         "agent_rl/train/step_metrics.py": set(step_metrics([report()], routes(), routes())),
     }
 
@@ -56,6 +58,13 @@ def report() -> RankReport:
     logprobs, update = np.zeros(3, np.float32), Update(grad_norm=1.0, lr=1e-3)
     sums = UpdateSums(3, loss=0.0, clipped=0, entropy=0, kl=0, correction=0, dropped=0, kl_reference=0, update=update)
     return RankReport(logprobs, logprobs, logprobs, (sums,), 1.0, 1.0, 1.0, ReferenceReport(taken=0.0, seconds=1.0))
+
+
+def balanced() -> BalanceReport:
+    ones, links = np.ones((1, 1)), np.ones((1, 1), np.int32)
+    return BalanceReport(
+        0, (PassBalance("update", (1,), ones, ones, links, links, ones),), 1, 0, 1, 1, 1.0, 1.0, 1.0, 1.0
+    )
 
 
 def routes() -> RouteCounts:

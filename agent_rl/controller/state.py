@@ -6,6 +6,7 @@
       config.yaml                      the resolved config
       state.json                       the run's id; evaluations made so far, by step
       metrics.jsonl  tensorboard/      one object a step
+      balance.jsonl                    expert loads before and after balancing, where experts are borrowed
       trajectories/step-NNNNNN.jsonl   what the agents did
       journal/step-NNNNNN.journal      episodes that finished since the last checkpoint
       checkpoints/step-NNNNNN/         what training resumes from
@@ -27,6 +28,7 @@ import yaml
 from agent_rl.config import RunConfig
 from agent_rl.errors import ConfigError
 from agent_rl.observe.files import read_json, write_atomic, write_json
+from agent_rl.train.balance_report import forget_balance
 
 # What may differ between a run and its resumption: how long, how observed, and where the parts are.
 MAY_CHANGE = (
@@ -74,6 +76,7 @@ class RunState:
 
     def forget_after(self, step: int) -> None:
         """Drop what belongs to steps later than ``step``: they are about to be done again."""
+        forget_balance(self.dir, step)
         self._evaluations = {key: value for key, value in self._evaluations.items() if evaluation_step(key) <= step}
         for path in (self.dir / "trajectories").glob("step-*"):
             if int(path.name.split("-")[1].split(".")[0]) > step:

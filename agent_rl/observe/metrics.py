@@ -65,6 +65,7 @@ _BATCH = "agent_rl/controller/batch.py"
 _GUARD = "agent_rl/controller/guard.py"
 _TRAIN = "agent_rl/controller/train.py"
 _STEP = "agent_rl/train/step_metrics.py"
+_BALANCE = "agent_rl/train/balance_report.py"
 _SYNC = "agent_rl/weight_sync/sync.py"
 _PUBLISHER = "agent_rl/weight_sync/publisher.py"
 
@@ -209,6 +210,27 @@ METRICS: tuple[Metric, ...] = (
         ("r3/coverage", "share", "Route rows that were present when the trainer replayed them."),
         ("r3/fallback_token_fraction", "share", "Tokens that took the trainer's own routes for want of a row."),
         ("r3/bytes_per_token", "bytes", "The size of the routing tensor for one token."),
+    ),
+    *_of(
+        _BALANCE,
+        (
+            "balance/imbalance_before_mean",
+            "ratio",
+            "The fullest expert rank's tokens over the mean, with every token at its expert's home; the mean over "
+            "layers and micro-batches.",
+        ),
+        ("balance/imbalance_before_p95", "ratio", "The same; the 95th percentile."),
+        ("balance/imbalance_after_mean", "ratio", "The same as planned; the mean."),
+        ("balance/imbalance_after_p95", "ratio", "The same as planned; the 95th percentile."),
+        ("balance/link_before", "tokens", "Tokens over the fullest link between machines, all at home; the mean."),
+        ("balance/link_after", "tokens", "The same as planned."),
+        ("balance/unforeseen_fraction", "share", "Tokens of balanced passes that had no routes to plan by."),
+        ("balance/bytes_fetched", "bytes", "Weights of borrowed experts that reached their borrowers, of all ranks."),
+        ("balance/bytes_returned", "bytes", "Gradients of borrowed experts that went home, of all ranks."),
+        ("balance/planning_ms", "ms", "Processor time that a rank spent counting and planning, of the slowest."),
+        ("balance/planning_exposed_ms", "ms", "Time that the passes waited for plans, on the slowest rank."),
+        ("balance/exposed_transfer_ms", "ms", "Time that the passes waited for experts, on the slowest rank."),
+        ("balance/pool_refresh_ms", "ms", "Time that copying changed weights into the pool took, on the slowest rank."),
     ),
     *_of(
         _SYNC,

@@ -17,6 +17,7 @@ import ray
 from ray import ObjectRef
 
 from agent_rl.errors import TrainerError
+from agent_rl.train.balance_report import BalanceReport
 from agent_rl.train.batching.mini_steps import MiniStepShare
 from agent_rl.train.orders import OptimizerSpec, RankOrder, StepOrder
 from agent_rl.train.reports import Differing, ForwardAnswer, RankReport, Update, WeightedSequences
@@ -90,7 +91,7 @@ class RankActor:
         shares: Sequence[MiniStepShare],
         order: StepOrder,
         routes: Sequence[ObjectRef[RouteShard]],
-    ) -> tuple[RankReport | None, Differing | None]:
+    ) -> tuple[RankReport | None, Differing | None, BalanceReport | None]:
         return self._rank.grpo(samples, shares, order, ray.get(list(routes)))
 
     @ray.method

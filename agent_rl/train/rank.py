@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,9 @@ import torch
 from torch import Tensor
 
 from agent_rl.errors import TrainerError
+from agent_rl.model_facts import read_facts
+from agent_rl.train.balance_report import BalanceReport
+from agent_rl.train.balancing import RankBalance, borrowing, expert_grid, expert_group
 from agent_rl.train.batching.mini_steps import MiniStepShare
 from agent_rl.train.batching.packing import pack_weighted
 from agent_rl.train.checkpoint import folder as checkpoint
@@ -61,17 +65,7 @@ class TrainerRank:
             seed=order.config.seed,
             listener=listener,
         )
-        # Only now: on a CPU, Megatron must be imported after what init_parallel installs.
-        from agent_rl.train.megatron.model import PolicyModel
-
-        self._model: PolicyModel = PolicyModel.build(
-            order.model,
-            train.parallel,
-            dtype=self._dtype,
-            device=device,
-            recompute=train.recompute,
-            recompute_modules=train.recompute_modules,
-        )
+        self._model, self._balance = _build(order, device, self._dtype)
         self._reference = None if order.reference is None else Reference.load(self._model, order.reference)
         self.set_optimizer(optimizer)
         self._publisher: WeightPublisher | None = None
@@ -113,15 +107,16 @@ class TrainerRank:
         shares: Sequence[MiniStepShare],
         order: StepOrder,
         routes: Sequence[RouteShard],
-    ) -> tuple[RankReport | None, Differing | None]:
+    ) -> tuple[RankReport | None, Differing | None, BalanceReport | None]:
         """This rank's share of a GRPO global step: its data rank's samples, and its own share of every micro-batch's
-        routes, in order, or none. The lead of a data rank reports. Collective."""
+        routes, in order, or none. The lead of a data rank reports; of balancing, every rank. Collective."""
         with rank_trace(order.trace, self._ranks.rank, self._ranks.data_rank, self._model.shard) as tracer:
             report, differs = grpo_step(
-                self._model, self._optimizer, samples, shares, routes, order, tracer, self._reference
+                self._model, self._optimizer, samples, shares, routes, order, tracer, self._reference, self._balance
             )
         self._updates += sum(done.update.taken for done in report.updates)
-        return report if self._lead else None, differs
+        balanced = None if self._balance is None else self._balance.report()
+        return report if self._lead else None, differs, balanced
 
     def logprobs(
         self,
@@ -155,6 +150,7 @@ class TrainerRank:
         if not update.taken:
             raise TrainerError(f"no update was made: loss {loss}, gradient norm {update.grad_norm}")
         self._updates += 1
+        self._weights_changed()
         return loss, update
 
     def save(self, partial: Path) -> tuple[int, dict[str, int]]:
@@ -177,8 +173,13 @@ class TrainerRank:
         checkpoint.verify(folder, manifest, share=self._ranks.rank, shares=self._ranks.world_size)
         self._state.load(checkpoint.open_pieces(folder, manifest), manifest.counts)
         self._updates = manifest.updates
+        self._weights_changed()
         if manifest.written_by(self._order.config.train.parallel):
             set_rng_state(read_rng(folder, self._ranks.rank))
+
+    def _weights_changed(self) -> None:
+        if self._balance is not None:
+            self._balance.weights_changed()
 
     def export(self, folder: Path) -> None:
         """Write a Hugging Face checkpoint. Collective."""
@@ -220,7 +221,32 @@ class TrainerRank:
         """Leave the process groups. Idempotent."""
         self._saver.close()
         self._drop_publisher()
+        if self._balance is not None:
+            self._balance.close()
         destroy_parallel()
+
+
+def _build(order: RankOrder, device: torch.device, dtype: torch.dtype) -> tuple[PolicyModel, RankBalance | None]:
+    """The model on this rank, and what plans its passes where experts are balanced. Collective."""
+    # Only now: on a CPU, Megatron must be imported after what init_parallel installs.
+    from agent_rl.train.megatron.model import PolicyModel
+
+    train = order.config.train
+    build = partial(
+        PolicyModel.build,
+        order.model,
+        train.parallel,
+        dtype=dtype,
+        device=device,
+        recompute=train.recompute,
+        recompute_modules=train.recompute_modules,
+    )
+    if not train.balance.enabled:
+        return build(), None
+    group = expert_group()
+    grid = expert_grid(train.balance, group, read_facts(order.model).num_experts)
+    model = build(balance=borrowing(train.balance, group, grid))
+    return model, RankBalance.of(train.balance, group, grid, model)
 
 
 def _supervised_loss(batch_weight: float) -> LossFn:

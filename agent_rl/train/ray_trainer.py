@@ -22,6 +22,7 @@ from agent_rl.aio import shielded
 from agent_rl.config import RunConfig
 from agent_rl.errors import TrainerError
 from agent_rl.model_facts import read_facts
+from agent_rl.train.balance_report import balance_metrics, write_balance
 from agent_rl.train.batching.cost import TOKENS, sequence_cost
 from agent_rl.train.batching.dealing import Deal, deal, lockstep_ranks
 from agent_rl.train.batching.mini_steps import MiniStepShare, split_step
@@ -83,8 +84,9 @@ class RayTrainer:
         nothing is updated.
 
         ``measure_native`` also runs a pass without replay for the ``mismatch_native/*`` metrics. ``step``: its number,
-        by which ``r3.trace.steps`` names the steps to trace. A gradient norm beyond ``spike_norm`` is dealt with as
-        ``guard.on_spike`` says. Returns metrics under the names of docs/metrics.md.
+        by which ``r3.trace.steps`` names the steps to trace, and the run's ``balance.jsonl`` its rows. A gradient norm
+        beyond ``spike_norm`` is dealt with as ``guard.on_spike`` says. Returns metrics under the names of
+        docs/metrics.md.
         """
         if not any(sample.loss_mask[1:].any() for sample in samples):
             return {"train/updates": 0.0, "time/old_logprob": 0.0, "time/update": 0.0}
@@ -106,9 +108,12 @@ class RayTrainer:
             )
         )
         handed.clear()  # the routes leave the object store
-        reports = [report for report, _ in answers if report is not None]
-        counts = count_all_differing(samples, micro_batches, infos, [differs for _, differs in answers])
-        return step_metrics(reports, *counts)
+        reports = [report for report, _, _ in answers if report is not None]
+        counts = count_all_differing(samples, micro_batches, infos, [differs for _, differs, _ in answers])
+        balanced = [balance for _, _, balance in answers if balance is not None]
+        if balanced and step is not None:
+            await asyncio.to_thread(write_balance, self.config.run_dir, step, balanced)
+        return step_metrics(reports, *counts) | balance_metrics(balanced)
 
     def _split(self, samples: Sequence[Sample]) -> tuple[tuple[MiniStepShare, ...], ...]:
         train = self.config.train

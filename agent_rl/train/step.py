@@ -3,6 +3,7 @@
 ::
 
     samples ─ pack ─> old log-probs (r3: the rollout's routes | r2, off: own routes, recorded)
+                  │   (train.balance: experts placed for each micro-batch by the routes that a pass replays)
                   ├─> native log-probs, own routes (only to measure; r3 only, the others' old pass is native)
                   ├─> the reference's log-probs, the update's routes (only for a KL penalty)
                   └─> mini steps: forward + backward (r3: rollout's | r2: recorded | off: own) ─> optimizer
@@ -16,6 +17,7 @@ import itertools
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Protocol
 
@@ -26,11 +28,13 @@ from torch import Tensor
 
 from agent_rl.config import CorrectionConfig, OldLogprobSource, OnSpike, RunConfig
 from agent_rl.errors import TrainerError
+from agent_rl.train.balance_report import BalancedPass
+from agent_rl.train.balancing import ComingPlans, Foreseen, RankBalance
 from agent_rl.train.batching.mini_steps import MiniStepShare
 from agent_rl.train.batching.packing import MicroBatch, pack
 from agent_rl.train.loss.corrections import correction_factors, weight_moments
 from agent_rl.train.loss.policy_loss import Counts, PolicyLoss, policy_loss
-from agent_rl.train.megatron.packed_batch import LossFn, PackedBatch, PassOutput, Routes
+from agent_rl.train.megatron.packed_batch import LossFn, PackedBatch, PassOutput, PassPlans, Routes
 from agent_rl.train.orders import StepOrder
 from agent_rl.train.reference import Compared, Reference, compare_with_reference
 from agent_rl.train.reports import Differing, RankReport, ReferenceReport, Update, UpdateSums, differing
@@ -60,6 +64,7 @@ class StepModel(Protocol):
         temperature: float = 1.0,
         entropy: bool = False,
         record: bool = False,
+        plans: PassPlans | None = None,
     ) -> list[PassOutput]: ...
 
     def train_microbatches(
@@ -71,6 +76,7 @@ class StepModel(Protocol):
         temperature: float = 1.0,
         entropy: bool = True,
         entropy_gradient: bool = False,
+        plans: PassPlans | None = None,
     ) -> list[dict[str, float | Tensor]]: ...
 
     def sum_over_data(self, values: Tensor) -> Tensor: ...
@@ -91,12 +97,14 @@ def grpo_step(
     order: StepOrder,
     tracer: RankTracer | None = None,
     reference: Reference | None = None,
+    balance: RankBalance | None = None,
 ) -> tuple[RankReport, Differing | None]:
     """Run this rank's share of a global step; every rank calls it with as many mini steps.
 
     ``rollout``: this rank's share of every micro-batch's routes, in order, or none at all. ``tracer`` notes what
-    becomes of them, where the step is traced. ``reference``: what a KL penalty compares with. Log-probs before the
-    update, the reference's and advantages are all made before the first mini step, and are the same for all of them.
+    becomes of them, where the step is traced. ``reference``: what a KL penalty compares with. ``balance`` makes the
+    plans by which ranks borrow experts, in passes whose routes are known. Log-probs before the update, the reference's
+    and advantages are all made before the first mini step, and are the same for all of them.
     """
     batches = [pack(samples, ids) for share in shares for ids in share.micro_batches]
     config = order.config
@@ -104,8 +112,9 @@ def grpo_step(
     given: Shards = (rollout or None) if replay == "r3" else None
     record = bool(rollout) or replay == "r2"
     started = time.perf_counter()
-    with traced_pass(model, tracer, "prev-logprob", 0):
-        old = _forward(model, batches, given, temperature, record=record)
+    foreseen = balance.foresee(batches, given or ()) if balance is not None and replay == "r3" else None
+    with traced_pass(model, tracer, "prev-logprob", 0), _planned(balance, "recompute", foreseen) as plans:
+        old = _forward(model, batches, given, temperature, record=record, plans=plans)
     recorded = [_recorded(output) for output in old] if record else []
     after_old = time.perf_counter()
     native = None
@@ -114,6 +123,8 @@ def grpo_step(
     before_update = time.perf_counter()
     differs = _differing(model, rollout, recorded, native)
     pinned = _as_shards(model, batches, recorded) if replay == "r2" else given
+    if balance is not None and replay == "r2":
+        foreseen = balance.foresee(batches, pinned or ())
     logprobs = [output.logprobs for output in old]
     natives = None if native is None else [output.logprobs for output in native]
     del old, native, recorded  # a step's routes are its largest part: none are kept that no pass replays
@@ -126,7 +137,7 @@ def grpo_step(
             replace(item, extras={**item.extras, **own}) for item, own in zip(inputs, compared.extras, strict=True)
         ]
     after_reference = time.perf_counter()
-    updates = _updates(model, optimizer, shares, inputs, pinned, order, tracer)
+    updates = _updates(model, optimizer, shares, inputs, pinned, order, tracer, balance, foreseen)
     report = RankReport(
         rollout_logprobs=_sampled(batches, [batch.logprobs_T for batch in batches]),
         trainer_logprobs=_sampled(batches, logprobs),
@@ -178,11 +189,24 @@ def packed(batch: MicroBatch, **extras: Tensor) -> PackedBatch:
     )
 
 
+def _planned(
+    balance: RankBalance | None, kind: BalancedPass, foreseen: Foreseen | None
+) -> AbstractContextManager[ComingPlans | None]:
+    """Around a pass: its plans, or None where experts stay at home."""
+    return nullcontext() if balance is None or foreseen is None else balance.planned(kind, foreseen)
+
+
 def _forward(
-    model: StepModel, batches: Sequence[MicroBatch], routes: Shards, temperature: float, *, record: bool
+    model: StepModel,
+    batches: Sequence[MicroBatch],
+    routes: Shards,
+    temperature: float,
+    *,
+    record: bool,
+    plans: PassPlans | None = None,
 ) -> list[PassOutput]:
     inputs = [packed(batch) for batch in batches]
-    return model.forward_logprobs(inputs, routes, temperature=temperature, record=record)
+    return model.forward_logprobs(inputs, routes, temperature=temperature, record=record, plans=plans)
 
 
 def _recorded(output: PassOutput) -> NDArray[np.integer]:
@@ -244,20 +268,26 @@ def _updates(
     routes: Shards,
     order: StepOrder,
     tracer: RankTracer | None,
+    balance: RankBalance | None,
+    foreseen: Foreseen | None,
 ) -> list[UpdateSums]:
     config, updates = order.config, []
     ends = np.cumsum([len(share.micro_batches) for share in shares]).tolist()
     for epoch, (share, end) in itertools.product(range(config.train.epochs), zip(shares, ends, strict=True)):
         part = slice(end - len(share.micro_batches), end)
-        with traced_pass(model, tracer if epoch == 0 else None, "train", part.start):
+        own = None if foreseen is None else foreseen.part(part)
+        traced = traced_pass(model, tracer if epoch == 0 else None, "train", part.start)
+        with traced, _planned(balance, "update", own) as plans:
             parts = model.train_microbatches(
                 inputs[part], routes[part] if routes is not None else None, grpo_loss(config, share),
                 temperature=config.rollout.logprob_temperature,
-                entropy_gradient=config.train.entropy_coefficient != 0,
+                entropy_gradient=config.train.entropy_coefficient != 0, plans=plans,
             )  # fmt: skip
         sums = {name: sum(float(values[name]) for values in parts) for name in SUMS}
         finite = math.isfinite(sums["loss"])
         update = optimizer.step(finite_loss=finite, spike_norm=order.spike_norm, on_spike=config.guard.on_spike)
+        if balance is not None and update.taken:
+            balance.weights_changed()
         updates.append(UpdateSums(tokens=share.sampled_tokens, update=update, **sums))
     return updates
 

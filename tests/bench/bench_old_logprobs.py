@@ -328,7 +328,7 @@ def updates(model: Path, batches: Sequence[Sequence[Sample]]) -> list[dict[str, 
             train = {"replay": replay, "old_logprob": {"source": source}, "correction": CORRECTIONS[correction]}
             config = RunConfig.model_validate({"name": "pairs", "model": model, "train": train})
             order = StepOrder(config, measure_native=False)
-            report, _ = rank.grpo(without_routes(samples, ids), shares, order, shards)
+            report, *_ = rank.grpo(without_routes(samples, ids), shares, order, shards)
             assert report is not None
             values = step_metrics([report], None, None)
             figures[f"{replay} {source} {correction}"] = {name: values[name] for name in PAIRED}

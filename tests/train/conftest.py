@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from safetensors.numpy import save_file
 from agent_rl.config import RunConfig
 from agent_rl.types import Sample
 from r3.routing import Routing, Span, SpanKind
+
+sys.path.insert(0, str(Path(__file__).parent))  # tests import the worker processes' modules too
 
 LAYERS, EXPERTS, TOP_K, VOCAB = 2, 4, 2, 64
 

@@ -1,0 +1,81 @@
+"""One rank of the trainer, which does the same GRPO steps with balanced experts and without, on captured trajectories.
+
+Arguments: rank, folder for results, file of the plan: ``{world_size, model, cases: [{name, place, parallel, train}]}``,
+``place`` a port and rank 0's open socket on it. Results of a case are ``<name>-<rank>.pt``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from agent_rl.config import ParallelConfig, RunConfig
+from agent_rl.controller.advantages import samples_of
+from agent_rl.rollout.records import read_trajectories
+from agent_rl.train.batching.dealing import lockstep_ranks
+from agent_rl.train.batching.mini_steps import split_step
+from agent_rl.train.orders import OptimizerSpec, RankOrder, StepOrder
+from agent_rl.train.rank import TrainerRank
+from agent_rl.train.route_shares import cut, without_routes
+from agent_rl.types import Sample
+
+CAPTURED = Path(__file__).resolve().parents[1] / "captured"
+"""Two steps of 16 quickstart trajectories each, as the engine sampled them, with their routes."""
+
+
+def captured(step: int) -> tuple[Sample, ...]:
+    return samples_of(read_trajectories(CAPTURED, step)).samples
+
+
+def run(case: dict[str, Any], model: Path, world_size: int, rank: int) -> dict[str, Any]:
+    """Two global steps of two mini steps each. In the second, data ranks are left without a micro-batch."""
+    parallel = ParallelConfig(world_size=world_size, **case["parallel"])
+    settings = {"microbatch_tokens": 384, "mini_steps": 2, "lr": 3e-4, "device": "cpu", **case["train"]}
+    config = RunConfig.model_validate({"name": "test", "model": model, "train": {**settings, "parallel": parallel}})
+    port, listener = case["place"]
+    order = RankOrder(config, model, config.reference_folder, device="cpu", threads=1)
+    meeting = {"master_addr": "127.0.0.1", "master_port": port, "listener": listener if rank == 0 else None}
+    trainer = TrainerRank(order, OptimizerSpec.of(config.train), rank, **meeting)
+    steps = [one_step(trainer, config, data) for data in (captured(1), captured(2)[:5])]
+    weights = {name: tensor.clone() for name, tensor in trainer.model.export_weights()}
+    trainer.close()
+    return {"steps": steps, "weights": weights}
+
+
+def one_step(trainer: TrainerRank, config: RunConfig, data: tuple[Sample, ...]) -> dict[str, Any]:
+    """What :class:`agent_rl.train.ray_trainer.RayTrainer` does, for this rank."""
+    info, train = trainer.info(), config.train
+    shares = split_step(
+        data,
+        mini_steps=train.mini_steps,
+        budget=train.microbatch_tokens,
+        ranks=info.data_size,
+        lockstep=lockstep_ranks(train.parallel),
+        expert_ranks=train.parallel.expert,
+    )[info.data_rank]
+    batches = [ids for share in shares for ids in share.micro_batches]
+    routes = [cut(data, ids, info.shard) for ids in batches]
+    report, differs, balanced = trainer.grpo(
+        without_routes(data, batches), shares, StepOrder(config, measure_native=False), routes
+    )
+    return {
+        "old": None if report is None else report.trainer_logprobs,
+        "norms": [] if report is None else [done.update.grad_norm for done in report.updates],
+        "differing": 0 if differs is None else sum(int(part.sum()) for part in differs.unpacked(differs.replayed)),
+        "microbatches": [len(share.micro_batches) for share in shares],
+        "balance": balanced,
+    }
+
+
+def main() -> None:
+    rank, results, plan = int(sys.argv[1]), Path(sys.argv[2]), json.loads(Path(sys.argv[3]).read_text())
+    for case in plan["cases"]:
+        torch.save(run(case, Path(plan["model"]), plan["world_size"], rank), results / f"{case['name']}-{rank}.pt")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""Real GRPO steps on captured quickstart trajectories are the same with balanced experts as without."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed (the train extra)")
+import balanced_steps_worker as worker
+import numpy as np
+import torch
+
+from agent_rl.config import RunConfig
+from agent_rl.model.shipped import install_model
+from agent_rl.observe.metrics import METRICS
+from agent_rl.train.balance_report import FILE, balance_metrics
+from agent_rl.train.ray_trainer import RayTrainer
+from r3.trace.check import check_folder
+
+pytestmark = pytest.mark.megatron
+
+BALANCED = {"enabled": True, "slots": 2}
+LAYOUTS: dict[str, dict[str, Any]] = {"ep4": {"expert": 4}, "ep2": {"expert": 2}}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "ep4": ("ep4", {}),
+    "ep4-balanced": ("ep4", {"balance": BALANCED}),
+    "ep2": ("ep2", {}),
+    "ep2-balanced": ("ep2", {"balance": BALANCED}),
+    "ep4-r2": ("ep4", {"replay": "r2"}),
+    "ep4-r2-balanced": ("ep4", {"replay": "r2", "balance": BALANCED | {"transfer": {"update": "pool"}}}),
+}
+PAIRS = ("ep4", "ep2", "ep4-r2")
+WORLD = 4
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four processes run all cases one after another and leave their results here."""
+    folder, held = tmp_path_factory.mktemp("steps"), [socket.create_server(("127.0.0.1", 0)) for _ in CASES]
+    install_model(folder / "model")
+    cases = [
+        {"name": name, "place": [sock.getsockname()[1], sock.fileno()], "parallel": LAYOUTS[layout], "train": train}
+        for (name, (layout, train)), sock in zip(CASES.items(), held, strict=True)
+    ]
+    plan = folder / "plan.json"
+    plan.write_text(json.dumps({"world_size": WORLD, "model": str(folder / "model"), "cases": cases}))
+    command = [sys.executable, "-W", "ignore", worker.__file__]
+    sockets = [sock.fileno() for sock in held]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(folder), str(plan)], stderr=subprocess.PIPE, pass_fds=sockets)
+        for rank in range(WORLD)
+    ]
+    try:
+        errors = [rank.communicate(timeout=280)[1].decode()[-3000:] for rank in ranks]
+        assert not any(rank.returncode for rank in ranks), "\n".join(errors)
+    finally:
+        for rank in ranks:
+            rank.kill()
+        for sock in held:
+            sock.close()
+    return folder
+
+
+def loaded(results: Path, name: str) -> list[dict[str, Any]]:
+    return [torch.load(results / f"{name}-{rank}.pt", weights_only=False) for rank in range(WORLD)]
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_balanced_steps_equal_unbalanced_ones(results: Path, pair: str) -> None:
+    plain, balanced = loaded(results, pair), loaded(results, f"{pair}-balanced")
+    assert {0, 1} <= {count for rank in plain for count in rank["steps"][1]["microbatches"]}, "uneven data ranks"
+    for before, after in zip(plain, balanced, strict=True):
+        np.testing.assert_array_equal(after["steps"][0]["old"], before["steps"][0]["old"])
+        assert after["steps"][0]["norms"][:1] == pytest.approx(before["steps"][0]["norms"][:1], rel=3e-6)
+        for step, other in zip(before["steps"], after["steps"], strict=True):
+            assert other["norms"] == pytest.approx(step["norms"], rel=3e-5)
+            assert other["differing"] == 0 or pair == "ep4-r2", "r2 replays the trainer's own routes"
+    for name, weight in plain[0]["weights"].items():
+        assert float((balanced[0]["weights"][name] - weight).abs().max()) <= 1e-5, name
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_the_work_is_evened(results: Path, pair: str) -> None:
+    reports = [rank["steps"][0]["balance"] for rank in loaded(results, f"{pair}-balanced")]
+    metrics, of_groups = balance_metrics(reports), [report for report in reports if report.passes]
+    assert metrics["balance/imbalance_before_mean"] > 1.1
+    assert metrics["balance/imbalance_after_mean"] < 1.005
+    assert len(of_groups) == (2 if pair == "ep2" else 1)
+    kinds = ["update"] * 2 if pair == "ep4-r2" else ["recompute", "update", "update"]
+    assert [one.kind for one in of_groups[0].passes] == kinds
+    # An update fetches what it borrows forward and backward, and returns it once; all it fetches is planned.
+    expert = 3 * 128 * 128 * 4
+    lent = [one.borrowed.sum() * WORLD * expert / len(of_groups) for group in of_groups for one in group.passes]
+    twice = [1 + (one.kind == "update") for group in of_groups for one in group.passes]
+    assert metrics["balance/bytes_fetched"] == pytest.approx(float(np.dot(lent, twice)))
+    assert metrics["balance/bytes_returned"] == pytest.approx(float(np.dot(lent, np.array(twice) - 1)))
+
+
+async def test_a_run_is_balanced_from_any_checkpoint(tmp_path: Path) -> None:
+    """Through Ray: a checkpoint without balancing is gone on from with it, and back; traces hold; rows are written."""
+    install_model(tmp_path / "model")
+    settings = {
+        "device": "cpu",
+        "microbatch_tokens": 1024,
+        "lr": 3e-4,
+        "mini_steps": 2,
+        "parallel": {"world_size": 2, "expert": 2},
+    }
+    trace = {"trace": {"steps": [2], "samples": 4, "microbatches": 8}}
+
+    def config(name: str, **train: Any) -> RunConfig:
+        run = {"name": name, "model": tmp_path / "model", "runs_dir": tmp_path, "r3": trace}
+        return RunConfig.model_validate({**run, "train": {**settings, **train}})
+
+    first, second = worker.captured(1), worker.captured(2)
+    async with RayTrainer(config("plain")) as trainer:
+        plain = await trainer.step(first, measure_native=True, step=1)
+        await trainer.save(tmp_path / "checkpoint")
+        await trainer.step(second, measure_native=False, step=2)
+        wanted = await trainer.logprobs(second, replay=True)
+    async with RayTrainer(config("balanced", balance=BALANCED)) as trainer:
+        balanced = await trainer.step(first, measure_native=True, step=1)
+        await trainer.load(tmp_path / "checkpoint")
+        await trainer.step(second, measure_native=False, step=2)
+        found = await trainer.logprobs(second, replay=True)
+    for name in ("mismatch/k3_kl", "mismatch_native/k3_kl", "mismatch_native/router_mismatch", "r3/router_mismatch"):
+        assert balanced[name] == plain[name], name
+    assert balanced.keys() - plain.keys() == {metric.name for metric in METRICS if metric.group == "balance"}
+    np.testing.assert_allclose(np.concatenate(found), np.concatenate(wanted), atol=1e-4)
+    for name in ("plain", "balanced"):
+        report = check_folder(tmp_path / name / "r3_trace", require_forward_verify=True, require_shard_identity=True)
+        assert report.holds, report.breaks
+    rows = [json.loads(line) for line in (tmp_path / "balanced" / FILE).read_text().splitlines()]
+    assert {(row["step"], row["pass"], row["number"]) for row in rows} == {
+        (step, kind, number) for step in (1, 2) for number, kind in enumerate(["recompute", "update", "update"])
+    }
+    assert not (tmp_path / "plain" / FILE).exists()
