@@ -12,9 +12,21 @@ _MATCHES_A_FILE = 50
 _MATCHES = 200
 _LINE_CHARS = 200
 
+_SPECIAL = str.maketrans({character: f"\\{character}" for character in "\\[.*^$"})
+"""What is not itself in a basic regular expression."""
+
+_GREP = f"""
+if [ -d "$3" ]; then exec grep -rnHIF --exclude-dir=.git --exclude-dir=.venv -m{_MATCHES_A_FILE} -e "$1" -- "$3"; fi
+grep -nHI -m{_MATCHES_A_FILE} -e "$1" -e "$2" -- "$3"
+code=$?
+if [ $code -lt 2 ]; then exit $code; fi
+exec grep -nHIF -m{_MATCHES_A_FILE} -e "$1" -- "$3"
+"""
+"""For the term, the term with nothing special in it, and the path. What is no regular expression is text."""
+
 
 class Search:
-    """``search``: one grep, one round trip a call."""
+    """``search``: one round trip a call."""
 
     def __init__(self, box: ToolBox) -> None:
         self._box = box
@@ -23,7 +35,8 @@ class Search:
         """Find the lines that hold a text, in a file or in all text files below a directory (.git left out).
 
         Args:
-            search_term: The text to look for, taken literally, upper and lower case told apart.
+            search_term: The text to look for, upper and lower case told apart. In a file it may also be a regular
+                expression of grep, such as "^def [a-f]".
             path: A file or a directory; the working directory if not given.
         """
         if not search_term:
@@ -33,8 +46,8 @@ class Search:
         workdir, where = self._box.sandbox.spec.workdir, self._box.path(path)
         inside = posixpath.commonpath([workdir, where]) == workdir
         target = posixpath.relpath(where, workdir) if inside else where
-        options = ["-rnHIF", "--exclude-dir=.git", "--exclude-dir=.venv", f"-m{_MATCHES_A_FILE}"]
-        result = await self._box.run("grep", *options, "-e", search_term, "--", target)
+        literal = search_term.translate(_SPECIAL)
+        result = await self._box.run("sh", "-c", _GREP, "search", search_term, literal, target)
         if result.timed_out:
             raise ToolError(f"the search took more than {self._box.timeout:g} seconds; give a smaller path")
         lines = split_lines(result.stdout.decode("utf-8", errors="replace"))

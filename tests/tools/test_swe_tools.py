@@ -250,3 +250,31 @@ async def test_search(full) -> None:
     await full.call("execute_bash", cmd="for i in $(seq 10); do seq 100 | sed s/^/hit/ > h$i; done")
     many = (await full.call("search", search_term="hit")).text
     assert "[300 more matches; give a longer text or a smaller path]" in many
+
+
+@pytest.mark.parametrize(
+    ("term", "lines"),
+    [
+        ("^def", [1, 3]),
+        ("def [fg]", [1, 3]),
+        ("def f(x", [1]),  # no group: what code is made of is text
+        ("x[0]", [2]),  # literally, though as an expression it is another text
+        ("x[", [2]),  # no expression at all
+        ("return.*x", [2, 4]),
+        ("\\\\$", [4]),  # what ends in a backslash
+        ("*", [4]),
+        ("^return", []),
+    ],
+)
+async def test_in_a_file_a_search_takes_a_regular_expression_too(full, term: str, lines: list[int]) -> None:
+    text = "def f(x):\n    return x[0]\ndef g(x):\n    return 2 * x \\\nclass f:\n"
+    await full.box.write_files({"/testbed/m.py": text.encode()})
+    expected = [f"m.py:{number}:{text.splitlines()[number - 1]}" for number in lines]
+    answer = (await full.call("search", search_term=term, path="m.py")).text
+    assert answer == ("\n".join(expected) or f"No line in m.py holds {term!r}.")
+    assert full.trips == 1
+    below = (await full.call("search", search_term=term)).text
+    literal = [number for number, line in enumerate(text.splitlines(), 1) if term in line]
+    assert below == (
+        "\n".join(f"m.py:{n}:{text.splitlines()[n - 1]}" for n in literal) or f"No line in . holds {term!r}."
+    )
