@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from envs.context import EnvContext
+from envs.swe.apart import UNANSWERED, Link
 from envs.swe.calls import SECONDS, CallRun
 from envs.swe.changes import SKIPPED, changes, limits_for
 from envs.swe.patches import patched_paths, split_patch
@@ -19,7 +20,16 @@ from envs.swe.repositories import SETUP_TIMEOUT, WORKDIR, Repositories, first_co
 from envs.swe.swebench import eval_script
 from envs.swe.witness import Report, Witness
 from envs.types import EnvsError, TaskRecordError
-from sandbox import ExecResult, ImageMissingError, Sandbox, SandboxFileError, SandboxSpec, TreeFile, TreeLimits
+from sandbox import (
+    ExecResult,
+    ImageMissingError,
+    Sandbox,
+    SandboxError,
+    SandboxFileError,
+    SandboxSpec,
+    TreeFile,
+    TreeLimits,
+)
 
 SITE = "/opt/agent-rl/site"
 MAX_PATCH_BYTES = 1 << 20
@@ -230,6 +240,40 @@ async def run_tests(context: EnvContext, record: SweRecord, spec: SandboxSpec, p
             log = await _whole_log(sandbox)
     text = log.decode(errors="replace")
     return TestRun(began, result, calls.summary(text) if calls else text, witness is not None, report)
+
+
+async def run_apart(context: EnvContext, record: SweRecord, spec: SandboxSpec, patch: str) -> TestRun:
+    """The same with two boxes: the patch is applied, and its code runs, in one; the hidden tests run in the other.
+
+    Raises ``SandboxError`` also where the two boxes do not meet.
+    """
+    witness = Witness(watched=sorted(record.hidden))
+    named = await asyncio.to_thread(_sorted_paths, patch)
+    with Link.open(sorted(record.hidden)) as link:
+        spec = replace(spec, ro_binds={**spec.ro_binds, **link.binds})
+        async with context.box(spec) as code, context.box(spec) as tests:
+            data = {path: text for path, text in record.tests.items() if not path.endswith(".py")}
+            await code.write_files({**in_workdir({**record.files, **data}), **link.code_files(), _NAMED: named})
+            given = {**in_workdir({**record.files, **record.tests}), **link.tests_files(), **witness.files()}
+            await tests.write_files(given)
+            serve = _grade_command(record, patch, link.serve(WORKDIR))
+            command = _grade_command(record, "", link.exports + witness.exports + record.command)
+            limit = context.grade_timeout
+            serving = asyncio.create_task(code.exec(serve, timeout=limit + 5, cwd=WORKDIR, stdin=patch.encode()))
+            testing = asyncio.create_task(tests.exec(command, timeout=limit, cwd=WORKDIR))
+            try:
+                await asyncio.wait((serving, testing), return_when=asyncio.FIRST_COMPLETED)
+                if serving.done() and not (served := serving.result()).stdout.startswith(_BEGIN):
+                    return TestRun(False, served, "", True, None)
+                result = await testing
+                if result.exit_code == UNANSWERED:
+                    raise SandboxError(f"task {record.id}: the box of the code under test did not answer")
+                report = await witness.read(tests)
+            finally:
+                serving.cancel()
+                testing.cancel()
+                await asyncio.wait((serving, testing))
+    return TestRun(True, result, result.stdout.removeprefix(_BEGIN).decode(errors="replace"), True, report)
 
 
 def _sorted_paths(patch: str) -> bytes:

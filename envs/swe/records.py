@@ -39,6 +39,7 @@ class SweRecord(BaseModel):
     ``calls`` are hidden tests by their keys; where they are given, they are all that is run.
     ``site_packages`` is a folder of Python packages for the box, relative to the file the record was read from.
     ``verified`` says that the gold patch was seen to resolve the task and an empty patch was seen not to.
+    ``isolated`` names expected tests that a success is tried with once more, in a box of their own (:mod:`.apart`).
     ``swebench`` is there in SWE-bench's rows, which are graded by swebench's rules; their expected output says PASSED
     of every test in FAIL_TO_PASS and PASS_TO_PASS.
     """
@@ -67,6 +68,7 @@ class SweRecord(BaseModel):
     gold_patch: str = ""
     site_packages: str = ""
     verified: bool = False
+    isolated: tuple[str, ...] = ()
     swebench: SwebenchSpec | None = None
 
     @field_validator("expected_output_json")
@@ -126,6 +128,10 @@ class SweRecord(BaseModel):
             raise ValueError("neither files nor docker_image: the task has no repository; give one of them")
         if self.files and not (self.test_command or self.calls):
             raise ValueError("test_command is empty: a task with files must say how its tests run, or give calls")
+        if self.isolated and not (self.files and self.runs_pytest):
+            raise ValueError("isolated: right would be a task with files whose test_command runs pytest")
+        if unknown := sorted(set(self.isolated) - set(self.expected)):
+            raise ValueError(f"isolated: {unknown[0]!r} is none of the expected tests")
         return self
 
     @property
@@ -160,6 +166,11 @@ class SweRecord(BaseModel):
     def expected(self) -> dict[str, str]:
         """The statuses that resolve the task, colour codes removed from the tests' keys."""
         return {_uncoloured(key): value for key, value in json.loads(self.expected_output_json).items()}
+
+    def alone(self) -> SweRecord:
+        """The record that expects of the tests in ``isolated`` alone what this one expects of them."""
+        expected = {test: status for test, status in self.expected.items() if test in self.isolated}
+        return self.model_copy(update={"expected_output_json": json.dumps(expected)})
 
     @property
     def gold(self) -> str:

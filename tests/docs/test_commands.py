@@ -129,6 +129,9 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
         "python -m sandbox.base_image --rootfs FOLDER",
         "python -m sandbox.base_image --engine podman",
     ),
+    "measures the real tasks for minutes: tests/redteam/test_apart.py measures a small one": (
+        "python -m envs.swe.isolate .cache/tasks/real.jsonl --out .cache/tasks/isolated.jsonl",
+    ),
     "downloads sources of real releases": ("python -m envs.swe.real --out .cache/tasks/real.jsonl",),
     "measures for minutes": (
         "python tests/bench/bench_codec.py",

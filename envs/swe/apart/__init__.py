@@ -1,0 +1,81 @@
+"""Hidden tests in one box, the code that they test in another: what a record with ``isolated`` asks for.
+
+Two named pipes of a folder that both boxes see, read-only, are all that they share. In the tests' box proxies stand for
+what the tests import of the repository (:mod:`.tests_side`), in the other box a program does what these ask for
+(:mod:`.code_side`). So the code under test can't see, change, signal or end what runs the tests and says how they
+ended. It says what its own objects are and do: ``==`` between two of them, ``isinstance``, ``in``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+PIPES = "/opt/agent-rl/pipes"
+UNANSWERED = 75
+"""Exit code of a test run whose other box did not answer before anything of the repository's ran."""
+_PREFIX = "agent_rl_"
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One run's two ends. ``folder`` is the host's, with the pipes in it; ``hidden`` are the hidden tests' paths."""
+
+    folder: Path
+    hidden: Sequence[str]
+    token: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    @classmethod
+    @contextmanager
+    def open(cls, hidden: Sequence[str]) -> Iterator[Link]:
+        """The pipes, in a folder that is removed at the end."""
+        with tempfile.TemporaryDirectory(prefix="agent-rl-pipes-") as folder:
+            os.chmod(folder, 0o755)
+            for name in ("asked", "answered"):
+                os.mkfifo(Path(folder, name))
+                os.chmod(Path(folder, name), 0o666)  # whoever the boxes' user is
+            yield cls(Path(folder), hidden)
+
+    @property
+    def binds(self) -> Mapping[str, str]:
+        return {str(self.folder): PIPES}
+
+    @property
+    def _inside(self) -> str:
+        return f"/tmp/{self.token}"
+
+    def _files(self, *modules: str) -> dict[str, bytes]:
+        return {f"{self._inside}/{_PREFIX}{name}.py": _source(name) for name in modules}
+
+    def code_files(self) -> Mapping[str, bytes]:
+        """What has to lie in the box of the code under test: absolute path -> content."""
+        return self._files("wire", "code_side")
+
+    def tests_files(self) -> Mapping[str, bytes]:
+        """What has to lie in the tests' box."""
+        order = json.dumps({"pipes": PIPES, "hidden": list(self.hidden)}).encode()
+        return {**self._files("wire", "tests_side"), f"{self._inside}/order.json": order}
+
+    def serve(self, workdir: str) -> str:
+        """Bash that serves the code in ``workdir`` until it is ended."""
+        return f"python3 -B {self._inside}/{_PREFIX}code_side.py {PIPES} {workdir}"
+
+    @property
+    def exports(self) -> str:
+        """Bash that makes pytest load the plugin, whatever script starts it."""
+        return (
+            f'export PYTHONPATH="{self._inside}${{PYTHONPATH:+:$PYTHONPATH}}"\n'
+            f'export PYTEST_ADDOPTS="-p {_PREFIX}tests_side --continue-on-collection-errors $PYTEST_ADDOPTS"\n'
+        )
+
+
+@cache
+def _source(name: str) -> bytes:
+    return (Path(__file__).parent / f"{name}.py").read_bytes()
