@@ -30,8 +30,9 @@ from agent_rl.config import EngineConfig
 from agent_rl.engine.answer import Asked, read_answer, read_scores, split_body
 from agent_rl.engine.homes import SessionHomes
 from agent_rl.engine.http import INFRASTRUCTURE, AsyncHttp, retrying, timed_out
+from agent_rl.engine.options import refusal
 from agent_rl.engine.types import EngineInfo, Scores
-from agent_rl.errors import EngineError, EngineRejected, EngineUnreachable, RoutesMissingError
+from agent_rl.errors import EngineError, EngineRejected, EngineUnreachable, RoutesMissingError, UserError
 from agent_rl.model_facts import ModelFacts
 from agent_rl.types import Completion, SamplingParams, TokenIds
 
@@ -46,8 +47,8 @@ class SGLangEngine:
 
     ``facts`` describe the model served. Of ``config``, ``request_timeout`` bounds one request and ``retries`` how often
     one that met an infrastructure failure is tried again. ``death`` is asked why a server that we launched is dead:
-    once it answers, nothing is retried. Entering it as an async context manager checks that every engine captures
-    routes (:meth:`check_capture`); leaving closes it.
+    once it answers, nothing is retried. Entering it as an async context manager refuses servers with options that
+    do harm (:mod:`.options`) and checks that every engine captures routes (:meth:`check_capture`); leaving closes it.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class SGLangEngine:
 
     async def __aenter__(self) -> SGLangEngine:
         try:
+            await self._refuse_options()
             await self.resume()  # a trainer that was killed within a weight update left it paused
             await self.check_capture()
             await self._read_limits()
@@ -252,6 +254,16 @@ class SGLangEngine:
                     f"router away that drops them; `agent-rl r3 probe {url}` says which it is"
                 )
             read_answer(answer, asked, 0.0)
+
+    async def _refuse_options(self) -> None:
+        """Raise UserError for servers started in a way that gives wrong routes or keeps old weights."""
+        for url in self.urls:
+            try:
+                reason = refusal(await self._http.get_json(f"{url}/server_info"))
+            except EngineRejected:
+                continue  # a router in front of it, perhaps: the probe and each answer's checks remain
+            if reason is not None:
+                raise UserError(f"the engine at {url} was started with {reason}")
 
     async def _read_limits(self) -> None:
         """How many requests each engine runs at once, which is how many it is sent; no limit where it does not tell."""

@@ -18,6 +18,7 @@ from local_server import Handler, serving
 from agent_rl.config import EngineConfig
 from agent_rl.engine.answer import read_answer
 from agent_rl.engine.open import check_engines, open_engine
+from agent_rl.engine.options import REFUSED, refusal
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.engine.types import Scores
 from agent_rl.errors import (
@@ -454,13 +455,13 @@ async def test_entering_finds_an_engine_without_capture() -> None:
 
     async def handler(path: str, request: dict[str, Any]) -> tuple[int, bytes]:
         asked.append(path)
-        return 200, b"{}" if path == "/continue_generation" else answer(request, routed_experts=None)
+        return 200, answer(request, routed_experts=None) if path == "/generate" else b"{}"
 
     async with serving(handler) as url:
         with pytest.raises(RoutesMissingError, match="the engine sends no routes: start it with --enable"):
             async with client(url):
                 pass
-    assert asked[0] == "/continue_generation", "one that was left paused would never answer"
+    assert asked[:2] == ["/server_info", "/continue_generation"], "one that was left paused would never answer"
 
 
 async def test_addresses_that_do_not_answer_are_told_with_their_key() -> None:
@@ -500,3 +501,41 @@ async def _no_page(path: str, body: dict[str, Any]) -> tuple[int, bytes]:
 async def _model_info(path: str, body: dict[str, Any]) -> tuple[int, bytes]:
     assert path == "/model_info"
     return 200, b'{"model_path": "models/tiny-moe"}'
+
+
+SERVER_INFO = {
+    "tp_size": 4, "pp_size": 1, "dp_size": 1, "enable_dp_attention": False, "enable_hierarchical_cache": False,
+    "speculative_algorithm": None, "speculative_eagle_topk": None, "chunked_prefill_size": 4096,
+    "disaggregation_mode": "null", "moe_runner_backend": "auto",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("harmful", "message"),
+    [
+        ({"pp_size": 2}, "--pp-size above 1: routes and weights reach its first stage alone"),
+        ({"dp_size": 2}, "--dp-size above 1: .*start one engine a rank"),
+        ({"enable_dp_attention": True}, "--enable-dp-attention: .*issue 31100"),
+        ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache: .*issue 26975"),
+        ({"speculative_algorithm": "NGRAM"}, "--speculative-algorithm NGRAM: .*issue 37949"),
+        ({"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 4}, "--speculative-eagle-topk above 1: "),
+        ({"chunked_prefill_size": -1}, "--chunked-prefill-size -1: .*issue 26860"),
+        ({"disaggregation_mode": "prefill"}, "--disaggregation-mode: "),
+        ({"moe_runner_backend": "flashinfer_trtllm"}, "--moe-runner-backend .*start with triton"),
+    ],
+)
+async def test_server_options_that_do_harm_are_refused(harmful: dict[str, Any], message: str) -> None:
+    async def handler(path: str, request: dict[str, Any]) -> tuple[int, bytes]:
+        assert path == "/server_info"
+        return 200, orjson.dumps(SERVER_INFO | harmful)
+
+    async with serving(handler) as url:
+        with pytest.raises(UserError, match=f"the engine at {url} was started with {message}"):
+            async with client(url):
+                pass
+
+
+def test_every_refused_option_is_tried() -> None:
+    assert len(REFUSED) == 9
+    assert refusal(SERVER_INFO) is None
+    assert refusal(SERVER_INFO | {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1}) is None
