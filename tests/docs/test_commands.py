@@ -134,6 +134,7 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
     ),
     "downloads sources of real releases": ("python -m envs.swe.real --out .cache/tasks/real.jsonl",),
     "measures for minutes": (
+        "python tests/bench/bench_balance.py",
         "python tests/bench/bench_codec.py",
         "python tests/bench/bench_step.py --rounds 9",
         "python tests/bench/kills.py --kills 50",
