@@ -62,13 +62,17 @@ def two_groups(rank: int, machine: tuple[int, ...]) -> dict[str, Any]:
     return found | {"left": pool_memory()}
 
 
-def two_stages(rank: int) -> list[tuple[Tensor, Tensor]]:
-    """A pipeline's first stage has one layer with experts, its second none."""
-    grid = Grid(worker.EXPERTS, 2, worker.SLOTS, home=worker.HOME)
-    layers = worker.home_experts(grid, rank % 2, torch.float32) if rank < 2 else {}
-    first = rank // 2 * 2
-    pool = worker.opened("pool", {0: layers[0]} if layers else {}, grid, group=(first, first + 1))
-    found = [pool.fetch(0, worker.random_plan(grid, 0, lopsided=True))] if layers else []
+def two_stages(rank: int, layers: int) -> list[tuple[Tensor, Tensor]]:
+    """A pipeline whose first stage has one layer with experts, its second so many. Both count theirs from 0; those of
+    the second are one more in every weight."""
+    grid, stage = Grid(worker.EXPERTS, 2, worker.SLOTS, home=worker.HOME), rank // 2
+    held = worker.home_experts(grid, rank % 2, torch.float32)
+    held = {layer: held[layer] for layer in range(layers if stage else 1)}
+    with torch.no_grad():
+        for weight in (weight for experts in held.values() for weight in (experts.weight1, experts.weight2)):
+            weight.add_(stage)
+    pool = worker.opened("pool", held, grid, group=(2 * stage, 2 * stage + 1), stage=stage)
+    found = [pool.fetch(layer, worker.random_plan(grid, layer, lopsided=True)) for layer in held]
     pool.close()
     return found
 
@@ -96,7 +100,7 @@ def main(rank: int, _ranks: int, _results: Path) -> dict[str, Any]:
         "two machines": weights_change(rank, (0, 0, 1, 1)),
         "groups": two_groups(rank, (0, 0)),
         "groups over machines": two_groups(rank, (0, 1)),
-        "stages": two_stages(rank),
+        "stages": [two_stages(rank, layers) for layers in (1, 0)],
         "too large": too_large(rank),
     }
 

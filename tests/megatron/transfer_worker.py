@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from agent_rl.config import BalanceConfig
-from agent_rl.train.megatron.pool import open_transfers
+from agent_rl.train.megatron.exchange import Exchange
+from agent_rl.train.megatron.pool import Pool
 from agent_rl.train.megatron.transfer import Transfer
 from r3.balance import Grid, Plan
 
@@ -98,11 +98,20 @@ def one_pass(
 
 
 def opened(
-    kind: str, layers: dict[int, Any], grid: Grid, *, prefetch: bool = True, group: Sequence[int] | None = None
+    kind: str,
+    layers: dict[int, Any],
+    grid: Grid,
+    *,
+    prefetch: bool = True,
+    group: Sequence[int] | None = None,
+    stage: int = 0,
 ) -> Transfer:
-    """The transfer that passes with gradients use where both kinds of passes have this one; ``group``: global ranks."""
-    config = BalanceConfig(prefetch=prefetch, transfer={"recompute": kind, "update": kind})
-    return open_transfers(layers, grid, config, group or range(grid.ranks), 30.0)[1]
+    """A transfer of the expert group of these global ranks (None: of all) in a pipeline stage."""
+    ranks = group or range(grid.ranks)
+    exchange = Exchange(layers, grid, ranks, prefetch=prefetch, timeout=30)
+    if kind == "exchange":
+        return exchange
+    return Pool(layers, grid, ranks, exchange, stage=stage, prefetch=prefetch, timeout=30)
 
 
 def case(rank: int, ranks: int, kind: str, dtype: str, *, prefetch: bool, lopsided: bool) -> dict[str, Any]:
