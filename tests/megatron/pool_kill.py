@@ -13,17 +13,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pool_worker
-import torch
-import transfer_worker as worker
-
-from r3.balance import Grid
-
 SHARED_MEMORY = Path("/dev/shm")
 
 
 def main(rank: int, ranks: int, results: Path) -> Any:
     """Use a pool for ever; beside a file ``once`` only once: what is fetched and what is in ``/dev/shm``."""
+    import pool_worker
+    import torch
+    import transfer_worker as worker
+
+    from r3.balance import Grid
+
     grid = Grid(worker.EXPERTS, ranks, worker.SLOTS, home=worker.HOME)
     pool = worker.opened("pool", worker.home_experts(grid, rank, torch.float32), grid)
     while True:
@@ -55,6 +55,8 @@ def kill(results: Path) -> dict[str, list[str]]:
 
 if __name__ == "__main__":
     if len(sys.argv) > 2:
-        worker.joined(main)
+        import transfer_worker
+
+        transfer_worker.joined(main)
     else:
         print(json.dumps(kill(Path(sys.argv[1]))))

@@ -1,4 +1,5 @@
-"""One of four ranks that share pools in every way they can be shared; see :func:`transfer_worker.launch`."""
+"""One of four ranks that run every case of a transfer, and share pools in every way they can be shared; see
+:func:`transfer_worker.launch`."""
 
 from __future__ import annotations
 
@@ -94,8 +95,9 @@ def too_large(rank: int) -> str:
     return "not refused"
 
 
-def main(rank: int, _ranks: int, _results: Path) -> dict[str, Any]:
+def main(rank: int, ranks: int, _results: Path) -> dict[str, Any]:
     return {
+        "cases": worker.cases(rank, ranks),
         "one machine": weights_change(rank, (0, 0, 0, 0)),
         "two machines": weights_change(rank, (0, 0, 1, 1)),
         "groups": two_groups(rank, (0, 0)),

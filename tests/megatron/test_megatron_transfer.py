@@ -1,13 +1,22 @@
-"""Borrowed experts arrive as they are at home, their gradients come home, and as many bytes move as were planned."""
+"""Borrowed experts arrive as they are at home, their gradients come home, and as many bytes move as were planned.
+
+A pool is one a machine, never read while it changes, and gone with its ranks however they end."""
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
+import sys
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("torch", reason="torch is not installed (the train extra)")
+import pool_kill
+import pool_worker
 import torch
 import transfer_worker as worker
 
@@ -28,9 +37,9 @@ EVERY_CASE = pytest.mark.parametrize(
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Case, Any]]:
-    """What each rank of one world got in every case."""
-    return worker.launch(worker.__file__, RANKS, tmp_path_factory.mktemp("transfer"))
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank of one world found."""
+    return worker.launch(pool_worker.__file__, RANKS, tmp_path_factory.mktemp("transfer"))
 
 
 def plans(seed: int, lopsided: bool) -> dict[int, Any]:
@@ -49,7 +58,7 @@ def test_every_rank_gets_what_it_borrows_bit_for_bit(results: Any, case: Case) -
     dtype = getattr(torch, case[1])
     for rank, seed in product(range(RANKS), range(2)):
         layers = [*range(worker.LAYERS), *reversed(range(worker.LAYERS))]
-        for layer, got in zip(layers, results[rank][case]["fetched"][seed], strict=True):
+        for layer, got in zip(layers, results[rank]["cases"][case]["fetched"][seed], strict=True):
             experts = worker.live(plans(seed, case[3])[layer], rank)
             for weight, whole in zip(got, worker.every_weight(layer, dtype), strict=True):
                 assert torch.equal(weight, whole[experts]), f"rank {rank}, layer {layer}"
@@ -59,7 +68,7 @@ def test_every_rank_gets_what_it_borrows_bit_for_bit(results: Any, case: Case) -
 def test_gradients_come_home_once(results: Any, case: Case) -> None:
     dtype = getattr(torch, case[1])
     for layer in range(worker.LAYERS):
-        wanted = [[torch.ones_like(grad) for grad in rank[case]["grads"][layer]] for rank in results]
+        wanted = [[torch.ones_like(grad) for grad in rank["cases"][case]["grads"][layer]] for rank in results]
         for seed, rank in product(range(2), range(RANKS)):
             experts = worker.live(plans(seed, case[3])[layer], rank)
             shares = worker.gradient(layer, rank, experts, dtype, seed)
@@ -67,7 +76,9 @@ def test_gradients_come_home_once(results: Any, case: Case) -> None:
                 for place, (home, slot) in enumerate(zip(*home_places(experts), strict=True)):
                     wanted[home][which][slot] += share[place]
         for rank, grads in enumerate(wanted):
-            assert all(map(torch.equal, results[rank][case]["grads"][layer], grads)), f"rank {rank}, layer {layer}"
+            assert all(map(torch.equal, results[rank]["cases"][case]["grads"][layer], grads)), (
+                f"rank {rank}, layer {layer}"
+            )
 
 
 @EVERY_CASE
@@ -75,6 +86,63 @@ def test_as_many_bytes_move_as_are_planned(results: Any, case: Case) -> None:
     expert = 3 * worker.INNER * worker.HIDDEN * getattr(torch, case[1]).itemsize
     for rank in range(RANKS):
         borrowed = sum(len(worker.live(plan, rank)) for seed in range(2) for plan in plans(seed, case[3]).values())
-        fetched, returned, exposed, _ = results[rank][case]["stats"]
+        fetched, returned, exposed, _ = results[rank]["cases"][case]["stats"]
         assert (fetched, returned) == (2 * borrowed * expert, borrowed * expert)
         assert exposed > 0
+
+
+def check(got: list[Any], rank: int, ranks: int, dtype: torch.dtype = torch.float32, change: float = 0.0) -> None:
+    """``got`` of each layer is what ``rank`` borrows there, after ``change`` was added to all weights."""
+    grid = Grid(worker.EXPERTS, ranks, worker.SLOTS, home=worker.HOME)
+    for layer, weights in enumerate(got):
+        experts = worker.live(worker.random_plan(grid, layer, lopsided=True), rank)
+        for weight, whole in zip(weights, worker.every_weight(layer, dtype), strict=True):
+            assert torch.equal(weight, whole[experts] + change), f"rank {rank}, layer {layer}"
+
+
+@pytest.mark.parametrize("case", ["one machine", "two machines"])
+def test_nobody_reads_a_pool_that_is_half_refreshed(results: Any, case: str) -> None:
+    for rank, found in enumerate(results):
+        check(found[case]["before"], rank, 4)
+        check(found[case]["after"], rank, 4, change=1.0)
+        assert found[case]["refresh_ms"] > 0
+    check(results[pool_worker.SLOW][case]["stale"], pool_worker.SLOW, 4)
+
+
+@pytest.mark.parametrize(("case", "pools"), [("groups", 1), ("groups over machines", 2)])
+def test_expert_groups_of_a_machine_share_its_pool(results: Any, case: str, pools: int) -> None:
+    for rank, found in enumerate(results):
+        check(found[case]["fetched"], rank % 2, 2, torch.bfloat16)
+        assert len(found[case]["memory"]) == 2 * worker.LAYERS
+        assert found[case]["left"] == set()
+    assert len(set().union(*(found[case]["memory"] for found in results))) == 2 * worker.LAYERS * pools
+
+
+def test_pipeline_stages_have_pools_of_their_own_layers(results: Any) -> None:
+    for rank, found in enumerate(results):
+        for layers, got in zip((1, 0), found["stages"], strict=True):
+            assert len(got) == (layers if rank >= 2 else 1)
+            check(got, rank % 2, 2, change=float(rank // 2))
+
+
+def test_a_pool_that_the_memory_cannot_hold_is_refused_on_every_rank(results: Any) -> None:
+    for found in results:
+        line = r"train.balance.transfer: a pool of all experts takes [\d.]+ GiB .* has [\d.]+ GiB left: set it"
+        assert re.match(line, found["too large"]), found["too large"]
+
+
+@pytest.mark.bubblewrap
+def test_killed_ranks_leave_nothing_and_a_small_dev_shm_is_enough(tmp_path: Path) -> None:
+    """In a sandbox whose ``/dev/shm`` has 64 KiB, less than the pool."""
+    (tmp_path / "first").mkdir()
+    (tmp_path / "again").mkdir()
+    (tmp_path / "again" / "once").touch()
+    small = ["bwrap", "--dev-bind", "/", "/", "--size", str(64 << 10), "--tmpfs", "/dev/shm"]
+    kill = [*small, sys.executable, pool_kill.__file__, str(tmp_path / "first")]
+    seen = json.loads(subprocess.run(kill, capture_output=True, text=True, check=True, timeout=60).stdout)
+    assert seen == {"used": [], "killed": []}
+    for rank, found in enumerate(worker.launch(pool_kill.__file__, 2, tmp_path / "again", inside=small)):
+        check(found["fetched"], rank, 2)
+        assert found["shared"] == []
+        pool = sum(held.nbytes for layer in range(worker.LAYERS) for held in worker.every_weight(layer, torch.float32))
+        assert found["size"] < pool

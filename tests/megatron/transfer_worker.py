@@ -1,8 +1,5 @@
-"""One rank of an expert group that lends experts: runs every case and saves what came out of each.
-
-Arguments: rank, number of ranks, folder for the results. No Megatron: the experts are bare parameters with a
-``main_grad`` of their own.
-"""
+"""Ranks of an expert group that lends experts, without Megatron: the experts are bare parameters with a ``main_grad``
+of their own."""
 
 from __future__ import annotations
 
@@ -128,6 +125,13 @@ def case(rank: int, ranks: int, kind: str, dtype: str, *, prefetch: bool, lopsid
     return {"fetched": fetched, "grads": grads, "stats": astuple(stats)}
 
 
+def cases(rank: int, ranks: int) -> dict[tuple[str, str, bool, bool], dict[str, Any]]:
+    return {
+        (kind, dtype, prefetch, lopsided): case(rank, ranks, kind, dtype, prefetch=prefetch, lopsided=lopsided)
+        for kind, dtype, prefetch, lopsided in CASES
+    }
+
+
 def joined(main: Callable[[int, int, Path], Any]) -> None:
     """Run ``main`` with the arguments of :func:`launch`, in its world, and save what it returns."""
     rank, ranks, results = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
@@ -153,14 +157,3 @@ def launch(worker: str, ranks: int, results: Path, *, inside: Sequence[str] = ()
         for rank in world:
             rank.kill()
     return [torch.load(results / f"{rank}.pt") for rank in range(ranks)]
-
-
-def main(rank: int, ranks: int, _results: Path) -> dict[tuple[str, str, bool, bool], dict[str, Any]]:
-    return {
-        (kind, dtype, prefetch, lopsided): case(rank, ranks, kind, dtype, prefetch=prefetch, lopsided=lopsided)
-        for kind, dtype, prefetch, lopsided in CASES
-    }
-
-
-if __name__ == "__main__":
-    joined(main)
