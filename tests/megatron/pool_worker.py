@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,12 +18,13 @@ from agent_rl.train.host_memory import free_memory
 from r3.balance import Grid
 
 SLOW = 3
+STAGES = (((0,), (1,)), ((2, 1), ()))
+"""The layers with experts of a pipeline's two stages."""
 
 
 def fetched(transfer: Any, grid: Grid) -> list[tuple[Tensor, Tensor]]:
     """What this rank borrows in each layer by a plan in which each rank borrows as many as it can."""
-    plans = [worker.random_plan(grid, layer, lopsided=True) for layer in range(worker.LAYERS)]
-    return [transfer.fetch(layer, plan) for layer, plan in enumerate(plans)]
+    return [transfer.fetch(layer, plan) for layer, plan in worker.random_plans(grid, lopsided=True).items()]
 
 
 def weights_change(rank: int, machine: tuple[int, ...]) -> dict[str, Any]:
@@ -38,7 +40,7 @@ def weights_change(rank: int, machine: tuple[int, ...]) -> dict[str, Any]:
         for held in layers.values():
             held.weight1.add_(1)
             held.weight2.add_(1)
-    pool.prefetch(0, worker.random_plan(grid, 0, lopsided=True))
+    pool.prefetch(0, worker.random_plans(grid, lopsided=True)[0])
     if rank == SLOW:
         store.wait([f"{machine} {other}" for other in range(SLOW)])
         found["stale"] = fetched(pool, grid)
@@ -63,17 +65,14 @@ def two_groups(rank: int, machine: tuple[int, ...]) -> dict[str, Any]:
     return found | {"left": pool_memory()}
 
 
-def two_stages(rank: int, layers: int) -> list[tuple[Tensor, Tensor]]:
-    """A pipeline whose first stage has one layer with experts, its second so many. Both count theirs from 0; those of
-    the second are one more in every weight."""
+def two_stages(rank: int, stages: Sequence[Sequence[int]]) -> list[tuple[Tensor, Tensor]]:
+    """A pipeline of two stages with these layers of experts each."""
     grid, stage = Grid(worker.EXPERTS, 2, worker.SLOTS, home=worker.HOME), rank // 2
     held = worker.home_experts(grid, rank % 2, torch.float32)
-    held = {layer: held[layer] for layer in range(layers if stage else 1)}
-    with torch.no_grad():
-        for weight in (weight for experts in held.values() for weight in (experts.weight1, experts.weight2)):
-            weight.add_(stage)
-    pool = worker.opened("pool", held, grid, group=(2 * stage, 2 * stage + 1), stage=stage)
-    found = [pool.fetch(layer, worker.random_plan(grid, layer, lopsided=True)) for layer in held]
+    layers = {layer: held[layer] for layer in stages[stage]}
+    pool = worker.opened("pool", layers, grid, group=(2 * stage, 2 * stage + 1))
+    plans = worker.random_plans(grid, lopsided=True)
+    found = [pool.fetch(layer, plans[layer]) for layer in layers]
     pool.close()
     return found
 
@@ -102,7 +101,7 @@ def main(rank: int, ranks: int, _results: Path) -> dict[str, Any]:
         "two machines": weights_change(rank, (0, 0, 1, 1)),
         "groups": two_groups(rank, (0, 0)),
         "groups over machines": two_groups(rank, (0, 1)),
-        "stages": [two_stages(rank, layers) for layers in (1, 0)],
+        "stages": [two_stages(rank, stages) for stages in STAGES],
         "too large": too_large(rank),
     }
 

@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from r3.balance import Grid
 
 pytestmark = pytest.mark.megatron
 
-RANKS = 4
+RANKS, LAYERS = 4, range(worker.LAYERS)
 GRID = Grid(worker.EXPERTS, RANKS, worker.SLOTS, home=worker.HOME)
 Case = tuple[str, str, bool, bool]
 EVERY_CASE = pytest.mark.parametrize(
@@ -42,24 +43,19 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return worker.launch(pool_worker.__file__, RANKS, tmp_path_factory.mktemp("transfer"))
 
 
-def plans(seed: int, lopsided: bool) -> dict[int, Any]:
-    """The plans of a micro-batch, by layer."""
-    return {layer: worker.random_plan(GRID, 10 * seed + layer, lopsided=lopsided) for layer in range(worker.LAYERS)}
-
-
-def home_places(experts: torch.Tensor) -> tuple[list[int], list[int]]:
+def home_places(layer: int, experts: torch.Tensor) -> list[tuple[int, int]]:
     """The home rank of each expert and its slot there."""
-    places = [int(torch.from_numpy(worker.HOME).tolist().index(expert)) for expert in experts.tolist()]
-    return [place // GRID.homes for place in places], [place % GRID.homes for place in places]
+    order = worker.HOME[layer].tolist()
+    return [divmod(order.index(expert), GRID.homes) for expert in experts.tolist()]
 
 
 @EVERY_CASE
 def test_every_rank_gets_what_it_borrows_bit_for_bit(results: Any, case: Case) -> None:
     dtype = getattr(torch, case[1])
     for rank, seed in product(range(RANKS), range(2)):
-        layers = [*range(worker.LAYERS), *reversed(range(worker.LAYERS))]
+        layers = [*LAYERS, *reversed(LAYERS)]
         for layer, got in zip(layers, results[rank]["cases"][case]["fetched"][seed], strict=True):
-            experts = worker.live(plans(seed, case[3])[layer], rank)
+            experts = worker.live(worker.random_plans(GRID, seed, lopsided=case[3])[layer], rank)
             for weight, whole in zip(got, worker.every_weight(layer, dtype), strict=True):
                 assert torch.equal(weight, whole[experts]), f"rank {rank}, layer {layer}"
 
@@ -67,13 +63,13 @@ def test_every_rank_gets_what_it_borrows_bit_for_bit(results: Any, case: Case) -
 @EVERY_CASE
 def test_gradients_come_home_once(results: Any, case: Case) -> None:
     dtype = getattr(torch, case[1])
-    for layer in range(worker.LAYERS):
+    for layer in LAYERS:
         wanted = [[torch.ones_like(grad) for grad in rank["cases"][case]["grads"][layer]] for rank in results]
         for seed, rank in product(range(2), range(RANKS)):
-            experts = worker.live(plans(seed, case[3])[layer], rank)
+            experts = worker.live(worker.random_plans(GRID, seed, lopsided=case[3])[layer], rank)
             shares = worker.gradient(layer, rank, experts, dtype, seed)
             for which, share in enumerate(shares):
-                for place, (home, slot) in enumerate(zip(*home_places(experts), strict=True)):
+                for place, (home, slot) in enumerate(home_places(layer, experts)):
                     wanted[home][which][slot] += share[place]
         for rank, grads in enumerate(wanted):
             assert all(map(torch.equal, results[rank]["cases"][case]["grads"][layer], grads)), (
@@ -85,34 +81,35 @@ def test_gradients_come_home_once(results: Any, case: Case) -> None:
 def test_as_many_bytes_move_as_are_planned(results: Any, case: Case) -> None:
     expert = 3 * worker.INNER * worker.HIDDEN * getattr(torch, case[1]).itemsize
     for rank in range(RANKS):
-        borrowed = sum(len(worker.live(plan, rank)) for seed in range(2) for plan in plans(seed, case[3]).values())
+        plans = [plan for seed in range(2) for plan in worker.random_plans(GRID, seed, lopsided=case[3]).values()]
+        borrowed = sum(len(worker.live(plan, rank)) for plan in plans)
         fetched, returned, exposed, _ = results[rank]["cases"][case]["stats"]
         assert (fetched, returned) == (2 * borrowed * expert, borrowed * expert)
         assert exposed > 0
 
 
-def check(got: list[Any], rank: int, ranks: int, dtype: torch.dtype = torch.float32, change: float = 0.0) -> None:
-    """``got`` of each layer is what ``rank`` borrows there, after ``change`` was added to all weights."""
+def check(got: Any, layers: Sequence[int], rank: int, ranks: int, change: float = 0.0) -> None:
+    """``got`` of ``layers`` is what ``rank`` borrows there, after ``change`` was added to all weights."""
     grid = Grid(worker.EXPERTS, ranks, worker.SLOTS, home=worker.HOME)
-    for layer, weights in enumerate(got):
-        experts = worker.live(worker.random_plan(grid, layer, lopsided=True), rank)
-        for weight, whole in zip(weights, worker.every_weight(layer, dtype), strict=True):
+    for layer, weights in zip(layers, got, strict=True):
+        experts = worker.live(worker.random_plans(grid, lopsided=True)[layer], rank)
+        for weight, whole in zip(weights, worker.every_weight(layer, weights[0].dtype), strict=True):
             assert torch.equal(weight, whole[experts] + change), f"rank {rank}, layer {layer}"
 
 
 @pytest.mark.parametrize("case", ["one machine", "two machines"])
 def test_nobody_reads_a_pool_that_is_half_refreshed(results: Any, case: str) -> None:
     for rank, found in enumerate(results):
-        check(found[case]["before"], rank, 4)
-        check(found[case]["after"], rank, 4, change=1.0)
+        check(found[case]["before"], LAYERS, rank, 4)
+        check(found[case]["after"], LAYERS, rank, 4, change=1.0)
         assert found[case]["refresh_ms"] > 0
-    check(results[pool_worker.SLOW][case]["stale"], pool_worker.SLOW, 4)
+    check(results[pool_worker.SLOW][case]["stale"], LAYERS, pool_worker.SLOW, 4)
 
 
 @pytest.mark.parametrize(("case", "pools"), [("groups", 1), ("groups over machines", 2)])
 def test_expert_groups_of_a_machine_share_its_pool(results: Any, case: str, pools: int) -> None:
     for rank, found in enumerate(results):
-        check(found[case]["fetched"], rank % 2, 2, torch.bfloat16)
+        check(found[case]["fetched"], LAYERS, rank % 2, 2)
         assert len(found[case]["memory"]) == 2 * worker.LAYERS
         assert found[case]["left"] == set()
     assert len(set().union(*(found[case]["memory"] for found in results))) == 2 * worker.LAYERS * pools
@@ -120,9 +117,8 @@ def test_expert_groups_of_a_machine_share_its_pool(results: Any, case: str, pool
 
 def test_pipeline_stages_have_pools_of_their_own_layers(results: Any) -> None:
     for rank, found in enumerate(results):
-        for layers, got in zip((1, 0), found["stages"], strict=True):
-            assert len(got) == (layers if rank >= 2 else 1)
-            check(got, rank % 2, 2, change=float(rank // 2))
+        for stages, got in zip(pool_worker.STAGES, found["stages"], strict=True):
+            check(got, stages[rank // 2], rank % 2, 2)
 
 
 def test_a_pool_that_the_memory_cannot_hold_is_refused_on_every_rank(results: Any) -> None:
@@ -142,7 +138,7 @@ def test_killed_ranks_leave_nothing_and_a_small_dev_shm_is_enough(tmp_path: Path
     seen = json.loads(subprocess.run(kill, capture_output=True, text=True, check=True, timeout=60).stdout)
     assert seen == {"used": [], "killed": []}
     for rank, found in enumerate(worker.launch(pool_kill.__file__, 2, tmp_path / "again", inside=small)):
-        check(found["fetched"], rank, 2)
+        check(found["fetched"], LAYERS, rank, 2)
         assert found["shared"] == []
-        pool = sum(held.nbytes for layer in range(worker.LAYERS) for held in worker.every_weight(layer, torch.float32))
+        pool = sum(held.nbytes for layer in LAYERS for held in worker.every_weight(layer, torch.float32))
         assert found["size"] < pool

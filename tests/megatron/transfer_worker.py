@@ -23,8 +23,8 @@ from agent_rl.train.megatron.transfer import Transfer
 from r3.balance import Grid, Plan
 
 EXPERTS, SLOTS, LAYERS, HIDDEN, INNER = 8, 2, 3, 32, 20
-HOME = np.array([5, 0, 3, 6, 1, 7, 2, 4], np.int32)
-"""A home order that is not contiguous."""
+HOME = np.array([[5, 0, 3, 6, 1, 7, 2, 4], [0, 1, 2, 3, 4, 5, 6, 7], [7, 2, 6, 4, 0, 3, 1, 5]], np.int32)
+"""Each layer has a home order of its own."""
 MACHINES = {"exchange": (), "pool": (), "pool-machines": (0, 0, 1, 1)}
 """The machine of every rank, by the kind of transfer."""
 CASES = list(product(MACHINES, ("float32", "bfloat16"), (False, True), (False, True)))
@@ -41,9 +41,9 @@ def every_weight(layer: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def home_experts(grid: Grid, rank: int, dtype: torch.dtype) -> dict[int, Any]:
     """This rank's home experts of every layer, with a ``main_grad`` of ones."""
-    mine = torch.from_numpy(grid.home[rank * grid.homes : (rank + 1) * grid.homes].astype(np.int64))
     layers = {}
     for layer in range(LAYERS):
+        mine = torch.from_numpy(grid.home[layer, rank * grid.homes : (rank + 1) * grid.homes].astype(np.int64))
         weights = [torch.nn.Parameter(weight[mine].clone()) for weight in every_weight(layer, dtype)]
         for weight in weights:
             weight.main_grad = torch.ones(weight.shape)
@@ -51,7 +51,7 @@ def home_experts(grid: Grid, rank: int, dtype: torch.dtype) -> dict[int, Any]:
     return layers
 
 
-def random_plan(grid: Grid, seed: int, *, lopsided: bool = False) -> Plan:
+def random_plan(grid: Grid, seed: int, *, lopsided: bool) -> Plan:
     """Random borrowed slots, some of them empty. ``lopsided``: all ranks want the experts of the first home rank."""
     random = np.random.default_rng(seed)
     borrowed = np.full((grid.ranks, grid.slots), -1, np.int32)
@@ -62,6 +62,11 @@ def random_plan(grid: Grid, seed: int, *, lopsided: bool = False) -> Plan:
         borrowed[rank, places] = random.permutation(foreign)[:count]
     identity = Plan.identity(grid)
     return Plan(grid, borrowed, identity.load, identity.counts)
+
+
+def random_plans(grid: Grid, seed: int = 0, *, lopsided: bool) -> dict[int, Plan]:
+    """A micro-batch's plans, by layer."""
+    return {layer: random_plan(grid.layer(layer), 10 * seed + layer, lopsided=lopsided) for layer in range(LAYERS)}
 
 
 def gradient(layer: int, rank: int, experts: Tensor, dtype: torch.dtype, seed: int) -> tuple[Tensor, Tensor]:
@@ -101,14 +106,13 @@ def opened(
     *,
     prefetch: bool = True,
     group: Sequence[int] | None = None,
-    stage: int = 0,
 ) -> Transfer:
-    """A transfer of the expert group of these global ranks (None: of all) in a pipeline stage."""
+    """A transfer of the expert group of these global ranks (None: of all)."""
     ranks = group or range(grid.ranks)
     exchange = Exchange(layers, grid, ranks, prefetch=prefetch, timeout=30)
     if kind == "exchange":
         return exchange
-    return Pool(layers, grid, ranks, exchange, stage=stage, prefetch=prefetch, timeout=30)
+    return Pool(layers, grid, ranks, exchange, prefetch=prefetch, timeout=30)
 
 
 def case(rank: int, ranks: int, kind: str, dtype: str, *, prefetch: bool, lopsided: bool) -> dict[str, Any]:
@@ -117,7 +121,7 @@ def case(rank: int, ranks: int, kind: str, dtype: str, *, prefetch: bool, lopsid
     layers = home_experts(grid, rank, getattr(torch, dtype))
     transfer, fetched = opened(kind.split("-")[0], layers, grid, prefetch=prefetch), []
     for seed in range(2):
-        plans = {layer: random_plan(grid, 10 * seed + layer, lopsided=lopsided) for layer in range(LAYERS)}
+        plans = random_plans(grid, seed, lopsided=lopsided)
         fetched.append(one_pass(transfer, plans, rank, getattr(torch, dtype), seed, prefetch=prefetch))
     grads = {layer: (held.weight1.main_grad, held.weight2.main_grad) for layer, held in layers.items()}
     stats = transfer.take_stats()

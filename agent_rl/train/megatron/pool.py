@@ -2,13 +2,14 @@
 
 ::
 
-    home ranks ── refresh, after every change of the weights ──> pool [layer, expert] ── fetch ──> borrowers
+    home ranks ── refresh, after every change of the weights ──> pool [layer, place] ── fetch ──> borrowers
          │                                                        one a machine
          └─ to the other machines, once each
 
-The pool is anonymous memory (memfd): its maker names it to nobody but hands its descriptors to the other ranks of the
-machine. So it is gone with the last of them, however they end, and ``/dev/shm``, of which Docker gives 64 MB, plays no
-part. On a GPU its pages are pinned and copied from by a stream of their own: written, and not yet run on a GPU.
+An expert's place is that of its home, ``home rank * N + slot``. The pool is anonymous memory (memfd): its maker gives
+it no name but hands its descriptors to the other ranks of the machine. So it is gone with the last of them, however
+they end, and ``/dev/shm``, of which Docker gives 64 MB, plays no part. On a GPU its pages are pinned and copied from by
+a stream of their own: written, and not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -51,10 +53,10 @@ class _Member:
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """How one expert gets into one machine's pool: from ``slot`` of its home on global rank ``source``, written by
-    ``target``, a rank of that machine."""
+    """How the expert at ``place`` gets into one machine's pool: from ``slot`` of global rank ``source``, its home,
+    written by ``target``, a rank of that machine."""
 
-    expert: int
+    place: int
     slot: int
     source: int
     target: int
@@ -108,9 +110,10 @@ class Pool:
 
     def _begin(self, layer: int, plan: Plan) -> Coming:
         experts, slots = self._layers[layer], plan.borrowed[self._own]
+        places = np.argsort(plan.grid.home)[slots[slots >= 0]].tolist()
         with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             first, second = (
-                _taken(held, slots[slots >= 0].tolist(), weight)
+                _taken(held, places, weight)
                 for held, weight in zip(self._held[layer], (experts.weight1, experts.weight2), strict=True)
             )
         copied = None if self._stream is None else self._stream.record_event()
@@ -134,11 +137,11 @@ class Pool:
         for copy in self._copies:
             for weight, held in zip((experts.weight1, experts.weight2), self._held[layer], strict=True):
                 if copy.source == copy.target:
-                    held[copy.expert].copy_(weight[copy.slot], non_blocking=True)
+                    held[copy.place].copy_(weight[copy.slot], non_blocking=True)
                 elif copy.source == self._rank:
                     operations.append(dist.P2POp(dist.isend, weight.detach()[copy.slot], copy.target, self._group))
                 else:
-                    received.append((held[copy.expert], torch.empty_like(weight[0])))
+                    received.append((held[copy.place], torch.empty_like(weight[0])))
                     operations.append(dist.P2POp(dist.irecv, received[-1][1], copy.source, self._group))
         wait(start(operations))
         for held, buffer in received:
@@ -204,9 +207,8 @@ def _check_memory(members: Sequence[_Member]) -> None:
         needed, free = sum(pools.values()), min(member.free for member in mates)
         if needed > free:
             raise ConfigError(
-                f"train.balance.transfer: a pool of the experts of {sum(map(len, pools))} layers takes "
-                f"{needed / _GIB:.1f} GiB of a machine's memory, which has {free / _GIB:.1f} GiB left: set it to "
-                "exchange, or give the machine more memory"
+                f"train.balance.transfer: a pool of all experts takes {needed / _GIB:.1f} GiB of a machine's memory, "
+                f"which has {free / _GIB:.1f} GiB left: set it to exchange, or give the machine more memory"
             )
 
 
@@ -216,13 +218,13 @@ def _copies(grid: Grid, members: Sequence[_Member], stage: Sequence[int]) -> Ite
         mates = [rank for rank in stage if members[rank].machine == machine]
         group = members[mates[0]].ranks
         readers = [rank for rank in group if rank in mates]
-        for place, expert in enumerate(grid.home.tolist()):
+        for place in range(grid.experts):
             home, slot = divmod(place, grid.homes)
             here = [rank for rank in mates if members[rank].ranks[home] == rank]
             if here:
-                yield _Copy(expert, slot, here[0], here[0])
+                yield _Copy(place, slot, here[0], here[0])
             else:
-                yield _Copy(expert, slot, group[home], readers[expert % len(readers)])
+                yield _Copy(place, slot, group[home], readers[place % len(readers)])
 
 
 def _shared(
@@ -265,11 +267,11 @@ def _pinned(held: Mapping[int, tuple[Tensor, Tensor]], layers: Mapping[int, Expe
     return torch.cuda.Stream()
 
 
-def _taken(held: Tensor, experts: Sequence[int], weight: Tensor) -> Tensor:
-    """A copy of some of the pool's experts, ``[live, ...]``, where ``weight`` is."""
-    taken = weight.new_empty(len(experts), *held.shape[1:])
-    for place, expert in enumerate(experts):
-        taken[place].copy_(held[expert], non_blocking=True)
+def _taken(held: Tensor, places: Sequence[int], weight: Tensor) -> Tensor:
+    """A copy of the pool's experts at ``places``, ``[live, ...]``, where ``weight`` is."""
+    taken = weight.new_empty(len(places), *held.shape[1:])
+    for row, place in zip(taken, places, strict=True):
+        row.copy_(held[place], non_blocking=True)
     return taken
 
 
