@@ -29,7 +29,7 @@ app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pret
 config_app = typer.Typer(no_args_is_help=True, help="List and show configs.")
 envs_app = typer.Typer(no_args_is_help=True, help="List, write and check environments.")
 model_app = typer.Typer(no_args_is_help=True, help="Make a starting model.")
-r3_app = typer.Typer(no_args_is_help=True, help="Probe, compare and check routing replay.")
+r3_app = typer.Typer(no_args_is_help=True, help="Probe, compare, check and balance routing replay.")
 app.add_typer(config_app, name="config")
 app.add_typer(envs_app, name="envs")
 app.add_typer(model_app, name="model")
@@ -412,6 +412,35 @@ def check(
     except TraceError as error:
         raise typer.Exit(_complain(str(error))) from None
     raise typer.Exit(0 if holds else 1)
+
+
+@r3_app.command()
+def balance(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, or of `agent-rl rollout`.")],
+    expert_ranks: Annotated[
+        str, typer.Option(metavar="R,...", help="Expert-parallel sizes to look at (train.parallel.expert).")
+    ] = "2,4,8",
+    slots: Annotated[int, typer.Option(min=1, help="Experts that a rank may borrow (train.balance.slots).")] = 4,
+    ranks_per_machine: Annotated[
+        int | None, typer.Option(min=1, help="Expert ranks of a machine; all of them by default.")
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of a micro-batch; the run's own by default.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="The newest so many steps.")] = 4,
+    json: Annotated[Path | None, typer.Option(help="Write the figures here as JSON.")] = None,
+) -> None:
+    """Say from a run's captured routes what balancing expert ranks (train.balance) would make of their load."""
+    from agent_rl.controller.preflight import check_trainer
+
+    check_trainer()
+    from agent_rl.commands.balance import Question, run_balance
+    from agent_rl.errors import ConfigError
+
+    if not all(part.isdigit() for part in expert_ranks.split(",")):
+        raise ConfigError(f"--expert-ranks {expert_ranks}: write numbers between commas, as 2,4,8")
+    question = Question(slots, ranks_per_machine, tokens, steps)
+    run_balance(run, [int(part) for part in expert_ranks.split(",")], question, json)
 
 
 @r3_app.command()

@@ -117,6 +117,9 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
     "needs the trajectories of a finished run": (
         "agent-rl eval configs/quickstart.yaml --policy replay:runs/quickstart/trajectories/step-000010.jsonl",
     ),
+    "needs the routes of a finished run: tests/controller/test_balance_command.py": (
+        "agent-rl r3 balance runs/quickstart --expert-ranks 2,4,8",
+    ),
     "runs hundreds of episodes": (
         "agent-rl doctor configs/quickstart.yaml --tasks 64",
         "agent-rl doctor configs/quickstart.yaml --split heldout --tasks 200 --repeats 3",
