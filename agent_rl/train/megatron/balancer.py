@@ -84,11 +84,11 @@ class ExpertBalancer:
         if not visit:
             return {}
         transfer.prefetch(*visit[0])
-        tables = np.stack([_placement(plan, self._source) for _, plan in visit])
+        tables = np.stack([placement_table(plan, self._source) for _, plan in visit])
         placed = torch.from_numpy(tables).to(torch.cuda.current_device())
         works = {}
         for place, (number, plan) in enumerate(visit):
-            held, least = _local(plan, self._source, self._balancing.min_rows)
+            held, least = local_slots(plan, self._source, self._balancing.min_rows)
             works[number] = Work(visit, place, transfer, Placement(*placed[place]), held, least)
         return works
 
@@ -112,7 +112,7 @@ class ExpertBalancer:
         return [layer for layers in self._layers for layer in layers.values()]
 
 
-def _placement(plan: Plan, source: int) -> NDArray[np.int64]:
+def placement_table(plan: Plan, source: int) -> NDArray[np.int64]:
     """The rows of a :class:`Placement` ``[3, P]``. Tokens that were not foreseen come after those that were."""
     quota = plan.quota(source).astype(np.int64)
     stop = quota.cumsum(axis=1)
@@ -123,7 +123,7 @@ def _placement(plan: Plan, source: int) -> NDArray[np.int64]:
     return table
 
 
-def _local(plan: Plan, rank: int, min_rows: int) -> tuple[Tensor, Tensor]:
+def local_slots(plan: Plan, rank: int, min_rows: int) -> tuple[Tensor, Tensor]:
     """Which local slots of ``rank`` hold an expert, and the least rows of their products.
 
     Where an expert's tokens stay together nothing is filled up, nor beyond all the tokens it has: so it would be

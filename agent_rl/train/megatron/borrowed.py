@@ -2,8 +2,10 @@
 
 ::
 
-    forward    fetch ─> products of own and borrowed ─> the borrowed weights are dropped
-    backward   fetch again ─> gradients ─> own: to the parameters, borrowed: given back to their homes
+    forward    own experts ─────────────────────────────┐
+               fetch ─> borrowed experts, then dropped ─┴─> outputs
+    backward   fetch again ─> gradients of the borrowed, given back to their homes
+               gradients of the own, to the parameters
 
 A recomputation keeps what it fetched until the backward pass, which comes next. Which rows are whose was decided
 before, by :mod:`agent_rl.train.megatron.balanced`.
@@ -84,49 +86,27 @@ class Work:
 
 
 class Rows:
-    """Rows sorted by slot, own experts before borrowed ones, and products of each slot's rows with its expert.
+    """Rows sorted by expert, and where to put zeros between them so that each expert has enough for its product.
 
-    An expert whose rows are shared out is multiplied in pieces. The bits of a product of few rows depend on how many
-    they are, so a piece is filled up with zeros to ``least`` rows.
+    An expert whose tokens are shared out is multiplied in parts, and the bits of a product of few rows depend on how
+    many they are.
     """
 
-    def __init__(self, counts: Tensor, least: Tensor, own: int, device: torch.device) -> None:
-        """``counts`` and ``least`` int64 ``[own + live]``, on the CPU."""
-        filled = torch.where(counts > 0, counts.maximum(least), counts)
-        self._total, border = int(filled.sum()), int(filled[:own].sum())
-        self._place = None if torch.equal(filled, counts) else _places(counts, filled).to(device)
-        own_ends, borrowed_ends = (
-            part.cumsum(0).to(device=device, dtype=torch.int32) for part in (filled[:own], filled[own:])
-        )
-        self._own = slice(0, border), own_ends
-        self._borrowed = slice(border, self._total), borrowed_ends
+    def __init__(self, counts: Tensor, least: Tensor) -> None:
+        """``counts`` and ``least`` int64 ``[experts]`` on the CPU; an expert without rows gets none."""
+        self.filled = torch.where(counts > 0, counts.maximum(least), counts)
+        self._place = None if torch.equal(self.filled, counts) else _places(counts, self.filled)
 
     def fill(self, rows: Tensor) -> Tensor:
         """``rows`` with those of zeros between them."""
         if self._place is None:
             return rows
-        return rows.new_zeros(self._total, *rows.shape[1:]).index_copy_(0, self._place, rows)
+        wide = rows.new_zeros(int(self.filled.sum()), *rows.shape[1:])
+        return wide.index_copy(0, self._place.to(rows.device), rows)
 
     def cut(self, rows: Tensor) -> Tensor:
         """``rows`` without those that :meth:`fill` put between them."""
-        return rows if self._place is None else rows.index_select(0, self._place)
-
-    def product(self, rows: Tensor, own: Tensor, borrowed: Tensor) -> Tensor:
-        """Filled ``rows`` ``[n, A]`` times each one's expert, ``[N, A, B]`` and ``[live, A, B]``: ``[n, B]``."""
-        parts = (
-            F.grouped_mm(rows[span], weights, offs=ends)
-            for weights, (span, ends) in ((own, self._own), (borrowed, self._borrowed))
-            if len(weights)
-        )
-        return torch.cat(list(parts))
-
-    def gradients(self, outputs: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Of own and borrowed weights ``[..., B, A]``, from an output's gradient ``[n, B]`` and the input ``[n, A]``,
-        both filled."""
-        own, borrowed = (
-            F.grouped_mm(outputs[span].t(), rows[span], offs=ends) for span, ends in (self._own, self._borrowed)
-        )
-        return own, borrowed
+        return rows if self._place is None else rows.index_select(0, self._place.to(rows.device))
 
 
 def _places(counts: Tensor, filled: Tensor) -> Tensor:
@@ -145,43 +125,46 @@ class BalancedExperts(Experts):
         """As of :class:`Experts`; with work to do ``tokens_per_expert`` are those of all local slots ``[N + X]``."""
         if self.work is None:
             return super().forward(tokens, tokens_per_expert, probs)
-        held, counts = self.work.held, tokens_per_expert.to("cpu", torch.int64)
-        rows = Rows(counts[held], self.work.least[held], len(self.weight1), tokens.device)
-        output: Tensor = _Computed.apply(tokens, probs, self.weight1, self.weight2, rows, self.work, self.again)
-        return output, None
+        counts, least, homes = tokens_per_expert.to("cpu", torch.int64), self.work.least, len(self.weight1)
+        split = (int(counts[:homes].sum()), int(counts[homes:].sum()))
+        (tokens, foreign), (probs, foreign_probs) = tokens.split(split), probs.split(split)
+        rows, live = Rows(counts[:homes], least[:homes]), self.work.held[homes:]
+        own, _ = super().forward(rows.fill(tokens), rows.filled, rows.fill(probs))
+        lent = Rows(counts[homes:][live], least[homes:][live])
+        borrowed: Tensor = _Borrowed.apply(foreign, foreign_probs, lent, self.work, self.again)
+        return torch.cat((rows.cut(own), borrowed)), None
 
 
-class _Computed(torch.autograd.Function):
-    """Experts' outputs; the same operations as autograd's own, with borrowed weights that it does not keep."""
+class _Borrowed(torch.autograd.Function):
+    """Borrowed experts' outputs: the operations that autograd would do, with weights that are not kept for it.
+
+    It runs on every rank, also without a row: fetching and giving back are for all ranks of the expert group.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any, tokens: Tensor, probs: Tensor, weight1: Tensor, weight2: Tensor, rows: Rows, work: Work, again: bool
-    ) -> Tensor:
-        borrowed = work.fetch(forward=not again)
+    def forward(ctx: Any, tokens: Tensor, probs: Tensor, rows: Rows, work: Work, again: bool) -> Tensor:
+        weights = work.fetch(forward=not again)
         tokens, probs = rows.fill(tokens), rows.fill(probs)
-        hidden = rows.product(tokens, weight1.transpose(1, 2), borrowed[0].transpose(1, 2))
-        output = rows.product(gated(hidden, probs), weight2.transpose(1, 2), borrowed[1].transpose(1, 2))
-        ctx.save_for_backward(tokens, probs, hidden, weight1, weight2)
-        ctx.rows, ctx.work, ctx.borrowed = rows, work, borrowed if again else None
+        ends = rows.filled.cumsum(0).to(tokens.device, torch.int32)
+        hidden = F.grouped_mm(tokens, weights[0].transpose(1, 2), offs=ends)
+        output = F.grouped_mm(gated(hidden, probs), weights[1].transpose(1, 2), offs=ends)
+        ctx.save_for_backward(tokens, probs, hidden, ends)
+        ctx.rows, ctx.work, ctx.weights = rows, work, weights if again else None
         return rows.cut(output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        tokens, probs, hidden, weight1, weight2 = ctx.saved_tensors
-        rows, output = ctx.rows, ctx.rows.fill(gradients[0])
-        borrowed1, borrowed2 = ctx.borrowed or ctx.work.fetch(forward=False)
-        ctx.borrowed = None
+        tokens, probs, hidden, ends = ctx.saved_tensors
+        output = ctx.rows.fill(gradients[0])
+        weight1, weight2 = ctx.weights or ctx.work.fetch(forward=False)
+        ctx.weights = None
         with torch.enable_grad():
             leaves = hidden.detach().requires_grad_(), probs.detach().requires_grad_()
             inner = gated(*leaves)
-        # Each borrowed weight is let go of before the gradient of its size is made.
-        inner_gradient = rows.product(output, weight2, borrowed2)
-        del borrowed2
-        hidden, probs = torch.autograd.grad(inner, leaves, inner_gradient)
-        token_gradient = rows.product(hidden, weight1, borrowed1)
-        del borrowed1
-        own1, lent1 = rows.gradients(hidden, tokens)
-        own2, lent2 = rows.gradients(output, inner.detach())
-        ctx.work.give_back(lent1, lent2)
-        return rows.cut(token_gradient), rows.cut(probs), own1, own2, None, None, None
+        hidden, probs = torch.autograd.grad(inner, leaves, F.grouped_mm(output, weight2, offs=ends))
+        del weight2  # before a gradient of its size is made
+        gradient = F.grouped_mm(hidden, weight1, offs=ends)
+        del weight1
+        lent1 = F.grouped_mm(hidden.t(), tokens, offs=ends)
+        ctx.work.give_back(lent1, F.grouped_mm(output.t(), inner.detach(), offs=ends))
+        return ctx.rows.cut(gradient), ctx.rows.cut(probs), None, None, None
