@@ -196,7 +196,8 @@ def test_an_extreme_ratio_gives_a_gradient_that_is_a_number(objective: str, log_
 
 
 @pytest.mark.parametrize(
-    ("reference", "k3_limit", "slope"), [(1.0, 10.0, 1 - math.e), (12.0, 10.0, 0.0), (12.0, None, 1 - math.exp(12))]
+    ("reference", "k3_limit", "slope"),
+    [(1.0, 10.0, 1 - math.e), (12.0, 10.0, 0.0), (12.0, None, 1 - math.exp(12)), (100.0, None, 0.0)],
 )
 def test_one_tokens_k3_is_bounded(reference: float, k3_limit: float | None, slope: float) -> None:
     """ref - logp = 12: its gradient would outweigh a batch of 100,000 tokens."""

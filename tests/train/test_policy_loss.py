@@ -299,6 +299,24 @@ def test_tokens_that_were_not_sampled_take_part_in_nothing(
     assert (found[:, ~case.mask] == 0).all()
 
 
+@settings(deadline=None, max_examples=100)
+@given(batches, st.data())
+def test_extreme_log_probs_of_sampled_tokens_give_finite_gradients(
+    batch: tuple[list[int], int, TrainConfig], data: st.DataObject
+) -> None:
+    """Also in float32, and also where the clip or a correction leaves them out."""
+    lengths, seed, chosen = batch
+    case = draw(lengths, seed)
+    extreme = st.sampled_from((0.0, -1e-6, -90.0, -101.0, -1e4))
+    for name in ("new", "old", "reference"):
+        case.values[name][:] = data.draw(st.lists(extreme, min_size=sum(lengths), max_size=sum(lengths)))
+    case.values["log_ratio"][:] = case.values["log_weight"][:] = case.values["old"] - case.values["reference"]
+    case = replace(case, values={name: values.astype(np.float32) for name, values in case.values.items()})
+    loss, slopes = gradient(case, chosen, case.counts)
+    assert math.isfinite(loss)
+    assert np.isfinite(slopes).all()
+
+
 PAPER = {"eps_low": 0.2, "eps_high": 0.2}
 PRESETS: dict[str, TrainConfig] = {
     "GRPO": TrainConfig(**PAPER, aggregation="sequence", kl=KlConfig(coefficient=0.04)),

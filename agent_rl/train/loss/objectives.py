@@ -213,9 +213,9 @@ def kl_estimate(estimator: KlEstimator, logprobs_T: Tensor, reference_T: Tensor)
     A good estimate of the value need not have the KL's gradient (arXiv 2510.01555). In the loss, in the mean over
     tokens of pi, k1's gradient is E[grad log pi] = 0, k2's is E[d grad log pi], which is that of KL(pi || reference),
     and k3's that of KL(reference || pi). Taken from the reward the gradient is E[k grad log pi], so there k1 is right.
-    d is cut to +-LOG_LIMIT, beyond which k3 would overflow.
+    In k3 d is at least -LOG_LIMIT, or it would overflow.
     """
-    return KL_ESTIMATORS[estimator]((logprobs_T - reference_T).clamp(-LOG_LIMIT, LOG_LIMIT))
+    return KL_ESTIMATORS[estimator](logprobs_T - reference_T)
 
 
 def kl_penalty(kl: KlConfig, logprobs_T: Tensor, reference_T: Tensor) -> Tensor:
@@ -225,10 +225,14 @@ def kl_penalty(kl: KlConfig, logprobs_T: Tensor, reference_T: Tensor) -> Tensor:
     return estimate_T if kl.estimator != "k3" or kl.k3_limit is None else estimate_T.clamp(max=kl.k3_limit)
 
 
+def _k3(difference_T: Tensor) -> Tensor:
+    return torch.expm1(-difference_T) + difference_T
+
+
 KL_ESTIMATORS: Mapping[KlEstimator, Callable[[Tensor], Tensor]] = {
     "k1": lambda difference_T: difference_T,
     "k2": lambda difference_T: difference_T.square() / 2,
-    "k3": lambda difference_T: torch.expm1(-difference_T) + difference_T,
+    "k3": lambda difference_T: _k3(difference_T.clamp(min=-LOG_LIMIT)),
 }
 """Each as a function of log pi - log reference."""
 
