@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,15 @@ def experts_of(model: Any) -> Iterator[Any]:
         yield from (part for part in module.modules() if isinstance(part, Experts))
 
 
+def most_allocated(run: Callable[[], Any]) -> int:
+    """The most bytes of tensors that were there at once while ``run`` ran, beyond those before it."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return int(np.cumsum(changes).max())
+
+
 class World:
     """The cases of one layout; what they are compared with is run once."""
 
@@ -221,6 +231,8 @@ class World:
         plans = list(self._plans(case["plan"], grid, counts)) if case["plan"] != "none" else None
         found = apart(results(model, items, given_routes(items, model, kind), plans, case), plain)
         found |= {} if case.get("fault") else self._unplanned(model, plans)
+        if case.get("memory"):
+            found["memory"] = self._memory(model, plans, build(case, self._parallel))
         for transfer in transfers_of(model):
             transfer.close()
         return found
@@ -237,6 +249,19 @@ class World:
             "borrowed": float(lent),
         }
 
+    def _memory(self, model: Any, plans: Any, plain: Any) -> float:
+        """What an update with plans takes beyond one of the ``plain`` model, at its peak, over the weights of a rank's
+        borrowed slots in a layer."""
+        items = worker.batches()[self._mine]
+        given = given_routes(items, model, "whole")
+        peaks = []
+        for one, lent in ((model, plans), (plain, None)):
+            update = partial(one.train_microbatches, items, given, worker.loss, entropy_gradient=True, plans=lent)
+            update()  # what is allocated once and stays
+            peaks.append(most_allocated(update))
+        each = next(e.weight1[0].nbytes + e.weight2[0].nbytes for e in experts_of(model))
+        return (peaks[0] - peaks[1]) / (SLOTS * each)
+
     @staticmethod
     def _plans(kind: str, grid: Grid, counts: NDArray[np.int32]) -> Iterator[dict[int, Plan]]:
         planned = plan_pass(counts, grid, Options()) if kind == "planned" else None
@@ -249,7 +274,8 @@ class World:
 
 def main() -> None:
     """Plan: a list of worlds ``{world_size, place, parallel, cases}``, run one after another by the first
-    ``world_size`` processes. A case is ``{name, folder, plan, options, routes, config, keep_order, fault}``."""
+    ``world_size`` processes. A case is ``{name, folder, plan, options, routes, config, keep_order, fault,
+    memory}``."""
     rank, folder, worlds = int(sys.argv[1]), Path(sys.argv[2]), json.loads(Path(sys.argv[3]).read_text())
     torch.set_num_threads(1)
     for world in worlds:

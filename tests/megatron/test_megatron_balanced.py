@@ -28,6 +28,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "top-2": {},
     "top-4": {"num_experts": 16, "num_experts_per_tok": 4},
     "top-8": {"num_experts": 16, "num_experts_per_tok": 8},
+    "wide": {"moe_intermediate_size": 1024},
     "shared": {"kind": "qwen2_moe", "head_dim": 8, "tied": False, "shared_expert_intermediate_size": 40},
 }
 
@@ -61,6 +62,7 @@ WORLDS: list[tuple[int, dict[str, Any], list[Case]]] = [
             *both("ep2-shared", model="shared"),
             case("ep2-bf16-relocate", "relocate", options={"dtype": "bfloat16"}),
             case("ep2-any-order", "relocate", model="top-4", keep_order=False),
+            case("ep2-memory", "replicate", model="wide", memory=True),
             case("fault-not-returned", "replicate", fault="not returned"),
             case("fault-stale", "replicate", fault="stale", config=POOL),
         ],
@@ -140,6 +142,11 @@ def test_balanced_equals_unbalanced(name: str, results: Path) -> None:
 def test_experts_added_up_in_another_order_are_close(results: Path) -> None:
     found = differences(results, "ep2-any-order")
     assert 0 < max(found["logprobs"], found["gradients"]) <= 1e-5
+
+
+def test_an_update_takes_the_memory_of_two_layers_slots_at_most(results: Path) -> None:
+    """One layer's borrowed weights, then their gradients, and the next layer's weights on their way."""
+    assert differences(results, "ep2-memory")["memory"] <= 2.0
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("fault")])
