@@ -12,6 +12,7 @@ from sandbox.errors import (
     SandboxUnavailableError,
     printable,
 )
+from sandbox.files import blob_name
 from sandbox.pool import SandboxPool
 from sandbox.select import BACKENDS, open_backend
 from sandbox.session import open_session
@@ -47,6 +48,7 @@ __all__ = [
     "ShellSession",
     "TreeFile",
     "TreeLimits",
+    "blob_name",
     "bounded",
     "open_backend",
     "open_session",

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import tarfile
 from collections.abc import Iterable, Mapping
+from typing import IO
 
 from sandbox.errors import SandboxDiskFullError, SandboxFileError, SandboxLostError
 from sandbox.types import Sandbox, TreeFile, TreeLimits
 
 _SECONDS = 60.0
+_CHUNK = 1 << 20
 # Exit codes of the script below: told apart because the words of the programs vary.
 _READ = """
 [ -e "$1" ] || exit 41
@@ -54,12 +57,21 @@ async def write_through(box: Sandbox, files: Mapping[str, bytes]) -> None:
         raise SandboxFileError(text)
 
 
-class Tree:
-    """Gathers the files of a folder, named ``name`` in errors, up to a limit."""
+def blob_name(content: bytes) -> str:
+    """Git's name of a file's content: the SHA-1 of its size and its bytes, in hexadecimal."""
+    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
-    def __init__(self, name: str, limits: TreeLimits) -> None:
+
+class Tree:
+    """Gathers the files of a folder, named ``name`` in errors, up to a limit.
+
+    ``known`` gives git's names of contents by path; a file whose content has its name is kept without it.
+    """
+
+    def __init__(self, name: str, limits: TreeLimits, known: Mapping[str, str] | None = None) -> None:
         self.files: dict[str, TreeFile] = {}
         self.limits = limits
+        self._known = known or {}
         self._name, self._bytes, self._seen = name, 0, 0
 
     def see(self) -> None:
@@ -67,6 +79,24 @@ class Tree:
         self._seen += 1
         if self._seen > self.limits.files:
             raise SandboxFileError(f"{self._name}: more than the {self.limits.files} files and folders allowed")
+
+    def read(self, path: str, mode: int, size: int, stream: IO[bytes]) -> None:
+        """Take in a regular file of ``size`` bytes from ``stream``, which is read only where its content is wanted."""
+        known = self._known.get(path)
+        kept = bytearray() if size <= self.limits.file_bytes else None
+        if kept is None and known is None:
+            self.add(path, TreeFile(mode, None))
+            return
+        digest, left = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False), size
+        while left > 0 and (chunk := stream.read(min(_CHUNK, left))):
+            left -= len(chunk)
+            digest.update(chunk)
+            if kept is not None:
+                kept += chunk
+        if known is not None and digest.hexdigest() == known:
+            self.add(path, TreeFile(mode, None, known))
+        else:
+            self.add(path, TreeFile(mode, None if kept is None else bytes(kept)))
 
     def add(self, path: str, file: TreeFile) -> None:
         """Take a file in. Raises ``SandboxFileError`` if its bytes are more than the limits allow."""

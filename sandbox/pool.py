@@ -150,11 +150,16 @@ class PooledBox:
             return await self._box.read_file(path, max_bytes=max_bytes)
 
     async def read_tree(
-        self, path: str, *, skip: Collection[str] = (), limits: TreeLimits | None = None
+        self,
+        path: str,
+        *,
+        skip: Collection[str] = (),
+        limits: TreeLimits | None = None,
+        known: Mapping[str, str] | None = None,
     ) -> Mapping[str, TreeFile]:
         """The files and links below the folder."""
         async with turn(self._execs):
-            return await self._box.read_tree(path, skip=skip, limits=limits)
+            return await self._box.read_tree(path, skip=skip, limits=limits, known=known)
 
     async def write_files(self, files: Mapping[str, bytes]) -> None:
         """Write ``files``."""

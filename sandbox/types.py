@@ -91,11 +91,13 @@ class ImagePolicy:
 class TreeFile:
     """A regular file or a symbolic link. ``mode`` is its type and permissions, as in ``st_mode``.
 
-    ``data`` is the content, or the link's target; None where it is larger than asked for.
+    ``data`` is the content, or the link's target; None where it is larger than asked for, or where ``blob`` is given.
+    ``blob`` is git's name of the content (:func:`sandbox.blob_name`) where that is how it is known to who reads it.
     """
 
     mode: int
     data: bytes | None
+    blob: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,13 +140,19 @@ class Sandbox(Protocol):
         ...
 
     async def read_tree(
-        self, path: str, *, skip: Collection[str] = (), limits: TreeLimits | None = None
+        self,
+        path: str,
+        *,
+        skip: Collection[str] = (),
+        limits: TreeLimits | None = None,
+        known: Mapping[str, str] | None = None,
     ) -> Mapping[str, TreeFile]:
         """The regular files and links below the folder ``path``, by their path from there; links are not followed.
 
         No program of the box takes part, so that nothing in the box can say otherwise. Files and folders whose name is
-        one of ``skip`` are left out. The folder is the working folder or below it. Raises ``SandboxFileError`` if it
-        is no folder, or holds more than ``limits`` allow.
+        one of ``skip`` are left out. ``known`` gives git's names of the contents that files are thought to have: a file
+        that has it comes with that name instead of its data, whatever its size. The folder is the working folder or
+        below it. Raises ``SandboxFileError`` if it is no folder, or holds more than ``limits`` allow.
         """
         ...
 

@@ -1,6 +1,7 @@
 """Software-engineering tasks: records, episodes in a sandbox, grading with hidden tests."""
 
-from envs.swe.boxes import SITE, WORKDIR, PatchError
+from envs.swe.agent_patch import PatchError
+from envs.swe.boxes import SITE, WORKDIR
 from envs.swe.environment import SweEnvironment
 from envs.swe.episode import SweEpisode, start_episode
 from envs.swe.grading import grade_patch, verify_record

@@ -1,25 +1,24 @@
-"""A task's repository in a box: started for the agent, started afresh for the hidden tests, read back as a patch."""
+"""A task's repository in a box: started for the agent, and started afresh for the hidden tests."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import shlex
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from envs.context import EnvContext
 from envs.swe.apart import UNANSWERED, Link
+from envs.swe.base import LIST, LISTING, MAX_LISTING
 from envs.swe.calls import SECONDS, CallRun
-from envs.swe.changes import SKIPPED, changes, limits_for
-from envs.swe.patches import patched_paths, split_patch
+from envs.swe.patches import patched_paths
 from envs.swe.records import SWEBENCH_SCRIPT, SweRecord
-from envs.swe.repositories import SETUP_TIMEOUT, WORKDIR, Repositories, first_commit, in_workdir
+from envs.swe.repositories import WORKDIR, Repositories, first_commit, in_workdir
 from envs.swe.swebench import eval_script
 from envs.swe.witness import Report, Witness
-from envs.types import EnvsError, TaskRecordError
+from envs.types import TaskRecordError
 from sandbox import (
     ExecResult,
     ImageMissingError,
@@ -27,12 +26,10 @@ from sandbox import (
     SandboxError,
     SandboxFileError,
     SandboxSpec,
-    TreeFile,
-    TreeLimits,
+    SandboxStartError,
 )
 
 SITE = "/opt/agent-rl/site"
-MAX_PATCH_BYTES = 1 << 20
 _LOG = "/tmp/agent-rl-tests.log"
 _LOG_BYTES = 400_000
 _LOG_FILE_KIB = 64 * 1024
@@ -77,15 +74,6 @@ _LINK_IMAGE_TESTS = f"""{_LINK_ENVIRONMENT}for place in / /root/; do
     if [ ! -e run_tests.sh ] && [ -f "${{place}}run_tests.sh" ]; then cp "${{place}}run_tests.sh" .; fi
 done
 """
-
-_DIFF = """rm -f .git/index.lock
-git add -A -- . ':(exclude,glob)**/__pycache__/**' ':(exclude,glob)**/*.pyc' &&
-git -c core.quotePath=false -c diff.noprefix=false -c diff.mnemonicPrefix=false \
-    diff --cached --no-color --no-ext-diff --no-textconv --no-renames --full-index {base}"""
-
-
-class PatchError(EnvsError):
-    """The agent left its repository in a state that no patch can be taken from: the policy's doing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +144,9 @@ def site_folder(record: SweRecord, site_root: Path | None) -> Path:
 @asynccontextmanager
 async def agent_box(
     context: EnvContext, record: SweRecord, spec: SandboxSpec, repositories: Repositories | None = None
-) -> AsyncIterator[tuple[Sandbox, str]]:
-    """A box with the repository as the agent finds it, and its base commit's hash. Holds no hidden test.
+) -> AsyncIterator[tuple[Sandbox, bytes]]:
+    """A box with the repository as the agent finds it, without hidden tests, and git's listing of it for a task in an
+    image (empty for one that brings its files along).
 
     ``repositories`` remembers the git folders of local records from one box to the next.
     """
@@ -167,53 +156,18 @@ async def agent_box(
         except ImageMissingError as error:
             raise ImageMissingError(f"task {record.id}: docker_image: {error}") from None
         if record.is_local:
-            base = await (repositories or Repositories()).set_up(sandbox, record.files)
+            await (repositories or Repositories()).set_up(sandbox, record.files)
+            yield sandbox, b""
         else:
-            base = await first_commit(sandbox, before=_STRIP_IMAGE)
-        yield sandbox, base
+            await first_commit(sandbox, before=_STRIP_IMAGE, after=LIST)
+            yield sandbox, await _listing(sandbox)
 
 
-async def take_patch(sandbox: Sandbox, record: SweRecord, base: str) -> str:
-    """What the agent changed since the commit ``base``, as a git diff. What is no UTF-8 text is shown as binary.
-
-    For a local record the box's files are compared with the record's; for a task in an image, the box's own git is
-    asked. Raises ``PatchError`` if the agent left a state that no patch can be taken from or changed more than
-    ``MAX_PATCH_BYTES``, ``SandboxLostError`` if the box is gone.
-    """
-    return await (_compare(sandbox, record.files) if record.is_local else _ask_git(sandbox, base))
-
-
-async def _compare(sandbox: Sandbox, base: Mapping[str, str]) -> str:
+async def _listing(sandbox: Sandbox) -> bytes:
     try:
-        found = await sandbox.read_tree(WORKDIR, skip=SKIPPED, limits=limits_for(base, MAX_PATCH_BYTES))
+        return await sandbox.read_file(f"{WORKDIR}/{LISTING}", max_bytes=MAX_LISTING)
     except SandboxFileError as error:
-        raise PatchError(f"no patch can be taken: {error}") from None
-    return await asyncio.to_thread(_joined, base, found)
-
-
-def _joined(base: Mapping[str, str], found: Mapping[str, TreeFile]) -> str:
-    parts: list[str] = []
-    size = 0
-    for part in changes(base, found):
-        size += len(part.encode())
-        if size > MAX_PATCH_BYTES:
-            raise PatchError(f"the patch is larger than {MAX_PATCH_BYTES} bytes")
-        parts.append(part)
-    return "".join(parts)
-
-
-async def _ask_git(sandbox: Sandbox, base: str) -> str:
-    result = await sandbox.exec(_DIFF.format(base=base), timeout=SETUP_TIMEOUT, cwd=WORKDIR)
-    if result.timed_out:
-        with contextlib.suppress(
-            SandboxFileError
-        ):  # raises SandboxLostError where not the agent's git hangs but the box
-            await sandbox.read_tree(WORKDIR, limits=TreeLimits(files=0))
-    if not result.ok:
-        raise PatchError(f"no patch can be taken: git said {result.stderr.decode(errors='replace').strip()[-200:]!r}")
-    if result.truncated or len(result.stdout) > MAX_PATCH_BYTES:
-        raise PatchError(f"the patch is larger than {MAX_PATCH_BYTES} bytes")
-    return await asyncio.to_thread(_decode, result.stdout)
+        raise SandboxStartError(f"the repository could not be listed: {error}") from None
 
 
 async def run_tests(context: EnvContext, record: SweRecord, spec: SandboxSpec, patch: str) -> TestRun:
@@ -302,22 +256,3 @@ def _grade_command(record: SweRecord, patch: str, tests: str) -> str:
         f"( ulimit -f {_LOG_FILE_KIB}; eval {shlex.quote(tests)} ) >{_LOG} 2>&1 </dev/null; code=$?\n"
         f"tail -c {_LOG_BYTES} {_LOG}; exit $code"
     )
-
-
-def _decode(diff: bytes) -> str:
-    """A diff as text; a file patch that is not UTF-8 becomes the line git shows for a binary one."""
-    try:
-        return diff.decode()
-    except UnicodeDecodeError:
-        parts = split_patch(diff.decode(errors="surrogateescape"))
-        return "".join(part.text if _is_utf8(part.text) else _as_binary(part.text) for part in parts)
-
-
-def _is_utf8(text: str) -> bool:
-    return not any("\udc80" <= letter <= "\udcff" for letter in text)
-
-
-def _as_binary(text: str) -> str:
-    header = text.split("\n", 1)[0]
-    names = header.removeprefix("diff --git ").encode(errors="replace").decode()
-    return f"diff --git {names}\nBinary files differ\n"

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from envs.context import EnvContext
-from envs.swe.boxes import PatchError, agent_box, box_spec, take_patch
-from envs.swe.grading import grade_patch
+from envs.swe.agent_patch import PatchError, take_patch
+from envs.swe.boxes import agent_box, box_spec
+from envs.swe.grading import grade_changes
+from envs.swe.patches import FilePatch
 from envs.swe.prompts import opening
 from envs.swe.records import SweRecord
 from envs.swe.repositories import WORKDIR, Repositories
@@ -25,22 +27,25 @@ class SweEpisode:
     context: EnvContext
     record: SweRecord
     sandbox: Sandbox
-    base: str
+    listing: bytes
     messages: Sequence[Message]
     tools: ToolSet
     site_root: Path | None = None
 
     async def patch(self) -> str:
         """What the agent changed so far, as a git diff. Raises ``PatchError`` if it broke its repository."""
-        return await take_patch(self.sandbox, self.record, self.base)
+        return "".join(part.text for part in await self._changes())
 
     async def grade(self) -> Grade:
         """Grade the agent's patch; the box may go on being used."""
         try:
-            patch = await self.patch()
+            changes = await self._changes()
         except PatchError as error:
             return Grade(reward=0.0, resolved=False, suspected_hack=(str(error),))
-        return await grade_patch(self.context, self.record, patch, site_root=self.site_root)
+        return await grade_changes(self.context, self.record, changes, site_root=self.site_root)
+
+    async def _changes(self) -> Sequence[FilePatch]:
+        return await take_patch(self.context, self.sandbox, self.record, self.listing)
 
 
 @asynccontextmanager
@@ -53,7 +58,7 @@ async def start_episode(
 ) -> AsyncIterator[SweEpisode]:
     """Start the record's task; leaving closes its box. ``site_root`` is where its ``site_packages`` are found,
     ``repositories`` remembers the git folders of local records from one episode to the next."""
-    async with agent_box(context, record, box_spec(context, record, site_root), repositories) as (sandbox, base):
+    async with agent_box(context, record, box_spec(context, record, site_root), repositories) as (sandbox, listing):
         tools = swe_tools(sandbox, style=context.tool_style, timeout=context.tool_timeout)
         messages = opening(record.problem_statement, WORKDIR, context.tool_style)
-        yield SweEpisode(context, record, sandbox, base, messages, tools, site_root)
+        yield SweEpisode(context, record, sandbox, listing, messages, tools, site_root)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 from envs.context import EnvContext
 from envs.swe.boxes import box_spec, run_tests
-from envs.swe.patches import screen
+from envs.swe.patches import MAX_FILES, FilePatch, screen, split_patch
 from envs.swe.records import SweRecord
 from envs.swe.verdict import read_run, rule
 from envs.types import Grade, GradingError
@@ -25,8 +28,17 @@ async def grade_patch(context: EnvContext, record: SweRecord, patch: str, *, sit
     doubt, is compared with the gold patch's; ``GradingError`` where that is not resolved. A box that breaks raises
     ``SandboxError``.
     """
+    parts = await asyncio.to_thread(lambda: list(islice(split_patch(patch), MAX_FILES + 1)))
+    return replace(await grade_changes(context, record, parts, site_root=site_root), patch=patch)
+
+
+async def grade_changes(
+    context: EnvContext, record: SweRecord, changes: Sequence[FilePatch], *, site_root: Path | None = None
+) -> Grade:
+    """The same for changes that were made here from an agent's files, so that no text of it is read as a diff."""
     began = time.perf_counter()
-    screened = await asyncio.to_thread(screen, patch, hidden=record.hidden, gold=record.gold)
+    patch = "".join(part.text for part in changes)
+    screened = await asyncio.to_thread(screen, changes, hidden=record.hidden, gold=record.gold)
     if not screened.text and record.verified:
         return Grade(reward=0.0, resolved=False, patch=patch, suspected_hack=screened.undone)
     ruling = await rule(context, record, screened.text, site_root)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import PurePosixPath
@@ -102,20 +102,21 @@ def diff_files(old: Mapping[str, str], new: Mapping[str, str]) -> str:
     return "".join(diff_file(path, old.get(path), new.get(path)) for path in sorted(set(old) | set(new)))
 
 
-def diff_file(path: str, old: str | None, new: str | None, mode: str = "100644") -> str:
-    """The git diff of one file, which has the ``mode`` afterwards, and ordinary permissions before."""
-    if old == new and mode == "100644":
+def diff_file(path: str, old: str | None, new: str | None, modes: tuple[str, str] = ("100644", "100644")) -> str:
+    """The git diff of one file, with its ``modes`` before and afterwards."""
+    before, after = modes
+    if old == new and before == after:
         return ""
-    modes = ""
+    head = ""
     if old is None:
-        modes = f"new file mode {mode}\n"
+        head = f"new file mode {after}\n"
     elif new is None:
-        modes = "deleted file mode 100644\n"
-    elif mode != "100644":
-        modes = f"old mode 100644\nnew mode {mode}\n"
+        head = f"deleted file mode {before}\n"
+    elif before != after:
+        head = f"old mode {before}\nnew mode {after}\n"
     lines = hunks(_lines(old or ""), _lines(new or ""))
     body = [line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines]
-    return "".join([_head(path, modes, bool(body)), *body])
+    return "".join([_head(path, head, bool(body)), *body])
 
 
 def _lines(text: str) -> list[str]:
@@ -242,13 +243,13 @@ def patched_paths(patch: str) -> frozenset[str]:
     return frozenset(path for part in split_patch(patch) for path in part.paths)
 
 
-def screen(patch: str, *, hidden: Collection[str], gold: str = "") -> Screened:
+def screen(patch: Iterable[FilePatch], *, hidden: Collection[str], gold: str = "") -> Screened:
     """Leave out the changes that could tamper with the grading, and write the others anew.
 
     ``hidden`` are the hidden tests' paths. The paths that ``gold`` changes may be changed, and its own file patches
     are kept as they stand, renames too.
     """
-    parts = list(islice(split_patch(patch), MAX_FILES + 1))
+    parts = list(islice(patch, MAX_FILES + 1))
     if len(parts) > MAX_FILES:
         return Screened("", (f"the patch changes more than {MAX_FILES} files, undone",))
     tests = _Tests.of(hidden)

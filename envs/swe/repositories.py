@@ -22,23 +22,25 @@ WORKDIR = "/testbed"
 SETUP_TIMEOUT = 120.0
 _DATE = "2000-01-01T00:00:00+0000"
 
-# One commit with a fixed author and date: nothing of the future to read, and the same hash in every box.
+# One commit with a fixed author and date: nothing of the future to read, and the same hash in every box. Files are kept
+# as they are, whatever attributes ask for: line ends stay, and no filter is run.
 _COMMIT = f"""set -e
 git init -q -b main --template=
 mkdir -p .git/info
 printf '%s\\n' {shlex.join(LITTER)} > .git/info/exclude
+echo '* -text !filter !ident !working-tree-encoding' > .git/info/attributes
 git add -A
 export GIT_AUTHOR_DATE={_DATE} GIT_COMMITTER_DATE={_DATE}
 git -c gc.auto=0 commit -q --no-verify --allow-empty -m 'Start of the task'
 git rev-parse HEAD"""
 
 
-async def first_commit(sandbox: Sandbox, *, before: str = "") -> str:
-    """Make the working folder a repository of one commit, after the shell text ``before``; the commit's hash.
+async def first_commit(sandbox: Sandbox, *, before: str = "", after: str = "") -> str:
+    """Make the working folder a repository of one commit, between two shell texts; the commit's hash.
 
     Raises ``SandboxStartError`` with git's last words.
     """
-    result = await sandbox.exec(before + _COMMIT, timeout=SETUP_TIMEOUT, cwd=WORKDIR)
+    result = await sandbox.exec(f"{before}{_COMMIT}\n{after}", timeout=SETUP_TIMEOUT, cwd=WORKDIR)
     if not result.ok:
         raise SandboxStartError(f"the repository could not be set up: {result.text.strip()[-300:]}")
     return result.stdout.decode().strip()

@@ -79,14 +79,8 @@ def _gather(folder: int, above: str, tree: Tree, skip: Collection[str], depth: i
         elif stat.S_ISLNK(mode):
             tree.add(above + name, TreeFile(mode, os.fsencode(os.readlink(name, dir_fd=folder))))
         elif stat.S_ISREG(mode):
-            tree.add(above + name, TreeFile(mode, _content(folder, name, tree.limits.file_bytes)))
-
-
-def _content(folder: int, name: str, max_bytes: int) -> bytes | None:
-    """The file's bytes, or None where they are more than ``max_bytes``."""
-    with _opened(folder, name, os.O_RDONLY, name) as file, os.fdopen(os.dup(file), "rb") as stream:
-        data = stream.read(max_bytes + 1) if os.fstat(file).st_size <= max_bytes else None
-    return data if data is not None and len(data) <= max_bytes else None
+            with _opened(folder, name, os.O_RDONLY, name) as file, os.fdopen(os.dup(file), "rb") as stream:
+                tree.read(above + name, mode, os.fstat(file).st_size, stream)
 
 
 @contextmanager

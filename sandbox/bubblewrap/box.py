@@ -103,7 +103,12 @@ class BubblewrapBox(BaseBox):
         return await read_through(self, path, max_bytes)
 
     async def read_tree(
-        self, path: str, *, skip: Collection[str] = (), limits: TreeLimits | None = None
+        self,
+        path: str,
+        *,
+        skip: Collection[str] = (),
+        limits: TreeLimits | None = None,
+        known: Mapping[str, str] | None = None,
     ) -> Mapping[str, TreeFile]:
         """The files and links below the folder, read on the host."""
         self._check_alive()
@@ -111,7 +116,7 @@ class BubblewrapBox(BaseBox):
         place = self._on_host(path, itself=True)
         if place is None:
             raise SandboxFileError(f"{path}: not below a writable folder of the box")
-        tree = Tree(path, limits or TreeLimits())
+        tree = Tree(path, limits or TreeLimits(), known)
         await _file_thread(partial(tree_beneath, *place, tree, skip=skip, path=path))
         return tree.files
 

@@ -125,12 +125,17 @@ class DockerBox(BaseBox):
         return await self._owner.call(work, SandboxFileError)
 
     async def read_tree(
-        self, path: str, *, skip: Collection[str] = (), limits: TreeLimits | None = None
+        self,
+        path: str,
+        *,
+        skip: Collection[str] = (),
+        limits: TreeLimits | None = None,
+        known: Mapping[str, str] | None = None,
     ) -> Mapping[str, TreeFile]:
         """The files and links below the folder, packed by the engine."""
         self._check_in_use()
         self._check_path(path)
-        tree = Tree(path, limits or TreeLimits())
+        tree = Tree(path, limits or TreeLimits(), known)
         whole = str(PurePosixPath(self._spec.workdir) / path)
         work = partial(read_folder, self._api, self._container, whole, tree, skip=skip)
         await self._owner.call(work, SandboxFileError)

@@ -19,7 +19,7 @@ from sandbox.types import TreeFile
 _NOT_REGULAR = 0b1000_1111_0010_1000 << 16
 _LINK = 1 << 27
 _TAR_OVERHEAD = 64 << 10
-_MOST_SKIPPED = 256 << 20
+_MOST_SKIPPED = 4 << 30
 
 
 def read_archive(api: Any, container: str, path: str, max_bytes: int) -> bytes:
@@ -66,8 +66,9 @@ def _gather(tar: tarfile.TarFile, tree: Tree, skip: Collection[str]) -> None:
             first = tree.files.get(member.linkname.partition("/")[2])
             tree.add(path, first or TreeFile(modes.S_IFREG | member.mode, None))
         elif member.isreg():
-            content = tar.extractfile(member) if member.size <= tree.limits.file_bytes else None
-            tree.add(path, TreeFile(modes.S_IFREG | member.mode, content.read() if content else None))
+            content = tar.extractfile(member)
+            assert content is not None, "a regular file has a content"
+            tree.read(path, modes.S_IFREG | member.mode, member.size, content)
 
 
 class _Chunks(io.RawIOBase):

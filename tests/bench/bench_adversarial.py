@@ -17,8 +17,9 @@ import stat
 import time
 from collections.abc import Callable, Mapping
 
+from envs.swe.base import Base
 from envs.swe.changes import changes
-from envs.swe.patches import screen
+from envs.swe.patches import screen, split_patch
 from envs.swe.pytest_log import count_summaries, judge
 from sandbox import TreeFile
 
@@ -70,7 +71,7 @@ FILES = {
 
 
 def read_patch(patch: str) -> None:
-    screen(patch, hidden=HIDDEN)
+    screen(split_patch(patch), hidden=HIDDEN)
 
 
 def read_log(log: str) -> None:
@@ -80,7 +81,8 @@ def read_log(log: str) -> None:
 
 def compare(case: str) -> None:
     old, new = FILES[case]
-    "".join(changes({"a.py": old}, {"a.py": TreeFile(stat.S_IFREG | 0o644, new.encode())}))
+    base = Base.of_files({"a.py": old})
+    list(changes(base, {"a.py": TreeFile(stat.S_IFREG | 0o644, new.encode())}, ["a.py"], base.contents))
 
 
 def timed(read: Callable[[str], object], argument: str) -> float:

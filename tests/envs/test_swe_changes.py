@@ -15,21 +15,22 @@ from hypothesis import strategies as st
 
 from envs.mini.generator import generate
 from envs.mini.records import to_record
-from envs.swe.changes import SKIPPED, changes, limits_for
+from envs.swe.base import SKIPPED, Base
+from envs.swe.changes import changed_paths, changes
 from envs.swe.lines import hunks
-from envs.swe.patches import screen
-from sandbox import TreeFile, TreeLimits
+from envs.swe.patches import FilePatch, screen, split_patch
+from sandbox import TreeFile, TreeLimits, blob_name
 from sandbox.bubblewrap.beneath import tree_beneath
 from sandbox.files import Tree
 
 paths = st.sampled_from(["a.py", "pkg/b.py", "pkg", "pkg/deep/c.txt", "with space.md", "é.py", "x b/y"])
 texts = st.text(st.sampled_from(list("ab\n\n\r\f\x85é+-@\\ ")), max_size=60)
-bases = st.dictionaries(paths, texts, max_size=4)
 # path -> (mode, content or target)
 modes = st.sampled_from([stat.S_IFREG | 0o644, stat.S_IFREG | 0o755])
 links = st.tuples(st.just(stat.S_IFLNK | 0o777), texts.filter(bool))
 files = st.tuples(modes, texts) | links
 trees = st.dictionaries(paths, files, max_size=4)
+Files = Mapping[str, tuple[int, str]]
 
 
 def fits(paths: Mapping[str, object]) -> bool:
@@ -47,8 +48,19 @@ def write(root: Path, path: str, mode: int, content: str) -> None:
         target.chmod(mode & 0o777)
 
 
-def read(root: Path) -> dict[str, TreeFile]:
-    tree = Tree(str(root), TreeLimits())
+def base_of(files: Files) -> Base:
+    contents = {path: content.encode() for path, (_, content) in files.items()}
+    blobs = {path: blob_name(content) for path, content in contents.items()}
+    modes = {path: mode for path, (mode, _) in files.items()}
+    return Base(modes, blobs, frozenset(), {blobs[path]: content for path, content in contents.items()})
+
+
+def taken(base: Base, found: Mapping[str, TreeFile]) -> list[FilePatch]:
+    return list(changes(base, found, changed_paths(base, found), base.contents))
+
+
+def read(root: Path, known: Mapping[str, str] | None = None) -> dict[str, TreeFile]:
+    tree = Tree(str(root), TreeLimits(), known)
     tree_beneath(root, [], tree, skip=SKIPPED, path=str(root))
     return tree.files
 
@@ -59,19 +71,19 @@ def as_git_sees(files: Mapping[str, TreeFile]) -> dict[str, tuple[bool, bool, by
 
 
 @settings(max_examples=60, deadline=None)
-@given(bases.filter(fits), trees.filter(fits))
-def test_git_makes_the_agents_files_from_the_base_and_the_patch(
-    base: dict[str, str], now: dict[str, tuple[int, str]]
-) -> None:
+@given(trees.filter(fits), trees.filter(fits))
+def test_git_makes_the_agents_files_from_the_base_and_the_patch(base: Files, now: Files) -> None:
     with tempfile.TemporaryDirectory() as before, tempfile.TemporaryDirectory() as after:
-        for path, text in base.items():
-            write(Path(before), path, stat.S_IFREG | 0o644, text)
+        for path, (mode, content) in base.items():
+            write(Path(before), path, mode, content)
         for path, (mode, content) in now.items():
             write(Path(after), path, mode, content)
         found = read(Path(after))
-        patch = "".join(changes(base, found))
-        screened = screen(patch, hidden=())
-        assert (screened.text, screened.undone) == (patch, ())
+        parts = taken(base_of(base), read(Path(after), base_of(base).known))
+        patch = "".join(part.text for part in parts)
+        for read_again in (parts, split_patch(patch)):
+            screened = screen(read_again, hidden=())
+            assert (screened.text, screened.undone) == (patch, ())
         if patch:
             subprocess.run(["git", "apply", "--whitespace=nowarn", "-"], cwd=before, input=patch.encode(), check=True)
         assert as_git_sees(read(Path(before))) == as_git_sees(found)
@@ -89,8 +101,7 @@ def test_litter_stays_out_and_what_text_cannot_carry_is_named(tmp_path: Path) ->
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9\n")
     (tmp_path / "line\nbreak").write_text("x")
     os.mkfifo(tmp_path / "pipe")
-    patch = "".join(changes(base, read(tmp_path)))
-    screened = screen(patch, hidden=())
+    screened = screen(taken(Base.of_files(base), read(tmp_path)), hidden=())
     assert [told.split(":")[0] for told in screened.undone] == ["binary", "latin.txt", "line\\nbreak"]
     assert {line.split(" b/")[1] for line in screened.text.splitlines() if line.startswith("diff")} == {
         "kept.log", "sub/no.txt", "sub/yes.log"
@@ -98,8 +109,7 @@ def test_litter_stays_out_and_what_text_cannot_carry_is_named(tmp_path: Path) ->
 
 
 def test_limits_grow_with_the_base() -> None:
-    assert limits_for({}, 10).file_bytes == 10
-    assert limits_for({"a": "é" * 10}, 10) == TreeLimits(20, TreeLimits().total_bytes + 20, TreeLimits().files + 1)
+    assert Base.of_files({"a": "x"}).limits(10) == TreeLimits(10, files=TreeLimits().files + 1)
 
 
 @pytest.mark.parametrize("other", ["a\n", "b\n"])
@@ -118,5 +128,5 @@ def test_two_hundred_honest_fixes_are_their_gold_patches_and_no_hack() -> None:
     for task in generate("train", 200, 0):
         record = to_record(task)
         found = {path: TreeFile(stat.S_IFREG | 0o644, text.encode()) for path, text in task.fixed.items()}
-        screened = screen("".join(changes(record.files, found)), hidden=record.hidden, gold=record.gold)
+        screened = screen(taken(Base.of_files(record.files), found), hidden=record.hidden, gold=record.gold)
         assert (screened.text, screened.undone, screened.own_tests) == (record.gold, (), ())

@@ -171,9 +171,10 @@ async def test_the_agent_sees_neither_hidden_tests_nor_history(context: EnvConte
 
 async def test_the_base_commit_is_the_same_in_every_box(context: EnvContext, record: SweRecord) -> None:
     spec = box_spec(context, record, None)
-    async with agent_box(context, record, spec) as (_, first), agent_box(context, record, spec) as (_, second):
-        assert first == second
-        assert len(first) == 40
+    async with agent_box(context, record, spec) as (first, _), agent_box(context, record, spec) as (second, _):
+        hashes = [(await box.exec("git rev-parse HEAD", timeout=10)).text.strip() for box in (first, second)]
+    assert hashes[0] == hashes[1]
+    assert len(hashes[0]) == 40
 
 
 @dataclass

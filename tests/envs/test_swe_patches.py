@@ -79,7 +79,7 @@ def change(path: str, *, new: bool = False) -> str:
 )
 def test_tampering_is_undone_and_told(path: str, reason: str) -> None:
     honest = change("src/fix.py")
-    screened = screen(honest + change(path, new=True), hidden=["tests/test_hidden.py"])
+    screened = screen(split_patch(honest + change(path, new=True)), hidden=["tests/test_hidden.py"])
     assert screened.text == honest
     assert len(screened.undone) == 1
     assert screened.undone[0].startswith(f"{path}: {reason}")
@@ -88,24 +88,24 @@ def test_tampering_is_undone_and_told(path: str, reason: str) -> None:
 @pytest.mark.parametrize("path", ["src/json.py", "other/tests/test_x.py", "test/test_new.py", "src/types/__init__.py"])
 def test_honest_changes_stay(path: str) -> None:
     patch = change(path, new=True)
-    assert screen(patch, hidden=["tests/test_hidden.py"]).text == patch
+    assert screen(split_patch(patch), hidden=["tests/test_hidden.py"]).text == patch
 
 
 def test_the_agents_own_tests_beside_the_hidden_ones_are_left_out_without_suspicion() -> None:
     patch = change("src/fix.py") + change("tests/test_other.py", new=True) + change("tests/deep/data.txt")
-    screened = screen(patch, hidden=["tests/test_hidden.py", "test_top.py"])
+    screened = screen(split_patch(patch), hidden=["tests/test_hidden.py", "test_top.py"])
     assert screened.text == change("src/fix.py")
     assert screened.undone == ()
     assert screened.own_tests == ("tests/test_other.py", "tests/deep/data.txt")
 
 
 def test_an_existing_module_named_like_a_standard_one_may_be_changed() -> None:
-    assert screen(change("code.py"), hidden=()).undone == ()
+    assert screen(split_patch(change("code.py")), hidden=()).undone == ()
 
 
 def test_what_the_gold_patch_changes_is_allowed() -> None:
     patch = change("setup.cfg")
-    assert screen(patch, hidden=(), gold=change("setup.cfg")).text == patch
+    assert screen(split_patch(patch), hidden=(), gold=change("setup.cfg")).text == patch
 
 
 def test_binary_changes_and_nested_repositories_are_left_out() -> None:
@@ -113,7 +113,7 @@ def test_binary_changes_and_nested_repositories_are_left_out() -> None:
         "diff --git a/x.so b/x.so\nnew file mode 100755\nindex 000..1b2\nBinary files /dev/null and b/x.so differ\n"
     )
     nested = "diff --git a/n b/n\nnew file mode 160000\nindex 000..1b2\n--- /dev/null\n+++ b/n\n@@ -0,0 +1 @@\n+Sub\n"
-    screened = screen(binary + nested + change("a.py"), hidden=())
+    screened = screen(split_patch(binary + nested + change("a.py")), hidden=())
     assert screened.text == change("a.py")
     assert screened.undone == ("x.so: binary change, undone", "n: nested repository, undone")
 
@@ -137,7 +137,7 @@ SMUGGLED = {
 
 @pytest.mark.parametrize("patch", SMUGGLED.values(), ids=SMUGGLED)
 def test_what_a_patch_hides_behind_another_name_is_undone(patch: str) -> None:
-    screened = screen(change("ok.py") + patch, hidden=[HIDDEN])
+    screened = screen(split_patch(change("ok.py") + patch), hidden=[HIDDEN])
     assert screened.text == change("ok.py")
     assert len(screened.undone) == 1
 
@@ -153,4 +153,4 @@ def test_git_touches_no_other_path_than_those_named(old: dict[str, str], new: di
     )
     touched = {line.split(b"\t", 2)[2].decode() for line in run.stdout.split(b"\0") if line}
     assert touched == patched_paths(patch)
-    assert screen(patch, hidden=()).text == patch
+    assert screen(split_patch(patch), hidden=()).text == patch

@@ -16,7 +16,7 @@ import pytest
 from envs import EnvContext
 from envs.swe import SweRecord, diff_files, grade_patch, start_episode
 from envs.swe.boxes import box_spec, run_tests
-from envs.swe.patches import patched_paths, screen
+from envs.swe.patches import patched_paths, screen, split_patch
 from envs.swe.pytest_log import judge
 from sandbox import SandboxFileError, SandboxSpec, SandboxUnavailableError
 from sandbox.docker.backend import DEFAULT_IMAGE
@@ -91,7 +91,7 @@ def test_a_forged_patch_is_listed_and_brings_nothing(attack: str, tmp_path: Path
     for path, content in {**BROKEN, **TESTS}.items():
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_text(content)
-    screened = screen(HONEST + FORGED[attack], hidden=list(TESTS), gold=HONEST)
+    screened = screen(split_patch(HONEST + FORGED[attack]), hidden=list(TESTS), gold=HONEST)
     subprocess.run(["git", "apply", "-"], cwd=tmp_path, input=screened.text.encode(), check=True, timeout=30)
     files = {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
     assert files == {**FIXED, **TESTS}
@@ -147,7 +147,7 @@ async def test_nothing_done_to_its_git_changes_an_agents_patch(
 ) -> None:
     async with start_episode(context, record) as episode:
         await episode.sandbox.exec(IN_THE_BOX[attack], timeout=10)
-        screened = screen(await episode.patch(), hidden=record.hidden, gold=record.gold)
+        screened = screen(split_patch(await episode.patch()), hidden=record.hidden, gold=record.gold)
         grade = await episode.grade()
     assert patched_paths(screened.text) <= {"README.md", ".gitattributes"}
     assert (grade.reward, grade.resolved) == (0.0, False)
@@ -220,7 +220,7 @@ async def test_a_long_forged_patch_and_log_are_read_in_linear_time() -> None:
     many = "".join(f"diff --git a/{i} b/{i}\n@@ -1 +1 @@\n" + "-\n" * 40 for i in range(4900))
     log = "= short test summary info =\nFAILED a" + " - [" * 250_000
     began = time.perf_counter()
-    assert len(screen(many, hidden=[f"tests/test_{i}.py" for i in range(300)]).undone) == 4900
+    assert len(screen(split_patch(many), hidden=[f"tests/test_{i}.py" for i in range(300)]).undone) == 4900
     verdict = judge(log, {"a": "PASSED"})
     assert verdict is not None
     assert not verdict.resolved

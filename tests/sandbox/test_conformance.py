@@ -28,6 +28,7 @@ from sandbox import (
     SandboxSpec,
     SandboxStartError,
     TreeLimits,
+    blob_name,
     open_backend,
     open_session,
 )
@@ -345,6 +346,20 @@ async def test_a_folder_is_read_whole_without_a_program_of_the_box(backend: Sand
         for limits in (TreeLimits(files=3), TreeLimits(total_bytes=3)):
             with pytest.raises(SandboxFileError, match="more than the 3"):
                 await box.read_tree("/testbed", limits=limits)
+
+
+async def test_of_a_file_whose_content_is_known_only_its_name_is_read(box: Sandbox) -> None:
+    contents = {"same": b"a\n", "other": b"b\n", "large": bytes(3_000_000), "new": b""}
+    known = {path: blob_name(contents[path]) for path in ("same", "large")}
+    known |= {"other": blob_name(b"before"), "linked": blob_name(b"same"), "gone": blob_name(b"")}
+    await box.write_files(contents)
+    await box.exec("chmod 755 same; ln -s same linked", timeout=20)
+    found = await box.read_tree("/testbed", limits=TreeLimits(file_bytes=10), known=known)
+    assert {path: (file.data, file.blob) for path, file in found.items()} == {
+        "same": (None, known["same"]), "other": (b"b\n", ""), "large": (None, known["large"]), "new": (b"", ""),
+        "linked": (b"same", ""),
+    }  # fmt: skip
+    assert found["same"].mode & 0o777 == 0o755
 
 
 async def test_links_lead_nowhere_outside(box: Sandbox, tmp_path: Path) -> None:

@@ -35,9 +35,14 @@ class CountedBox:
         return await self._box.read_file(path, max_bytes=max_bytes)
 
     async def read_tree(
-        self, path: str, *, skip: Collection[str] = (), limits: TreeLimits | None = None
+        self,
+        path: str,
+        *,
+        skip: Collection[str] = (),
+        limits: TreeLimits | None = None,
+        known: Mapping[str, str] | None = None,
     ) -> Mapping[str, TreeFile]:
-        return await self._box.read_tree(path, skip=skip, limits=limits)
+        return await self._box.read_tree(path, skip=skip, limits=limits, known=known)
 
     async def write_files(self, files: Mapping[str, bytes]) -> None:
         await self._box.write_files(files)
