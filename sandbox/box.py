@@ -11,6 +11,7 @@ from sandbox.aio import shielded
 from sandbox.disk import Usage
 from sandbox.errors import SandboxDiskFullError, SandboxFileError, SandboxLostError
 from sandbox.growth import GrowthWatch
+from sandbox.toll import Toll
 from sandbox.types import OVERGROWN, ExecResult, SandboxSpec
 
 
@@ -21,6 +22,7 @@ class BaseBox(ABC):
         self._id, self._spec = id, spec
         self._closed = False
         self._closing: asyncio.Future[None] | None = None
+        self._toll = Toll(spec.cpus)
         self.growth = GrowthWatch(id, Usage(spec.disk_mb << 20, spec.inodes), self._used, self._give_back)
 
     @property

@@ -11,9 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from sandbox.aio import outlast
+from sandbox.toll import Toll
 
 _CHUNK = 1 << 16
 _KILL_GRACE = 10.0
+_READ_COST = 120e-6
+"""CPU seconds that one read takes, the event loop's part included (measured under load)."""
 
 
 @dataclass(slots=True)
@@ -54,12 +57,13 @@ async def run_process(
     stdin: bytes | None = None,
     pass_fds: Sequence[int] = (),
     kill_rest: Callable[[], None] = lambda: None,
+    toll: Toll | None = None,
 ) -> Finished:
     """Run ``argv`` in a process group of its own, with an empty environment.
 
     After ``timeout`` seconds, or when the caller is cancelled, the group is killed, and then ``kill_rest`` called for
-    what has left it. Output beyond ``limit`` bytes a stream is read and dropped while the process goes on. Must be
-    called from a thread that outlives the process.
+    what has left it. Output beyond ``limit`` bytes a stream is read and dropped while the process goes on, all of it as
+    slowly as ``toll`` demands. Must be called from a thread that outlives the process.
     """
     started = time.perf_counter()
     starting = asyncio.ensure_future(
@@ -77,7 +81,8 @@ async def run_process(
     cancellation = await outlast(starting)
     process = starting.result()
     out, err = Capture.of(limit), Capture.of(limit)
-    talk = asyncio.ensure_future(_talk(process, stdin, out, err))
+    killed = asyncio.Event()
+    talk = asyncio.ensure_future(_talk(process, stdin, (out, err), toll, killed))
     timed_out = False
     try:
         if cancellation is not None:
@@ -89,6 +94,7 @@ async def run_process(
         if not talk.done():
             _kill_group(process)
             kill_rest()
+            killed.set()
         await _settle(talk)
     talk.result()
     assert process.returncode is not None
@@ -102,21 +108,30 @@ async def run_process(
     )
 
 
-async def _talk(process: asyncio.subprocess.Process, stdin: bytes | None, out: Capture, err: Capture) -> None:
+async def _talk(
+    process: asyncio.subprocess.Process,
+    stdin: bytes | None,
+    captures: tuple[Capture, Capture],
+    toll: Toll | None,
+    killed: asyncio.Event,
+) -> None:
     assert process.stdout is not None
     assert process.stderr is not None
     async with asyncio.TaskGroup() as group:
-        group.create_task(_pump(process.stdout, out))
-        group.create_task(_pump(process.stderr, err))
+        for stream, capture in zip((process.stdout, process.stderr), captures, strict=True):
+            group.create_task(_pump(stream, capture, toll, killed))
         if stdin is not None:
             assert process.stdin is not None
             group.create_task(_feed(process.stdin, stdin))
         await process.wait()
 
 
-async def _pump(stream: asyncio.StreamReader, capture: Capture) -> None:
+async def _pump(stream: asyncio.StreamReader, capture: Capture, toll: Toll | None, killed: asyncio.Event) -> None:
     while chunk := await stream.read(_CHUNK):
         capture.feed(chunk)
+        if toll is not None and (wait := toll.wait_after(_READ_COST)):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(killed.wait(), wait)
 
 
 async def _feed(stream: asyncio.StreamWriter, data: bytes) -> None:

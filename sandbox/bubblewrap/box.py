@@ -169,7 +169,15 @@ class BubblewrapBox(BaseBox):
         whole = {"PATH": self._root.path, "HOME": self._root.home, "LANG": "C.UTF-8", **self._spec.env, **env}
         task = asyncio.ensure_future(
             self._launcher.run(
-                self._spec, self.cgroup, self._mounts, argv, cwd=cwd, env=whole, timeout=timeout, stdin=stdin
+                self._spec,
+                self.cgroup,
+                self._mounts,
+                argv,
+                cwd=cwd,
+                env=whole,
+                timeout=timeout,
+                stdin=stdin,
+                toll=self._toll,
             )
         )
         self._running.add(task)

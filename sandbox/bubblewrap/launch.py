@@ -16,6 +16,7 @@ from sandbox.bubblewrap.seccomp import box_filter
 from sandbox.cgroup import Cgroup, join_command
 from sandbox.errors import SandboxUnavailableError
 from sandbox.process import Finished, run_process
+from sandbox.toll import Toll
 from sandbox.types import SandboxSpec
 
 FILE_SIZE_LIMIT = 1 << 30
@@ -61,6 +62,7 @@ class Launcher:
         env: Mapping[str, str],
         timeout: float,
         stdin: bytes | None,
+        toll: Toll,
     ) -> tuple[Finished, bool]:
         """Run ``argv``; also whether it was reached. What bwrap itself failed at is not the command's failure."""
         with self._descriptors() as (pipe, report, seccomp):
@@ -76,6 +78,7 @@ class Launcher:
                 stdin=stdin,
                 pass_fds=[fd for fd in (report, seccomp) if fd is not None],
                 kill_rest=status.kill_box,
+                toll=toll,
             )
             return finished, status.reached
 

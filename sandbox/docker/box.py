@@ -25,6 +25,8 @@ from sandbox.types import OVERGROWN, ExecResult, SandboxSpec, TreeFile, TreeLimi
 T = TypeVar("T")
 
 _GRACE = 20.0
+_HASTE = 15.0
+"""Seconds at the end of the grace in which what is left of a killed command's output is taken without a toll."""
 _WRAPPER_KILLED = 137
 _PROGRAMS = ("/bin", "/lib", "/sbin", "/usr", "/etc/ld.so")
 _FIRST_PROCESS = {"/usr", "/usr/sbin", "/usr/sbin/docker-init"}  # what the engine itself puts into every box
@@ -168,6 +170,8 @@ class DockerBox(BaseBox):
             stdin=stdin,
             limit=self._spec.output_limit_bytes,
             deadline=deadline,
+            toll=self._toll,
+            haste=_HASTE,
         )
         running = asyncio.ensure_future(self._owner.call(work, SandboxLostError))
         try:
@@ -199,7 +203,17 @@ class DockerBox(BaseBox):
 
     async def _kill_all(self) -> None:
         work = partial(
-            run_exec, self._api, self._container, KILL_ALL, ExecLink(), env={}, stdin=None, limit=0, deadline=_GRACE
+            run_exec,
+            self._api,
+            self._container,
+            KILL_ALL,
+            ExecLink(),
+            env={},
+            stdin=None,
+            limit=0,
+            deadline=_GRACE,
+            toll=self._toll,
+            haste=_GRACE,
         )
         outcome = await self._owner.call(work, SandboxLostError)
         if outcome.exit_code is None:

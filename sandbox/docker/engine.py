@@ -63,7 +63,7 @@ class EngineClient(docker.APIClient):
 
 def connect(engine: str = "docker") -> EngineClient:
     """A client of ``engine``. Raises ``SandboxUnavailableError`` where none answers within seconds."""
-    where = _address(engine)
+    where = address(engine)
     try:
         api = EngineClient(
             **{**docker.utils.kwargs_from_env(), "base_url": where},
@@ -81,7 +81,7 @@ def connect(engine: str = "docker") -> EngineClient:
     return api
 
 
-def _address(engine: str) -> str:
+def address(engine: str) -> str:
     """Where ``engine`` listens: as its own clients are told by the environment, or else at its usual socket."""
     if engine == "docker":
         return os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"

@@ -166,13 +166,12 @@ async def test_output_is_capped_and_the_command_goes_on(backend: SandboxBackend)
         assert not exact.truncated
 
 
-@pytest.mark.timeout(240)
-async def test_a_gigabyte_of_output_is_no_burden(box: Sandbox) -> None:
+async def test_a_flood_of_output_is_no_burden(box: Sandbox) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    result = await box.exec("head -c 1000000000 /dev/zero; touch all-of-it", timeout=200)
+    result = await box.exec("head -c 60000000 /dev/zero; touch all-of-it", timeout=100)
     assert result.ok
     assert (len(result.stdout), result.truncated) == (box.spec.output_limit_bytes, True)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000, "KiB, so 100 MB"
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 30_000, "KiB, so 30 MB"
     assert (await box.exec("ls all-of-it", timeout=20)).ok
 
 
