@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agent_rl.config import CorrectionConfig, OldLogprobSource, OnSpike, RunConfig
+from agent_rl.config import CorrectionConfig, OldLogprobSource, OnSpike, RunConfig, TrainConfig
 from agent_rl.errors import TrainerError
 from agent_rl.train.balance_report import BalancedPass
 from agent_rl.train.balancing import ComingPlans, Foreseen, RankBalance
@@ -128,9 +128,7 @@ def grpo_step(
     logprobs = [output.logprobs for output in old]
     natives = None if native is None else [output.logprobs for output in native]
     del old, native, recorded  # a step's routes are its largest part: none are kept that no pass replays
-    source = config.train.old_logprob.source
-    inputs = [_training_input(batch, before, source) for batch, before in zip(batches, logprobs, strict=True)]
-    inputs = _corrected(model, inputs, config.train.correction)
+    inputs = _training_inputs(model, batches, logprobs, config.train)
     compared = _compare(model, reference, inputs, pinned, logprobs, config)
     if compared is not None:
         inputs = [
@@ -308,11 +306,17 @@ def _training_input(batch: MicroBatch, old_logprobs: Tensor, source: OldLogprobS
     )
 
 
-def _corrected(model: StepModel, inputs: Sequence[PackedBatch], correction: CorrectionConfig) -> list[PackedBatch]:
-    """The inputs with the correction's factors ``[T]`` as a further extra. Collective where weights are normalised."""
-    mean = _mean_weight(model, inputs, correction) if correction.normalise else 1.0
+def _training_inputs(
+    model: StepModel, batches: Sequence[MicroBatch], old_logprobs: Sequence[Tensor], train: TrainConfig
+) -> list[PackedBatch]:
+    """What the loss function is given of each micro-batch, with the correction's factors ``[T]`` as a further extra.
+    ``old_logprobs`` are the trainer's own. Collective where weights are normalised."""
+    pairs = zip(batches, old_logprobs, strict=True)
+    inputs = [_training_input(batch, before, train.old_logprob.source) for batch, before in pairs]
+    mean = _mean_weight(model, inputs, train.correction) if train.correction.normalise else 1.0
     return [
-        replace(item, extras={**item.extras, "factors": _factors(item.extras, correction, mean)}) for item in inputs
+        replace(item, extras={**item.extras, "factors": _factors(item.extras, train.correction, mean)})
+        for item in inputs
     ]
 
 

@@ -114,7 +114,7 @@ def results(folder: Path, outcomes: dict[str, list[bool | None]], **settings: An
     return folder
 
 
-def told(*arguments: object) -> str:
+def output_of(*arguments: object) -> str:
     answer = CliRunner().invoke(app, ["eval", "compare", *map(str, arguments)], catch_exceptions=False)
     assert answer.exit_code == 0
     return answer.output
@@ -127,7 +127,7 @@ def test_the_command_tells_the_difference_and_what_it_left_out(tmp_path: Path) -
     b = results(
         tmp_path / "b", {**{f"t{n}": [n % 4 != 3] for n in range(40)}, "new": [True], "broken": [True]}, top_p=0.9
     )
-    text = told(a, b)
+    text = output_of(a, b)
     assert "50.0%" in text
     assert "75.0%" in text
     assert "difference: +25.0 points, 95 % interval +" in text
@@ -141,20 +141,20 @@ def test_the_command_tells_the_difference_and_what_it_left_out(tmp_path: Path) -
 def test_as_json_it_is_the_same(tmp_path: Path) -> None:
     a = results(tmp_path / "a", {f"t{n}": [n % 2 == 0] for n in range(40)})
     b = results(tmp_path / "b", {f"t{n}": [n % 4 != 3] for n in range(40)} | {"new": [True]})
-    answer = json.loads(told(a, b, "--json", "--points", 10, "--seed", 3))
+    answer = json.loads(output_of(a, b, "--json", "--points", 10, "--seed", 3))
     assert (answer["difference"], answer["p_value"], answer["tasks"]) == (0.25, 2 / 1024, 40)
     assert (answer["better_first"], answer["better_second"]) == (0, 10)
     assert answer["left_out"]["missing_first"] == ["new"]
     assert answer["tasks_needed"] == tasks_needed(0.25, 0.1)
-    assert json.loads(told(a / "results.jsonl", b / "report.json", "--json", "--points", 10, "--seed", 3)) == {
+    assert json.loads(output_of(a / "results.jsonl", b / "report.json", "--json", "--points", 10, "--seed", 3)) == {
         **answer, "first": str(a / "results.jsonl"), "second": str(b / "report.json")
     }  # fmt: skip
 
 
 def test_an_evaluation_with_itself_says_that_nothing_can_be_told(tmp_path: Path) -> None:
     a = results(tmp_path / "a", {f"t{n}": [n % 2 == 0] for n in range(40)})
-    assert "how many tasks a difference needs can't be told" in told(a, a)
-    assert json.loads(told(a, a, "--json"))["tasks_needed"] is None
+    assert "how many tasks a difference needs can't be told" in output_of(a, a)
+    assert json.loads(output_of(a, a, "--json"))["tasks_needed"] is None
 
 
 def test_a_runs_own_evaluations_go_by_their_step(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_a_runs_own_evaluations_go_by_their_step(tmp_path: Path) -> None:
     ]
     evaluations = {"step-0/sampled": asdict(made[0]), "step-9/sampled": asdict(made[1])}
     write_json(tmp_path / "state.json", {"run_id": "r", "evaluations": evaluations})
-    assert "+100.0 points" in told(f"{tmp_path}:step-0/sampled", f"{tmp_path}:step-9/sampled")
+    assert "+100.0 points" in output_of(f"{tmp_path}:step-0/sampled", f"{tmp_path}:step-9/sampled")
     with pytest.raises(UserError, match="no evaluation 'step-8/sampled'; it has step-0/sampled, step-9/sampled"):
         read_evaluation(f"{tmp_path}:step-8/sampled")
     with pytest.raises(UserError, match=r"a run's folder, with the evaluations step-0/sampled, step-9/sampled; right"):
@@ -190,7 +190,7 @@ def test_what_cannot_be_compared_is_told_in_one_line(tmp_path: Path) -> None:
         (a, tmp_path / "y.json"): "no JSON (",
     }.items():
         with pytest.raises(UserError) as caught:
-            told(*names)
+            output_of(*names)
         assert message in str(caught.value)
         assert "\n" not in str(caught.value)
 

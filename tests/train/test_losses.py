@@ -152,7 +152,7 @@ def test_a_correction_scales_the_terms_and_is_reported() -> None:
 
 
 def gradient_of(objective: str, new: float, old: float, advantage: float, factor: float, **train: Any) -> float:
-    """Of the loss of two tokens in float32, the first of which is as told and the second ordinary, in the first's
+    """Of the loss of two tokens in float32, the second of which is ordinary, in the first's
     log-prob."""
     logprobs = torch.tensor([new, -1.0], requires_grad=True)
     result = policy_loss(

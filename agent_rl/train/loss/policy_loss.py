@@ -76,7 +76,7 @@ def policy_loss(
     def sampled(values_T: Tensor) -> Tensor:
         return torch.where(mask_T, values_T, torch.zeros_like(values_T))
 
-    # Here, before anything is computed of them: 0 times an infinite value, or its gradient, is no number.
+    # Before anything is computed of them: 0 times an infinite value, or its gradient, is no number.
     logprobs_T, old_logprobs_T, factors_T = sampled(logprobs_T), sampled(old_logprobs_T), sampled(factors_T)
     advantages_T, entropy_T, weights_T = sampled(advantages_T), sampled(entropy_T), sampled(weights_T)
     terms = objective_terms(train.objective, logprobs_T, old_logprobs_T, advantages_T, mask_T, sequence_T, train.clip)
@@ -89,24 +89,28 @@ def policy_loss(
         length=length,
         dtype=logprobs_T.dtype,
     )
-    kl_T = kl_estimate("k3", old_logprobs_T, logprobs_T.detach())
     penalty_T = torch.zeros_like(logprobs_T)
     if train.kl.coefficient and reference_T is not None:
         penalty_T = kl_penalty(train.kl, logprobs_T, sampled(reference_T))
-    terms_T = torch.where(factors_T == 0, torch.zeros_like(factors_T), terms.loss_T * factors_T)
-    if train.kl.coefficient and train.kl.where == "loss":
-        terms_T = terms_T + train.kl.coefficient * penalty_T
-    if train.entropy_coefficient:
-        terms_T = terms_T - train.entropy_coefficient * entropy_T
     return PolicyLoss(
-        loss=(terms_T * weights_T * shares_T).sum(),
+        loss=(_terms(terms.loss_T, factors_T, penalty_T, entropy_T, train) * weights_T * shares_T).sum(),
         clipped=(terms.clipped_T & mask_T).sum().to(logprobs_T.dtype),
         entropy=entropy_T.detach().sum(),
-        approx_kl=kl_T.sum(),
+        approx_kl=kl_estimate("k3", old_logprobs_T, logprobs_T.detach()).sum(),
         correction=factors_T.sum(),
         dropped=((factors_T == 0) & mask_T).sum().to(logprobs_T.dtype),
         kl_reference=penalty_T.detach().sum(),
     )
+
+
+def _terms(loss_T: Tensor, factors_T: Tensor, penalty_T: Tensor, entropy_T: Tensor, train: TrainConfig) -> Tensor:
+    """``c l + beta k - eta H``, ``[T]``; what a correction leaves out is 0 whatever its ``l`` is."""
+    terms_T = torch.where(factors_T == 0, torch.zeros_like(factors_T), loss_T * factors_T)
+    if train.kl.coefficient and train.kl.where == "loss":
+        terms_T = terms_T + train.kl.coefficient * penalty_T
+    if train.entropy_coefficient:
+        terms_T = terms_T - train.entropy_coefficient * entropy_T
+    return terms_T
 
 
 def weighted_cross_entropy(logprobs_T: Tensor, weights_T: Tensor, *, batch_weight: float) -> Tensor:
