@@ -17,7 +17,7 @@ from agent_rl.errors import ConfigError
 from agent_rl.train.host_memory import free_memory
 from r3.balance import Grid
 
-SLOW = 3
+SLOW, SEEDS = 3, (0, 1)
 STAGES = (((0,), (1,)), ((2, 1), ()))
 """The layers with experts of a pipeline's two stages."""
 
@@ -25,6 +25,20 @@ STAGES = (((0,), (1,)), ((2, 1), ()))
 def fetched(transfer: Any, grid: Grid) -> list[tuple[Tensor, Tensor]]:
     """What this rank borrows in each layer by a plan in which each rank borrows as many as it can."""
     return [transfer.fetch(layer, plan) for layer, plan in worker.random_plans(grid, lopsided=True).items()]
+
+
+def in_another_order(rank: int, kind: str) -> tuple[int, list[tuple[Tensor, Tensor]]]:
+    """Three layers of two micro-batches are begun, as a pipeline may, and fetched in another order; and what stays
+    begun is forgotten. The bytes fetched, and the weights by micro-batch and layer."""
+    grid = Grid(worker.EXPERTS, 4, worker.SLOTS, home=worker.HOME)
+    transfer = worker.opened(kind, worker.home_experts(grid, rank, torch.float32), grid)
+    steps = [(layer, plan) for seed in SEEDS for layer, plan in worker.random_plans(grid, seed, lopsided=True).items()]
+    for step in [*steps, *steps]:
+        transfer.prefetch(*step)
+    found = [transfer.fetch(*step) for step in reversed(steps)]
+    transfer.prefetch(*steps[0])
+    transfer.close()
+    return transfer.take_stats().fetched, found[::-1]
 
 
 def weights_change(rank: int, machine: tuple[int, ...]) -> dict[str, Any]:
@@ -97,6 +111,8 @@ def too_large(rank: int) -> str:
 def main(rank: int, ranks: int, _results: Path) -> dict[str, Any]:
     return {
         "cases": worker.cases(rank, ranks),
+        "exchange": in_another_order(rank, "exchange"),
+        "pool": in_another_order(rank, "pool"),
         "one machine": weights_change(rank, (0, 0, 0, 0)),
         "two machines": weights_change(rank, (0, 0, 1, 1)),
         "groups": two_groups(rank, (0, 0)),

@@ -88,13 +88,23 @@ def test_as_many_bytes_move_as_are_planned(results: Any, case: Case) -> None:
         assert exposed > 0
 
 
-def check(got: Any, layers: Sequence[int], rank: int, ranks: int, change: float = 0.0) -> None:
+def check(got: Any, layers: Sequence[int], rank: int, ranks: int, change: float = 0.0, seed: int = 0) -> None:
     """``got`` of ``layers`` is what ``rank`` borrows there, after ``change`` was added to all weights."""
     grid = Grid(worker.EXPERTS, ranks, worker.SLOTS, home=worker.HOME)
     for layer, weights in zip(layers, got, strict=True):
-        experts = worker.live(worker.random_plans(grid, lopsided=True)[layer], rank)
+        experts = worker.live(worker.random_plans(grid, seed, lopsided=True)[layer], rank)
         for weight, whole in zip(weights, worker.every_weight(layer, weights[0].dtype), strict=True):
             assert torch.equal(weight, whole[experts] + change), f"rank {rank}, layer {layer}"
+
+
+@pytest.mark.parametrize("kind", ["exchange", "pool"])
+def test_plans_of_several_microbatches_are_begun_at_once(results: Any, kind: str) -> None:
+    for rank, found in enumerate(results):
+        fetched, weights = found[kind]
+        for seed in pool_worker.SEEDS:
+            check(weights[seed * len(LAYERS) : (seed + 1) * len(LAYERS)], LAYERS, rank, 4, seed=seed)
+        each = sum(weight.nbytes for weight in weights[0])
+        assert fetched == (len(weights) + 1) * each
 
 
 @pytest.mark.parametrize("case", ["one machine", "two machines"])
