@@ -28,6 +28,7 @@ CorrectionMask = Literal["token", "sequence", "geometric"]
 KlEstimator = Literal["k1", "k2", "k3"]
 OnSpike = Literal["skip", "clip", "allow"]
 Planner = Literal["foremoe", "eplb", "shadow"]
+Home = Literal["contiguous", "measured"]
 ExpertTransfer = Literal["pool", "exchange"]
 
 _OFF = BeforeValidator(lambda value: "off" if value is False else value)
@@ -238,6 +239,11 @@ class BalanceConfig(Section):
     within_machine: bool = Field(True, description="In updates, borrow only from ranks of the same machine.")
     ranks_per_machine: int | None = Field(
         None, gt=0, description="Neighbouring expert ranks that share a machine; None: as the ranks find themselves."
+    )
+    home: Home = Field(
+        "contiguous",
+        description="Which rank keeps an expert: by its number, or so that ranks and machines were even over the first "
+        "step after a start or resume, for which the weights are loaded twice.",
     )
     prefetch: bool = Field(True, description="Fetch the next layer's experts while this one computes.")
     keep_order: bool = Field(

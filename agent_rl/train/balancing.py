@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,7 @@ from agent_rl.train.balance_report import BalancedPass, BalanceReport, PassBalan
 from agent_rl.train.batching.packing import MicroBatch
 from r3.balance import Grid, Plan, Plans
 from r3.balance.cost import borrowed, busiest_link, imbalance, rank_load
+from r3.balance.homes import measured_home
 from r3.balance.planners import Options, plan_pass
 from r3.shard import Packing, RouteShard, ShardSpec, router_places
 
@@ -245,6 +246,21 @@ class RankBalance:
     def weights_changed(self) -> None:
         """After an update, and after weights were loaded."""
         self._changed = True
+
+    def measure_homes(self, foreseen: Foreseen, moe_layers: int, device: torch.device) -> NDArray[np.int32]:
+        """Home orders ``[moe_layers, E]`` by what all ranks foresee of a step, by which plans are made from now on. The
+        same on all ranks of the world, which call it together."""
+        columns, experts = list(self._spec.columns), self._grid.experts
+        loads = torch.zeros(moe_layers, experts, dtype=torch.int64, device=device)
+        loads[columns] = torch.from_numpy(foreseen.counts.sum(axis=0, dtype=np.int64)).to(device)
+        machines = torch.tensor(self._grid.machines, device=device)
+        dist.all_reduce(loads)
+        dist.all_reduce(machines, dist.ReduceOp.MAX)
+        each = self._grid.ranks // int(machines)
+        wide = replace(self._grid, machine=tuple(rank // each for rank in range(self._grid.ranks)))
+        homes = measured_home(loads.cpu().numpy(), wide)
+        self._grid = replace(self._grid, home=homes[columns])
+        return homes
 
     def foresee(self, batches: Sequence[MicroBatch], shares: Sequence[RouteShard]) -> Foreseen:
         """See :func:`foresee`; the time is that of planning."""

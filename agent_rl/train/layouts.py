@@ -94,6 +94,8 @@ def balance_problems(train: TrainConfig, model: ModelFacts | None = None) -> lis
         problems.append("train.parallel.expert is 1, so no rank could take another's load; set it to 2 or more")
     if train.replay == "off":
         problems.append("train.replay is off, so no routes are known before a pass; set it to r3 or r2")
+    if train.replay == "r2" and balance.home == "measured":
+        problems.append("home measured needs routes before the first pass, and train.replay is r2; set it to r3")
     if (each := balance.ranks_per_machine) is not None and parallel.expert % min(each, parallel.expert):
         problems.append(f"ranks_per_machine {each} does not divide train.parallel.expert={parallel.expert}")
     if model is not None and model.num_experts % parallel.expert == 0:

@@ -14,7 +14,7 @@ from torch import Tensor
 from agent_rl.errors import TrainerError
 from agent_rl.model_facts import read_facts
 from agent_rl.train.balance_report import BalanceReport
-from agent_rl.train.balancing import RankBalance, borrowing, expert_grid, expert_group
+from agent_rl.train.balancing import Foreseen, RankBalance, borrowing, expert_grid, expert_group
 from agent_rl.train.batching.mini_steps import MiniStepShare
 from agent_rl.train.batching.packing import pack_weighted
 from agent_rl.train.checkpoint import folder as checkpoint
@@ -28,7 +28,7 @@ from agent_rl.train.reference import Reference
 from agent_rl.train.reports import Differing, ForwardAnswer, RankReport, Update, WeightedSequences
 from agent_rl.train.route_shares import RankInfo
 from agent_rl.train.route_trace import rank_trace
-from agent_rl.train.step import grpo_step, packed, sample_logprobs
+from agent_rl.train.step import grpo_step, packed, sample_logprobs, step_batches
 from agent_rl.types import Sample
 from agent_rl.weight_sync.order import PublishOrder, PublishReport
 from agent_rl.weight_sync.publisher import WeightPublisher
@@ -68,6 +68,8 @@ class TrainerRank:
         self._model, self._balance = _build(order, device, self._dtype)
         self._reference = None if order.reference is None else Reference.load(self._model, order.reference)
         self.set_optimizer(optimizer)
+        self._measure_homes = self._balance is not None and train.balance.home == "measured"
+        self._resumed: tuple[Path, Manifest] | None = None
         self._publisher: WeightPublisher | None = None
         self._saver = RankSaver(rank)
 
@@ -97,6 +99,7 @@ class TrainerRank:
         from agent_rl.train.checkpoint.state_pieces import StatePieces
         from agent_rl.train.optimizer import PolicyOptimizer
 
+        self._spec = spec
         self._optimizer = PolicyOptimizer(self._model.chunks, spec, self._dtype)
         self._state = StatePieces(self._model, self._optimizer)
         self._updates = 0
@@ -110,6 +113,8 @@ class TrainerRank:
     ) -> tuple[RankReport | None, Differing | None, BalanceReport | None]:
         """This rank's share of a GRPO global step: its data rank's samples, and its own share of every micro-batch's
         routes, in order, or none. The lead of a data rank reports; of balancing, every rank. Collective."""
+        if self._measure_homes and self._balance is not None:
+            self._rehome(self._balance, self._balance.foresee(step_batches(samples, shares), routes))
         with rank_trace(order.trace, self._ranks.rank, self._ranks.data_rank, self._model.shard) as tracer:
             report, differs = grpo_step(
                 self._model, self._optimizer, samples, shares, routes, order, tracer, self._reference, self._balance
@@ -117,6 +122,21 @@ class TrainerRank:
         self._updates += sum(done.update.taken for done in report.updates)
         balanced = None if self._balance is None else self._balance.report()
         return report if self._lead else None, differs, balanced
+
+    def _rehome(self, balance: RankBalance, foreseen: Foreseen) -> None:
+        """Choose homes by the loads of this step, the first, and load weights and state again, in their order."""
+        self._measure_homes = False
+        homes, updates = balance.measure_homes(foreseen, self._model.moe_layers, self._model.device), self._updates
+        self._model.rehome(homes)
+        self._model.load_hf(self._order.model)
+        if self._order.reference is not None:
+            self._reference = None  # its memory is freed before it is needed again
+            self._reference = Reference.load(self._model, self._order.reference)
+        self.set_optimizer(self._spec)
+        if self._resumed is not None:
+            self._load_state(*self._resumed)
+        self._updates = updates
+        self._weights_changed()
 
     def logprobs(
         self,
@@ -142,6 +162,7 @@ class TrainerRank:
     ) -> tuple[float, Update]:
         """One supervised update over this rank's share, ``shares[data_rank][micro_batch]``; its part of the loss.
         Collective."""
+        self._measure_homes = False  # the weights are no longer those that were loaded
         batches = [pack_weighted(sequences, ids) for ids in shares[self._ranks.data_rank]]
         inputs = [packed(batch, weights=torch.from_numpy(batch.weights_T)) for batch in batches]
         parts = self._model.train_microbatches(inputs, None, _supervised_loss(batch_weight), entropy=False)
@@ -171,11 +192,14 @@ class TrainerRank:
         from agent_rl.train.megatron.rng import set_rng_state
 
         checkpoint.verify(folder, manifest, share=self._ranks.rank, shares=self._ranks.world_size)
-        self._state.load(checkpoint.open_pieces(folder, manifest), manifest.counts)
-        self._updates = manifest.updates
+        self._load_state(folder, manifest)
+        self._updates, self._resumed = manifest.updates, (folder, manifest)
         self._weights_changed()
         if manifest.written_by(self._order.config.train.parallel):
             set_rng_state(read_rng(folder, self._ranks.rank))
+
+    def _load_state(self, folder: Path, manifest: Manifest) -> None:
+        self._state.load(checkpoint.open_pieces(folder, manifest), manifest.counts)
 
     def _weights_changed(self) -> None:
         if self._balance is not None:

@@ -106,7 +106,7 @@ def grpo_step(
     plans by which ranks borrow experts, in passes whose routes are known. Log-probs before the update, the reference's
     and advantages are all made before the first mini step, and are the same for all of them.
     """
-    batches = [pack(samples, ids) for share in shares for ids in share.micro_batches]
+    batches = step_batches(samples, shares)
     config = order.config
     replay, temperature = config.train.replay, config.rollout.logprob_temperature
     given: Shards = (rollout or None) if replay == "r3" else None
@@ -147,6 +147,11 @@ def grpo_step(
         reference=None if compared is None else ReferenceReport(compared.taken, compared.seconds),
     )
     return report, differs
+
+
+def step_batches(samples: Mapping[int, Sample], shares: Sequence[MiniStepShare]) -> list[MicroBatch]:
+    """The micro-batches of this rank's share of a global step, mini step after mini step."""
+    return [pack(samples, ids) for share in shares for ids in share.micro_batches]
 
 
 def sample_logprobs(

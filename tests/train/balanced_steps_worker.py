@@ -42,8 +42,10 @@ def run(case: dict[str, Any], model: Path, world_size: int, rank: int) -> dict[s
     trainer = TrainerRank(order, OptimizerSpec.of(config.train), rank, **meeting)
     steps = [one_step(trainer, config, data) for data in (captured(1), captured(2)[:5])]
     weights = {name: tensor.clone() for name, tensor in trainer.model.export_weights()}
+    trainer.model.load_hf(model)
+    reloaded = {name: tensor.clone() for name, tensor in trainer.model.export_weights()}
     trainer.close()
-    return {"steps": steps, "weights": weights}
+    return {"steps": steps, "weights": weights, "reloaded": reloaded}
 
 
 def one_step(trainer: TrainerRank, config: RunConfig, data: tuple[Sample, ...]) -> dict[str, Any]:

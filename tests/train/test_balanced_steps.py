@@ -32,6 +32,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ep4-balanced": ("ep4", {"balance": BALANCED}),
     "ep2": ("ep2", {}),
     "ep2-balanced": ("ep2", {"balance": BALANCED}),
+    "ep4-measured": ("ep4", {"balance": BALANCED | {"home": "measured", "ranks_per_machine": 2}}),
     "ep4-r2": ("ep4", {"replay": "r2"}),
     "ep4-r2-balanced": ("ep4", {"replay": "r2", "balance": BALANCED | {"transfer": {"update": "pool"}}}),
 }
@@ -102,6 +103,25 @@ def test_the_work_is_evened(results: Path, pair: str) -> None:
     assert metrics["balance/bytes_returned"] == pytest.approx(float(np.dot(lent, np.array(twice) - 1)))
 
 
+def test_measured_homes_change_nothing_but_where_experts_live(results: Path) -> None:
+    plain, measured, balanced = (loaded(results, f"ep4{name}") for name in ("", "-measured", "-balanced"))
+    for before, after in zip(plain, measured, strict=True):
+        np.testing.assert_allclose(after["steps"][0]["old"], before["steps"][0]["old"], atol=1e-6)
+        for step, other in zip(before["steps"], after["steps"], strict=True):
+            assert other["norms"] == pytest.approx(step["norms"], rel=3e-5)
+            assert other["differing"] == 0
+    assert list(plain[0]["reloaded"]) == list(measured[0]["reloaded"])
+    for name, weight in plain[0]["reloaded"].items():
+        assert torch.equal(measured[0]["reloaded"][name], weight), name
+    for name, weight in plain[0]["weights"].items():
+        assert float((measured[0]["weights"][name] - weight).abs().max()) <= 1e-5, name
+    before, after = (
+        balance_metrics([rank["steps"][0]["balance"] for rank in ranks])["balance/imbalance_before_mean"]
+        for ranks in (balanced, measured)
+    )
+    assert after < before - 0.05, "homes by the loads of the step are more even"
+
+
 async def test_a_run_is_balanced_from_any_checkpoint(tmp_path: Path) -> None:
     """Through Ray: a checkpoint without balancing is gone on from with it, and back; traces hold; rows are written."""
     install_model(tmp_path / "model")
@@ -141,3 +161,34 @@ async def test_a_run_is_balanced_from_any_checkpoint(tmp_path: Path) -> None:
         (step, kind, number) for step in (1, 2) for number, kind in enumerate(["recompute", "update", "update"])
     }
     assert not (tmp_path / "plain" / FILE).exists()
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+async def test_checkpoints_move_between_measured_and_contiguous_homes(tmp_path: Path, ranks: int) -> None:
+    """Through Ray: a run with measured homes goes on from a plain one's checkpoint, and a plain one from its. With four
+    ranks two share out an expert's optimizer state."""
+    install_model(tmp_path / "model")
+    parallel = {"world_size": ranks, "expert": 2, "distributed_optimizer": True}
+    settings = {"device": "cpu", "microbatch_tokens": 1024, "lr": 3e-4, "parallel": parallel}
+    home = BALANCED | {"home": "measured", "ranks_per_machine": 1}
+    first, second = worker.captured(1), worker.captured(2)
+
+    def trainer(name: str, **train: Any) -> RayTrainer:
+        run = {"name": name, "model": tmp_path / "model", "runs_dir": tmp_path}
+        return RayTrainer(RunConfig.model_validate({**run, "train": {**settings, **train}}))
+
+    async with trainer("plain") as run:
+        await run.step(first, measure_native=False, step=1)
+        await run.save(tmp_path / "plain-checkpoint")
+        await run.step(second, measure_native=False, step=2)
+        wanted = np.concatenate(await run.logprobs(second, replay=True))
+    async with trainer("measured", balance=home) as run:
+        await run.load(tmp_path / "plain-checkpoint")
+        await run.step(second, measure_native=False, step=2)
+        measured = np.concatenate(await run.logprobs(second, replay=True))
+        await run.save(tmp_path / "measured-checkpoint")
+    async with trainer("plain") as run:
+        await run.load(tmp_path / "measured-checkpoint")
+        again = np.concatenate(await run.logprobs(second, replay=True))
+    np.testing.assert_allclose(measured, wanted, atol=1e-4)
+    np.testing.assert_allclose(again, measured, atol=1e-6)

@@ -162,6 +162,11 @@ def test_experts_of_a_width_that_has_no_kernel_are_refused() -> None:
             {"balance": {"enabled": True, "slots": 5}},
             "train.balance: slots 5: other ranks have 4 experts; set it to 4 or less",
         ),
+        (
+            {"world_size": 2, "expert": 2},
+            {"replay": "r2", "balance": {"enabled": True, "home": "measured"}},
+            "train.balance: home measured needs routes before the first pass, and train.replay is r2; set it to r3",
+        ),
     ],
 )
 def test_balancing_that_can_not_be_done_is_refused(parallel: dict[str, Any], train: dict[str, Any], line: str) -> None:

@@ -70,6 +70,22 @@ def test_any_layout_reads_what_any_other_wrote(
             np.testing.assert_array_equal(found, cut(whole, part)[start:stop] * factor)
 
 
+@given(order=st.permutations(range(12)), ranks=st.sampled_from([1, 2, 3, 4]), start=st.integers(0, 35))
+def test_rows_in_any_order_over_ranks_are_read_in_order_and_back(
+    tmp_path_factory: pytest.TempPathFactory, order: list[int], ranks: int, start: int
+) -> None:
+    """As experts that are not at home in order: each rank has some rows, each a part of its own."""
+    whole = np.random.default_rng(1).standard_normal(WHOLE).astype(np.float32)
+    rows = parts(0, 12)
+    held = [[whole_part(rows[row]) for row in order[rank::ranks]] for rank in range(ranks)]
+    reader = PieceReader(write(tmp_path_factory.mktemp("rows"), held, whole))
+    for part in (*parts(0, 4), *rows):
+        stop = math.prod(part.shape)
+        first = min(start, stop - 1)
+        found = reader.read(Stretch(part, first, stop), "exp_avg")
+        np.testing.assert_array_equal(found, cut(whole, part)[first:] * 2)
+
+
 def test_copies_of_the_same_stretch_do_no_harm(tmp_path: Path) -> None:
     whole = np.arange(144, dtype=np.float32).reshape(WHOLE)
     first, second = map(whole_part, parts(0, 2))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -68,11 +69,11 @@ def write_pieces(file: IO[bytes], pieces: Sequence[tuple[Stretch, str]], values:
     """
     header: dict[str, Any] = {}
     stretches: dict[str, Any] = {}
-    offset = 0
+    offset, keys = 0, _keys([stretch for stretch, _ in pieces])
     for stretch, slot in pieces:
         end = offset + 4 * stretch.size
-        header[f"{stretch.part.name}.{slot}"] = {"dtype": "F32", "shape": [stretch.size], "data_offsets": [offset, end]}
-        stretches[stretch.part.name] = asdict(stretch)
+        header[f"{keys[stretch]}.{slot}"] = {"dtype": "F32", "shape": [stretch.size], "data_offsets": [offset, end]}
+        stretches[keys[stretch]] = asdict(stretch)
         offset = end
     if values.nbytes != offset or len(header) != len(pieces):
         raise TrainerError(f"checkpoint: {values.nbytes} bytes for pieces of {offset}, or a piece named twice")
@@ -84,6 +85,16 @@ def write_pieces(file: IO[bytes], pieces: Sequence[tuple[Stretch, str]], values:
         while view:
             view = view[file.write(view) :]  # an unbuffered file takes at most 2 GiB at once
     return zlib.crc32(data)
+
+
+def _keys(stretches: Sequence[Stretch]) -> dict[Stretch, str]:
+    """Names within a file: the parameter's; where a rank has several stretches of one, those after it are numbered."""
+    keys, taken = dict[Stretch, str](), Counter[str]()
+    for stretch in dict.fromkeys(stretches):
+        name = stretch.part.name
+        keys[stretch] = f"{name}#{taken[name]}" if taken[name] else name
+        taken[name] += 1
+    return keys
 
 
 class PieceReader:

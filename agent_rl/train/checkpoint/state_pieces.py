@@ -6,9 +6,11 @@ three tensors a parameter that it keeps are all the state there is.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core import parallel_state
 from torch import Tensor
@@ -36,13 +38,14 @@ class StatePieces:
             total = len(SLOTS) * sum(shard.stop - shard.start for shard in shards)
             pinned = torch.cuda.is_available() and any(s.slots["master"].is_cuda for s in shards)
             self._host = torch.empty(total, dtype=torch.float32, pin_memory=pinned)
-        pieces, offset = [], 0
+        pieces: list[tuple[Stretch, str]] = []
+        offset = 0
         for shard in shards:
             for slot in SLOTS:
                 source = shard.slots[slot]
                 self._host[offset : offset + source.numel()].copy_(source)
                 offset += source.numel()
-                pieces.append((self._stretch(shard), slot))
+                pieces.extend((stretch, slot) for stretch in self._stretches(shard))
         return Snapshot(pieces, self._host[:offset].numpy(), self._optimizer.counts)
 
     def load(self, reader: PieceReader, counts: Mapping[str, int]) -> None:
@@ -51,11 +54,29 @@ class StatePieces:
         self._optimizer.load([self._read(reader, shard) for shard in self._optimizer.shards()], counts)
 
     def _read(self, reader: PieceReader, shard: StateShard) -> dict[str, Tensor]:
-        stretch = self._stretch(shard)
-        return {slot: torch.from_numpy(reader.read(stretch, slot)) for slot in SLOTS}
+        stretches = self._stretches(shard)
+        return {
+            slot: torch.from_numpy(np.concatenate([reader.read(stretch, slot) for stretch in stretches]))
+            for slot in SLOTS
+        }
 
-    def _stretch(self, shard: StateShard) -> Stretch:
-        return Stretch(part_of(self._slots[shard.name], shard.shape, self._ranks), shard.start, shard.stop)
+    def _stretches(self, shard: StateShard) -> list[Stretch]:
+        """What the shard is of its parameter, one after the other: one stretch, but of experts that are not at home in
+        order one of each expert."""
+        slot = self._slots[shard.name]
+        part = part_of(slot, shard.shape, self._ranks)
+        if slot.home == tuple(range(len(slot.home))) or shard.start == shard.stop:
+            return [Stretch(part, shard.start, shard.stop)]
+        size, each = math.prod(shard.shape[1:]), (1, *shard.shape[1:])
+        bounds = [
+            (expert, max(shard.start - place * size, 0), min(shard.stop - place * size, size))
+            for place, expert in enumerate(hf.own_experts(slot, self._ranks))
+        ]
+        return [
+            Stretch(Part(part.name, each, 0, expert, len(slot.home)), start, stop)
+            for expert, start, stop in bounds
+            if start < stop
+        ]
 
     def _writes(self, slot: Slot) -> bool:
         """Whether this rank is the first of those that keep the same stretch."""
@@ -88,7 +109,7 @@ def part_of(slot: Slot, shape: Sequence[int], ranks: Ranks) -> Part:
 
 def _slots_by_name(model: PolicyModel) -> dict[str, Slot]:
     """The slots by the optimizer's names of their parameters."""
-    slots = {id(slot.parameter): slot for slot in hf.slots(model.modules, model.facts)}
+    slots = {id(slot.parameter): slot for slot in model.slots()}
     return {name: slots[id(parameter)] for name, parameter in _named_parameters(model.modules)}
 
 

@@ -5,7 +5,8 @@
     router ─> map of experts ─> map of slots ─> Megatron's dispatcher, made for R (N + X) experts ─> own and borrowed
               [T, E], logical    by the plan                                                         experts
 
-Routers, their statistics and traces know of experts only. Without a plan a layer is Megatron's own in every bit.
+Routers, their statistics and traces know of experts only. Without a plan a layer is Megatron's own in every bit, with
+experts at home in order; otherwise the map's columns are put into the order of the homes first.
 """
 
 from __future__ import annotations
@@ -65,6 +66,8 @@ class BalancedMoELayer(MoELayer):
 
     experts: BalancedExperts
     token_dispatcher: MoETokenDispatcher
+    home: Tensor | None = None
+    """The expert in each home place of the expert group, int64 ``[E]`` on the device; None: they are in order."""
 
     def adopt(self, grid: Grid, *, recomputed: bool, keep_order: bool) -> None:
         """Make room for the borrowed slots of ``grid``. ``recomputed``: the layer is run again under the backward pass.
@@ -100,7 +103,9 @@ class BalancedMoELayer(MoELayer):
         self._begun = False
         self.experts.work, self.experts.again = work, again
         self.token_dispatcher = self._plain if work is None else self._slots
-        if work is not None and isinstance(self._slots, SlotDispatcher):
+        if work is None and self.home is not None:
+            probs, routing_map = probs.index_select(1, self.home), routing_map.index_select(1, self.home)
+        elif work is not None and isinstance(self._slots, SlotDispatcher):
             self._slots.placement = work.placement
         elif work is not None:
             probs, routing_map = work.placement.spread(probs, routing_map)

@@ -63,6 +63,11 @@ class ExpertBalancer:
                     layer.adopt(grid, recomputed=is_recomputed(layer.config, place), keep_order=keep_order)
                     yield layer
 
+    def rehome(self, homes: Mapping[int, Sequence[int]], device: torch.device) -> None:
+        """The expert in each home place of the expert group, by layer number; plans must be made for them."""
+        for layer in self._all():
+            layer.home = torch.tensor(homes[layer.layer_number], device=device)
+
     @contextmanager
     def forward(self, chunk: int, plans: Mapping[int, Plan] | None, *, backward: bool) -> Iterator[None]:
         """Around one forward pass of one micro-batch through chunk ``chunk``.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -46,21 +46,31 @@ class Cut(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slot:
-    """A parameter and the Hugging Face names of what it holds (of all experts, on every expert rank)."""
+    """A parameter and the Hugging Face names of what it holds (of all experts, on every expert rank).
+
+    ``home``, where it is stacked over experts: the expert in each place over all expert ranks, one after the other.
+    """
 
     parameter: Tensor
     names: tuple[str, ...]
     cut: Cut
+    home: tuple[int, ...] = ()
 
 
-def slots(models: Sequence[Any], facts: ModelFacts) -> Iterator[Slot]:
+Homes = Mapping[int, Sequence[int]]
+"""By layer (from 0) the expert in each place over the expert ranks; a layer that is not there has them in order."""
+
+
+def slots(models: Sequence[Any], facts: ModelFacts, homes: Homes) -> Iterator[Slot]:
     """The slots of this rank's (bare) GPT model chunks. A tied output copy has the embedding's name."""
     for model, name, parameter in ((m, *named) for m in models for named in m.named_parameters()):
         if name.startswith("decoder.layers."):
             _, _, local, rest = name.split(".", 3)
             layer = model.decoder.layers[int(local)].layer_number - 1
             names, cut = _layer_slot(rest, facts)
-            yield Slot(parameter, tuple(f"model.layers.{layer}.{part}" for part in names), cut)
+            stacked = cut in (Cut.EXPERTS_GATE_UP, Cut.EXPERTS_DOWN)
+            home = tuple(homes.get(layer, range(facts.num_experts))) if stacked else ()
+            yield Slot(parameter, tuple(f"model.layers.{layer}.{part}" for part in names), cut, home)
         elif name == "decoder.final_layernorm.weight":
             yield Slot(parameter, ("model.norm.weight",), Cut.WHOLE)
         elif name == "output_layer.weight" and not facts.tied:
@@ -106,10 +116,10 @@ def _layer_slot(name: str, facts: ModelFacts) -> tuple[tuple[str, ...], Cut]:
 
 
 @torch.no_grad()
-def load_weights(models: Sequence[Any], facts: ModelFacts, folder: Path, ranks: Ranks) -> None:
+def load_weights(models: Sequence[Any], facts: ModelFacts, folder: Path, ranks: Ranks, homes: Homes) -> None:
     """Fill this rank's parameters from the safetensors in ``folder``. Raises ConfigError naming a missing tensor."""
     with _Reader(folder) as reader:
-        for slot in slots(models, facts):
+        for slot in slots(models, facts, homes):
             local = _to_local(slot, reader, facts, ranks)
             if local.shape != slot.parameter.shape:
                 raise ConfigError(
@@ -135,25 +145,28 @@ def _to_local(slot: Slot, reader: _Reader, facts: ModelFacts, ranks: Ranks) -> T
             parts = [reader[name].unflatten(0, (groups, -1)) for name in names]
             return torch.cat(parts, dim=1).flatten(0, 1).chunk(size)[rank]
         case Cut.EXPERTS_GATE_UP:
-            mine = _share(names, ranks)
-            return torch.stack([torch.cat((reader[g], reader[u])) for g, u in zip(mine[::2], mine[1::2], strict=True)])
+            gates, ups = names[::2], names[1::2]
+            return torch.stack([torch.cat((reader[gates[e]], reader[ups[e]])) for e in own_experts(slot, ranks)])
         case Cut.EXPERTS_DOWN:
-            return torch.stack([reader[name] for name in _share(names, ranks)])
+            return torch.stack([reader[names[expert]] for expert in own_experts(slot, ranks)])
 
 
-def _share(names: tuple[str, ...], ranks: Ranks) -> tuple[str, ...]:
-    size = len(names) // ranks.expert_size
-    return names[ranks.expert_rank * size : (ranks.expert_rank + 1) * size]
+def own_experts(slot: Slot, ranks: Ranks) -> tuple[int, ...]:
+    """The experts that this rank has of a parameter that is stacked over experts, in its order."""
+    size = len(slot.home) // ranks.expert_size
+    return slot.home[ranks.expert_rank * size : (ranks.expert_rank + 1) * size]
 
 
-def export_weights(models: Sequence[Any], facts: ModelFacts, ranks: Ranks) -> Iterator[tuple[str, Tensor]]:
+def export_weights(
+    models: Sequence[Any], facts: ModelFacts, ranks: Ranks, homes: Homes
+) -> Iterator[tuple[str, Tensor]]:
     """Every Hugging Face name with its full tensor. Collective; tensors are yielded on rank 0 alone.
 
     A tied output projection is written out as ``lm_head.weight``: SGLang's Qwen3-MoE never ties, and without it would
     answer with uniform probabilities.
     """
     group = parallel_state.get_pipeline_model_parallel_group()
-    mine = [slot for slot in slots(models, facts) if not _is_tied_copy(slot, ranks)]
+    mine = [slot for slot in slots(models, facts, homes) if not _is_tied_copy(slot, ranks)]
     plans: list[Any] = [None] * ranks.pipeline_size
     plan = [(slot.names, _full_shape(slot, ranks), slot.parameter.dtype) for slot in mine]
     torch.distributed.all_gather_object(plans, plan, group=group)
@@ -188,10 +201,14 @@ def _full_shape(slot: Slot, ranks: Ranks) -> tuple[int, ...]:
 
 @torch.no_grad()
 def _to_full(slot: Slot, ranks: Ranks) -> Tensor:
-    """The parameter with the cuts of all tensor or expert ranks put together, in Megatron's arrangement."""
+    """The parameter with the cuts of all tensor or expert ranks put together, in Megatron's arrangement; experts by
+    their number."""
     local = slot.parameter.detach().contiguous()
     if slot.cut in (Cut.EXPERTS_GATE_UP, Cut.EXPERTS_DOWN):
-        return torch.cat(_gather(local, parallel_state.get_expert_model_parallel_group()))
+        full = torch.cat(_gather(local, parallel_state.get_expert_model_parallel_group()))
+        if slot.home == tuple(range(len(full))):
+            return full
+        return full[torch.tensor(slot.home, device=full.device).argsort()]
     if slot.cut is Cut.WHOLE:
         return local
     parts = _gather(local, parallel_state.get_tensor_model_parallel_group())

@@ -6,11 +6,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
+from numpy.typing import NDArray
 from torch import Tensor
 
 from agent_rl.config import ParallelConfig, Recompute
@@ -64,6 +66,7 @@ class PolicyModel:
         balance: Balancing | None = None,
     ) -> None:
         self.facts, self.ranks, self.device, self.folder = facts, ranks, device, folder
+        self._homes: hf.Homes = {}
         self.config: TransformerConfig = modules[0].config
         self.shard = shard_spec(ranks, facts.moe, model_chunks=len(modules))
         moe_layers = [self.layer_numbers[column] for column in self.shard.columns]
@@ -206,13 +209,24 @@ class PolicyModel:
         torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group())
         return total
 
+    def slots(self) -> Iterator[hf.Slot]:
+        """What each of this rank's parameters is in a Hugging Face checkpoint."""
+        return hf.slots(self.modules, self.facts, self._homes)
+
+    def rehome(self, homes: NDArray[np.integer]) -> None:
+        """From now on experts live as ``homes`` ``[moe_layers, E]`` says (:attr:`r3.balance.Grid.home`), the same on
+        all ranks; of a model built with ``balance``. The weights must be loaded anew."""
+        assert self.balancer is not None
+        self._homes = dict(zip(self.facts.moe_layer_ids, homes.tolist(), strict=True))
+        self.balancer.rehome({layer + 1: home for layer, home in self._homes.items()}, self.device)
+
     def load_hf(self, folder: Path) -> None:
         """Load the weights of a Hugging Face checkpoint. Raises ConfigError naming what is missing."""
-        hf.load_weights(self.modules, self.facts, folder, self.ranks)
+        hf.load_weights(self.modules, self.facts, folder, self.ranks, self._homes)
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and full tensors, on rank 0 alone; every rank must exhaust the iterator."""
-        return hf.export_weights(self.modules, self.facts, self.ranks)
+        return hf.export_weights(self.modules, self.facts, self.ranks, self._homes)
 
     def save_hf(self, folder: Path, *, dtype: torch.dtype | None = None) -> None:
         """Write a Hugging Face checkpoint with the config and tokenizer files of the folder this model came from.
