@@ -28,6 +28,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 
 from agent_rl.config import BalanceConfig
 from agent_rl.errors import ConfigError
@@ -162,7 +163,7 @@ class Pool:
         self._settle()
         if self._stream is not None:
             for held in (held for pair in self._held.values() for held in pair):
-                torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(held.data_ptr())))
+                unpin_memory(held.data_ptr())
         self._held.clear()
         group, self._group = self._group, None
         leave(group)
@@ -263,7 +264,7 @@ def _pinned(held: Mapping[int, tuple[Tensor, Tensor]], layers: Mapping[int, Expe
     if not any(experts.weight1.is_cuda for experts in layers.values()):
         return None
     for memory in (memory for pair in held.values() for memory in pair):
-        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)))
+        pin_memory(memory.data_ptr(), memory.nbytes)
     return torch.cuda.Stream()
 
 
