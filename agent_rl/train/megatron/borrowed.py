@@ -72,17 +72,22 @@ class Work:
     held: Tensor
     least: Tensor
 
-    def fetch(self, *, forward: bool) -> tuple[Tensor, Tensor]:
-        """The borrowed ``weight1`` and ``weight2``; begins to fetch those of the layer that comes next."""
+    def fetch(self, *, ahead: bool) -> tuple[Tensor, Tensor]:
+        """The borrowed ``weight1`` and ``weight2``; ``ahead``: begins to fetch those of the next layer."""
         weights = self.transfer.fetch(*self.visit[self.place])
-        following = self.place + (1 if forward else -1)
-        if 0 <= following < len(self.visit):
-            self.transfer.prefetch(*self.visit[following])
+        if ahead:
+            self._prefetch(self.place + 1)
         return weights
 
     def give_back(self, gradient1: Tensor, gradient2: Tensor) -> None:
-        """Send the borrowed experts' gradients home."""
+        """Send the borrowed experts' gradients home, and only then, to spare memory, begin to fetch the weights of the
+        layer before."""
         self.transfer.give_back(*self.visit[self.place], gradient1, gradient2)
+        self._prefetch(self.place - 1)
+
+    def _prefetch(self, place: int) -> None:
+        if 0 <= place < len(self.visit):
+            self.transfer.prefetch(*self.visit[place])
 
 
 class Rows:
@@ -143,7 +148,7 @@ class _Borrowed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, probs: Tensor, rows: Rows, work: Work, again: bool) -> Tensor:
-        weights = work.fetch(forward=not again)
+        weights = work.fetch(ahead=not again)
         tokens, probs = rows.fill(tokens), rows.fill(probs)
         ends = rows.filled.cumsum(0).to(tokens.device, torch.int32)
         hidden = F.grouped_mm(tokens, weights[0].transpose(1, 2), offs=ends)
@@ -156,7 +161,7 @@ class _Borrowed(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         tokens, probs, hidden, ends = ctx.saved_tensors
         output = ctx.rows.fill(gradients[0])
-        weight1, weight2 = ctx.weights or ctx.work.fetch(forward=False)
+        weight1, weight2 = ctx.weights or ctx.work.fetch(ahead=False)
         ctx.weights = None
         with torch.enable_grad():
             leaves = hidden.detach().requires_grad_(), probs.detach().requires_grad_()
