@@ -60,7 +60,7 @@ WORLDS: list[tuple[int, dict[str, Any], list[Case]]] = [
             *both("ep2-absent", routes="absent"),
             *both("ep2-crowded", routes="crowded"),
             *both("ep2-shared", model="shared"),
-            case("ep2-bf16-relocate", "relocate", options={"dtype": "bfloat16"}),
+            case("ep2-bf16-relocate", "relocate", model="top-4", options={"dtype": "bfloat16"}),
             case("ep2-any-order", "relocate", model="top-4", keep_order=False),
             case("ep2-memory", "replicate", model="wide", memory=True),
             case("fault-not-returned", "replicate", fault="not returned"),

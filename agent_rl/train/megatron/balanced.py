@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import copy
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import (
@@ -32,33 +34,88 @@ from r3.balance import Grid
 
 
 class SlotDispatcher(MoEAlltoAllTokenDispatcher):
-    """Megatron's all-to-all with a map of experts, sent to slots by ``placement``, combined in the order of experts.
+    """Megatron's all-to-all, which is given a map of experts, sends to slots by ``placement`` and combines in the order
+    of experts.
 
-    Tokens are sorted by expert first and by slot then, and the other way back. So a token's outputs are added up in the
-    order they would have without slots, and so are the gradients of its copies.
+    A token's outputs are added up as they would be without slots, and so are the gradients of its copies.
     """
 
     placement: Placement
 
     def preprocess(self, routing_map: Tensor) -> Tensor:
         """See Megatron's; it counts the tokens of each column, of which here is one a slot."""
-        counts, tokens = routing_map.sum(0), len(routing_map) * self.config.moe_router_topk
-        self._order = self.placement.order(counts, tokens)
+        counts, copies = routing_map.sum(0), len(routing_map) * self.config.moe_router_topk
+        self._order = self.placement.order(counts, copies)
         held: Tensor = super().preprocess(self.placement.counts(counts)[None])
-        self.num_out_tokens = tokens
+        self.num_out_tokens = copies
         return held
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """See Megatron's; from the order of experts to that of slots."""
-        rows, gates = super().dispatch_preprocess(hidden_states, routing_map, probs)
-        return rows.index_select(0, self._order), gates.index_select(0, self._order)
+        """See Megatron's."""
+        self.hidden_shape, self.probs = hidden_states.shape, probs
+        counted = self.preprocess(routing_map)
+        self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", counted)
+        by_expert = routing_map.T.contiguous()
+        tokens = torch.arange(len(routing_map), device=probs.device).expand_as(by_expert).masked_select(by_expert)
+        gates = probs.T.contiguous().masked_select(by_expert).index_select(0, self._order)
+        self._copies = Copies.of(tokens, self._order, len(routing_map))
+        return _Spread.apply(hidden_states.view(-1, hidden_states.shape[-1]), self._copies), gates
 
     def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
-        """See Megatron's; from the order of slots to that of experts."""
-        order = self._order
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        combined: Tensor = super().combine_postprocess(permutated_local_input_tokens.index_select(0, back))
-        return combined
+        """See Megatron's."""
+        combined: Tensor = _Combined.apply(permutated_local_input_tokens, self._copies)
+        return combined.view(self.hidden_shape)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copies:
+    """Copies of tokens sorted by slot: ``token`` ``[T k]`` of each, and ``places`` ``[T, k]`` of each token's, in the
+    order of their experts."""
+
+    token: Tensor
+    places: Tensor
+
+    @staticmethod
+    def of(tokens: Tensor, order: Tensor, count: int) -> Copies:
+        """From the token of each copy when sorted by expert, and for each slot's copies their places there."""
+        slots = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        return Copies(tokens[order], slots[tokens.argsort(stable=True)].view(count, -1))
+
+    def spread(self, tokens: Tensor) -> Tensor:
+        """``[T, H]`` to ``[T k, H]``."""
+        return tokens.index_select(0, self.token)
+
+    def combine(self, rows: Tensor) -> Tensor:
+        """``[T k, H]`` to ``[T, H]``: the sums over each token's copies."""
+        # As Megatron's own sum does, and not the CPU's embedding_bag of bfloat16, round once.
+        wide = rows.float() if rows.device.type == "cpu" else rows
+        return F.embedding_bag(self.places, wide, mode="sum").to(rows.dtype)
+
+
+class _Spread(torch.autograd.Function):
+    """:meth:`Copies.spread`; its gradients are combined."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, copies: Copies) -> Tensor:
+        ctx.copies = copies
+        return copies.spread(tokens)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.copies.combine(gradients[0]), None
+
+
+class _Combined(torch.autograd.Function):
+    """:meth:`Copies.combine`; its gradients are spread."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, copies: Copies) -> Tensor:
+        ctx.copies = copies
+        return copies.combine(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.copies.spread(gradients[0]), None
 
 
 class BalancedMoELayer(MoELayer):
