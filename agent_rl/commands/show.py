@@ -23,7 +23,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from agent_rl.errors import UserError
+from agent_rl.errors import AgentRlError, UserError
 from agent_rl.rollout.records import FOLDER, read_rows, steps_on_disk, trajectories_path
 from sandbox import printable
 
@@ -52,7 +52,24 @@ def show(
 ) -> None:
     """Print the episode of ``path`` that is asked for, or a list where there are more. Raises UserError."""
     file = _file_of(path, step)
-    found = list(_episodes(file))
+    try:
+        _show(path, file, list(_episodes(file)), task=task, sample=sample, as_list=as_list, console=console)
+    except UserError:
+        raise
+    except (AgentRlError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{file}: no trajectories that can be shown ({type(error).__name__}: {error})") from None
+
+
+def _show(
+    path: Path,
+    file: Path,
+    found: Sequence[Shown],
+    *,
+    task: str | None,
+    sample: int | None,
+    as_list: bool,
+    console: Console,
+) -> None:
     chosen = [e for e in found if task in (None, e.task_id) and sample in (None, e.sample)]
     if not chosen:
         tasks = sorted({episode.task_id for episode in found})
@@ -86,17 +103,14 @@ def _file_of(path: Path, step: int | None) -> Path:
 
 def _episodes(file: Path) -> Iterator[Shown]:
     """The episodes in a JSONL of trajectories, in one log of an evaluation, or in all logs of its folder."""
-    try:
-        if file.is_dir():
-            logs = (json.loads(log.read_text()) for log in sorted(file.glob("logs/*/*.json")))
-            yield from (Shown(row["task_id"], row["sample"], row) for row in logs)
-        elif file.suffix == ".jsonl":
-            yield from _numbered(read_rows(file))
-        else:
-            row = json.loads(file.read_text())
-            yield Shown(row["task_id"], row["sample"], row)
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{file}: no trajectories that can be shown ({type(error).__name__}: {error})") from None
+    if file.is_dir():
+        logs = (json.loads(log.read_text()) for log in sorted(file.glob("logs/*/*.json")))
+        yield from (Shown(row["task_id"], row["sample"], row) for row in logs)
+    elif file.suffix == ".jsonl":
+        yield from _numbered(read_rows(file))
+    else:
+        row = json.loads(file.read_text())
+        yield Shown(row["task_id"], row["sample"], row)
 
 
 def _numbered(rows: Iterable[Mapping[str, Any]]) -> Iterator[Shown]:

@@ -164,5 +164,5 @@ def frames_of(file: IO[bytes]) -> Iterator[tuple[bytes, int]]:
 def _same(frame: bytes, header: Mapping[str, object]) -> bool:
     try:
         return bool(json.loads(frame) == dict(header))
-    except ValueError:
+    except (ValueError, RecursionError):
         return False

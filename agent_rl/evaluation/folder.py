@@ -176,7 +176,7 @@ def _read(path: Path, number: int, line: bytes) -> EpisodeResult:
     try:
         row = json.loads(line)
         return EpisodeResult(**{**row, "suspected_hack": tuple(row["suspected_hack"])})
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ConfigError(f"{path}:{number}: no result of an evaluation ({error}); remove the line") from None
 
 

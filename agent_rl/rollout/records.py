@@ -32,6 +32,8 @@ FORMAT = 2
 
 FOLDER = "trajectories"
 _ALONE = "trajectory"
+_BROKEN = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError, SafetensorError)
+"""What reading a file raises that is damaged, or was never one of ours."""
 _PLAIN = ("task_id", "env", "reward", "resolved", "patch", "error", "seconds", "grade_seconds")
 
 
@@ -68,16 +70,22 @@ def decode_trajectory(data: bytes, where: str) -> Trajectory:
         arrays = load(data)
         length = int.from_bytes(data[:8], "little")
         row = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["row"])
-    except (SafetensorError, ValueError, KeyError) as error:
+    except _BROKEN as error:
         raise AgentRlError(f"{where}: not a trajectory: {error}") from error
     return _trajectory(row, arrays.__getitem__, where)
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a step's JSONL as they stand, without arrays."""
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            yield json.loads(line)
+    """The rows of a step's JSONL as they stand, without arrays. Raises AgentRlError for a line that is no row."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                row = json.loads(line)
+            except _BROKEN as error:
+                raise AgentRlError(f"{path}, line {number}: no JSON ({error})") from None
+            if not isinstance(row, dict):
+                raise AgentRlError(f"{path}, line {number}: not the row of a trajectory")
+            yield row
 
 
 def read_trajectories(run_dir: Path, step: int) -> tuple[Group, ...]:
@@ -91,12 +99,15 @@ def read_trajectories(run_dir: Path, step: int) -> tuple[Group, ...]:
     members: dict[int, list[Trajectory]] = {}
     failures: dict[int, int] = {}
     tasks: dict[int, str] = {}
-    with safe_open(arrays, framework="numpy") as tensors:
-        for number, row in enumerate(read_rows(path), 1):
-            trajectory = _trajectory(row, tensors.get_tensor, f"{path}, line {number}")
-            index = row["group"]["index"]
-            members.setdefault(index, []).append(trajectory)
-            failures[index], tasks[index] = row["group"]["infrastructure_failures"], row["task_id"]
+    try:
+        with safe_open(arrays, framework="numpy") as tensors:
+            for number, row in enumerate(read_rows(path), 1):
+                trajectory = _trajectory(row, tensors.get_tensor, f"{path}, line {number}")
+                index = int(row["group"]["index"])
+                members.setdefault(index, []).append(trajectory)
+                failures[index], tasks[index] = int(row["group"]["infrastructure_failures"]), row["task_id"]
+    except _BROKEN as error:
+        raise AgentRlError(f"{path}: not trajectories that this version reads: {_why(error)}") from error
     return tuple(Group(tasks[index], tuple(members[index]), failures[index]) for index in members)
 
 
@@ -151,10 +162,12 @@ def _save_arrays(path: Path, arrays: Mapping[str, NDArray]) -> None:
 
 def _trajectory(row: Mapping[str, Any], array: Callable[[str], NDArray], where: str) -> Trajectory:
     """The trajectory of a row; ``array`` gives its arrays by name."""
-    found = row.get("format", FORMAT if "routes" in row.get("arrays", ()) else 1)
-    if found != FORMAT:
-        raise AgentRlError(f"{where}: written in format {found} of trajectories; this version reads format {FORMAT}")
     try:
+        found = row.get("format", FORMAT if "routes" in row.get("arrays", ()) else 1)
+        if found != FORMAT:
+            raise AgentRlError(
+                f"{where}: written in format {found} of trajectories; this version reads format {FORMAT}"
+            )
         key = row["arrays"]["key"]
         return Trajectory(
             **{name: row[name] for name in _PLAIN},
@@ -168,7 +181,7 @@ def _trajectory(row: Mapping[str, Any], array: Callable[[str], NDArray], where: 
             weight_versions=tuple(row["weight_versions"]),
             suspected_hack=tuple(row["suspected_hack"]),
         )
-    except (KeyError, TypeError, ValueError, SafetensorError) as error:
+    except _BROKEN as error:
         raise AgentRlError(f"{where}: not a trajectory that this version reads: {_why(error)}") from error
 
 

@@ -79,7 +79,7 @@ def recorded(path: Path) -> tuple[Solver, frozenset[str]]:
         with path.open(encoding="utf-8") as rows:
             for row in map(json.loads, rows):
                 turns.setdefault(row["task_id"], [turn["text"] for turn in row["turns"]])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}: no trajectories to replay ({type(error).__name__}: {error})") from None
     return (lambda env, task: turns[task.id]), frozenset(turns)
 

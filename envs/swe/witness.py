@@ -1,10 +1,10 @@
 """An account of the hidden tests' run that the summary on the screen is checked against.
 
 Anything may print a line that looks like pytest's. So a plugin watches from inside pytest (:mod:`.witness_plugin`) and
-writes a report, with a password, to a place named by a random number; its source and its orders, where the password
-stands, are emptied as soon as they are read. Code that prints a summary and exits leaves no report; code that replaces
-functions of pytest or unittest, rewrites a hidden test or swaps its code, sets a trace or profile function, reports a
-test that never ran, shadows a module or brings a plugin is named in it.
+writes a report, sealed with a password, to a place named by a random number; its source and its orders, where the
+password stands, are emptied as soon as they are read. Code that prints a summary and exits leaves no report; code that
+replaces functions of pytest or unittest, rewrites a hidden test or swaps its code, sets a trace or profile function,
+reports a test that never ran, shadows a module or brings a plugin is named in it.
 
 What it can't see: code under test that returns objects which compare equal to everything, or that knows this module and
 goes for its memory. Tests share one process with what they test.
@@ -12,6 +12,8 @@ goes for its memory. Tests share one process with what they test.
 
 from __future__ import annotations
 
+import asyncio
+import hmac
 import json
 import secrets
 from collections.abc import Mapping, Sequence
@@ -25,7 +27,8 @@ from envs.swe.patches import IMPORTED_BY_TESTS
 from envs.swe.pytest_log import worst
 from sandbox import Sandbox, SandboxFileError
 
-MAX_REPORT_BYTES = 16 << 20
+MAX_REPORT_BYTES = 4 << 20
+_SEAL_BYTES = 65
 NO_REPORT = "the test run left no report of its own beside its summary"
 
 
@@ -33,7 +36,6 @@ NO_REPORT = "the test run left no report of its own beside its summary"
 class Report:
     """What the plugin saw. ``outcomes`` are (node id, status) of every phase that has one, in their order."""
 
-    password: str
     outcomes: Sequence[tuple[str, str]]
     changed: Sequence[str] = ()
     replaced: Sequence[str] = ()
@@ -106,10 +108,23 @@ class Witness:
         """The report, or None where there is none, or none of the plugin's."""
         try:
             content = await sandbox.read_file(f"{self._folder}/report.json", max_bytes=MAX_REPORT_BYTES)
-            report = _REPORT.validate_json(content)
-        except (SandboxFileError, ValidationError):
+        except SandboxFileError:
             return None
-        return report if secrets.compare_digest(report.password.encode(), self.password.encode()) else None
+        return await asyncio.to_thread(self.opened, content)
+
+    def seal(self, report: bytes) -> bytes:
+        """What the plugin writes: the report after a line that only who knows the password can make."""
+        return hmac.new(self.password.encode(), report, "sha256").hexdigest().encode() + b"\n" + report
+
+    def opened(self, content: bytes) -> Report | None:
+        """The report of a file that was sealed with the password; nothing else is parsed."""
+        report = content[_SEAL_BYTES:]
+        if not hmac.compare_digest(self.seal(report), content):
+            return None
+        try:
+            return _REPORT.validate_json(report)
+        except ValidationError:
+            return None
 
 
 @cache

@@ -8,6 +8,7 @@ notes what could be undone before anybody looks: swapped code, trace and profile
 
 import doctest
 import hashlib
+import hmac
 import json
 import os
 import sys
@@ -162,7 +163,6 @@ class Witness:
         self.shadowed |= set(self._shadowed())
         root = os.path.realpath(str(getattr(config, "rootpath", None) or getattr(config, "rootdir", _TOP)))
         content = {
-            "password": self.password,
             "outcomes": [[_from_here(test, root), status] for test, status in self.outcomes],
             "changed": sorted(os.path.relpath(path, _TOP) for path in self.changed),
             "replaced": self._replaced(),
@@ -172,8 +172,10 @@ class Witness:
             "traced": sorted(self.traced),
             "uncalled": sorted(test for test, status in self.outcomes if self._was_never_called(test, status)),
         }
-        with open(self.report + ".new", "w") as out:
-            json.dump(content, out)
+        text = json.dumps(content).encode()
+        seal = hmac.new(self.password.encode(), text, "sha256").hexdigest().encode()
+        with open(self.report + ".new", "wb") as out:
+            out.write(seal + b"\n" + text)
         os.rename(self.report + ".new", self.report)
 
     def _compare_files(self) -> None:

@@ -31,6 +31,7 @@ _WRAPPER_KILLED = 137
 _PROGRAMS = ("/bin", "/lib", "/sbin", "/usr", "/etc/ld.so")
 _FIRST_PROCESS = {"/usr", "/usr/sbin", "/usr/sbin/docker-init"}  # what the engine itself puts into every box
 _NOTHING_RAN = ExecResult(OVERGROWN, b"", b"", 0.0)
+_NOTHING = ("/bin/sh", "-c", "exit 0")
 _NO_SHELL = b"the box can't run commands any more: its own programs or libraries were changed\n"
 
 
@@ -98,7 +99,7 @@ class DockerBox(BaseBox):
         outcome = await self._run(whole, timeout + _GRACE, env, stdin)
         seconds = time.perf_counter() - started
         if not outcome.complete and outcome.exit_code not in (None, _WRAPPER_KILLED):
-            if await self._owner.call(self._has_other_programs, SandboxLostError):
+            if await self._has_no_shell() or await self._owner.call(self._has_other_programs, SandboxLostError):
                 return ExecResult(127, b"", _NO_SHELL, seconds)
             self._tell_lost(outcome)
         overdue = outcome.exit_code is None
@@ -182,6 +183,12 @@ class DockerBox(BaseBox):
             raise
         self._check_open()
         return outcome
+
+    async def _has_no_shell(self) -> bool:
+        """Whether the engine cannot even start a shell, though there is room: the box took it, or its rights."""
+        await self._check_growth_or_room()
+        probe = await self._run(_NOTHING, _GRACE, {}, None)
+        return probe.exit_code in (126, 127)
 
     def _has_other_programs(self) -> bool:
         """Whether something in the box changed what its shell needs: what fails then is not the engine's."""

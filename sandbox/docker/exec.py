@@ -28,8 +28,8 @@ _CODE_POLL_SECONDS = 0.01
 # - The engine can't kill a command, and a kill from outside would leave its children: `timeout` does it in the box.
 # - `kill -9 -1` then ends whatever the command left behind, also in sessions of its own. It reaches neither this shell
 #   nor the box's first processes, which belong to another user (sandbox/docker/backend.py).
-# - Standard input is cut off by `head`, since closing one direction is beyond a TLS connection. What the command leaves
-#   of it is read by `cat`: podman puts a complaint of its own into the output where nobody takes the input.
+# - Standard input is cut off by `head`, since closing one direction is beyond a TLS connection. What is left of it is
+#   read, also where no command runs: podman puts a complaint of its own into the output where nobody takes the input.
 # - Last come marks at the end of both outputs: the engine now and then loses output when it is busy (seen with docker
 #   20.10), and what is lost must not look like a command that said nothing.
 # - The shell's own words ("Killed") are kept out of the command's standard error: it says them with the redirection of
@@ -37,7 +37,7 @@ _CODE_POLL_SECONDS = 0.01
 WRAPPER = """
 exec 3>&2 2>/dev/null
 finish() { printf '\\000agent-rl end\\000'; printf '\\000agent-rl end\\000' >&3; exit "$1"; }
-cd -- "$2" || { echo "cd: $2: no such folder" >&3; finish 126; }
+cd -- "$2" || { [ "$3" -lt 0 ] || head -c "$3" >/dev/null; echo "cd: $2: no such folder" >&3; finish 126; }
 seconds=$1 size=$3; shift 3
 run() { (exec timeout -s KILL "$seconds" "$@" 2>&3 3>&-); }
 if [ "$size" -ge 0 ]; then head -c "$size" | { run "$@"; code=$?; cat >/dev/null; exit $code; }
@@ -168,9 +168,17 @@ def run_exec(
     """Run ``argv`` as the box's root and read its output until it ends, or for ``deadline`` seconds at most.
 
     Output is read as slowly as ``toll`` demands, but for the last ``haste`` of these seconds.
+    ``argv`` starts in the top folder, which is always there; the working folder is the command's to remove.
     """
     exec_id = api.exec_create(
-        container, list(argv), environment=dict(env), user="0:0", stdin=stdin is not None, stdout=True, stderr=True
+        container,
+        list(argv),
+        environment=dict(env),
+        user="0:0",
+        workdir="/",
+        stdin=stdin is not None,
+        stdout=True,
+        stderr=True,
     )["Id"]
     stream = api.exec_start(exec_id, socket=True)
     # The client hands out a read-only wrapper for plain sockets and the socket itself for TLS.

@@ -1,0 +1,209 @@
+"""Fuzzing of what reads hostile text: patches, logs, reports and trajectories give a value or their own named error."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from agent_rl.commands.show import show
+from agent_rl.controller.journal import frames_of
+from agent_rl.errors import AgentRlError
+from agent_rl.evaluation.finished import read_evaluation
+from agent_rl.evaluation.folder import read_results
+from agent_rl.evaluation.quarantine import read_quarantine
+from agent_rl.rollout.records import (
+    decode_trajectory,
+    encode_trajectory,
+    read_rows,
+    read_trajectories,
+    trajectories_path,
+    write_trajectories,
+)
+from agent_rl.rollout.solvers import recorded
+from agent_rl.types import Group
+from envs.mini import generate, to_record
+from envs.swe.calls import CallRun
+from envs.swe.patches import diff_files, patched_paths, screen
+from envs.swe.pytest_log import AmbiguousTestsError, count_summaries, judge, parse_summary
+from envs.swe.witness import Witness
+from tests.envs.conftest import BROKEN, FIXED
+from tests.redteam.attack import held
+from tests.trajectories import trajectory
+
+pytestmark = pytest.mark.redteam
+fuzz = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+
+SECONDS = 2.0
+"""Most that one input may take; each is far below 1 MiB."""
+
+
+def pieces(*words: str) -> st.SearchStrategy[str]:
+    """Text made of the words that a format knows, of anything, and of one word many times."""
+    word = st.sampled_from(words)
+    many = st.builds(lambda text, count: text * count, word, st.integers(1, 3000))
+    return st.lists(word | many | st.text(max_size=8), max_size=12).map("".join)
+
+
+def timed(read: Callable[[], object]) -> None:
+    began = time.thread_time()
+    read()
+    assert time.thread_time() - began < SECONDS
+
+
+GOLD = diff_files(BROKEN, FIXED)
+PATCHES = pieces(
+    *GOLD.splitlines(keepends=True),
+    *("diff --git a/x b/y\n", 'diff --git "a/\\303\\244" "b/', "--- ", "+++ b/", "@@ -1,2 +1 @@\n"),
+    *("@@ -0,0 +1,999999999 @@\n", "rename from a\n", "index 000..fff\n", "a/", "tests/", "/dev/null\t\n"),
+    *("new file mode 100644\n", "deleted file mode 120000\n", "GIT binary patch\n"),
+    *("+a\n", "-a\n", " \n", "\n", "\\ No newline at end of file\n", "\0", "\r", "\u2028"),
+)  # fmt: skip
+
+
+@fuzz
+@given(PATCHES)
+def test_any_patch_is_screened(patch: str) -> None:
+    timed(lambda: screen(patch, hidden=["tests/test_a.py", "a/b/test_c.py"], gold=GOLD))
+    timed(lambda: patched_paths(patch))
+    screened = screen(patch, hidden=["tests/test_a.py"], gold=GOLD)
+    assert screen(screened.text, hidden=["tests/test_a.py"], gold=GOLD).text == screened.text, "what is kept is kept"
+
+
+LOGS = pieces(
+    *("=== short test summary info ===\n", "=", " - ", "[", "]", "PASSED ", "FAILED "),
+    *("SUBFAILED(", "SUBFAILED[", "ERROR ", "SKIPPED [1] ", "XFAIL ", "a.py::test_a"),
+    *("::", "\n", "\r\n", "\x1b[31m", "\x1b[", "\x1b[0;0;", " ", "\t", "\0"),
+)  # fmt: skip
+EXPECTED = {"a.py::test_a": "PASSED", "a.py::test_a[x - y]": "FAILED", "test_a": "PASSED"}
+
+
+@fuzz
+@given(LOGS)
+def test_any_log_is_judged(log: str) -> None:
+    timed(lambda: count_summaries(log))
+    timed(lambda: parse_summary(log, EXPECTED))
+    timed(lambda: judge(log, EXPECTED))
+    with contextlib.suppress(AmbiguousTestsError):
+        timed(lambda: judge(log, EXPECTED, "name"))
+
+
+CALLS = CallRun(to_record(generate("train", 1, seed=0)[0]).calls, nonce="00" * 8)
+
+
+@fuzz
+@given(
+    pieces(
+        f"{CALLS.nonce} ", "0 ", "1 ", "\n", "[", "(", "-", "{", "9", "'", "\\N{", "1e999", "raises ", "lambda: ", "\0"
+    )
+)
+def test_any_answers_of_calls_are_read(log: str) -> None:
+    timed(lambda: CALLS.summary(log))
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=4),
+    max_leaves=6,
+)
+WITNESS = Witness([], token="00" * 8, password="ab" * 16)
+REPORT = {"outcomes": [["a", "PASSED"]], **{key: [] for key in ("changed", "replaced", "shadowed", "plugins")}}
+
+
+@fuzz
+@given(st.dictionaries(st.sampled_from([*REPORT, "swapped", "x"]), JSON, max_size=5), st.binary(max_size=20))
+def test_any_report_is_read_or_is_none(changes: dict[str, object], noise: bytes) -> None:
+    sealed = WITNESS.seal(json.dumps({**REPORT, **changes}).encode())
+    report = WITNESS.opened(sealed)
+    assert report is None or report.statuses is not None
+    assert WITNESS.opened(noise + sealed + noise) is None or not noise
+    assert WITNESS.opened(noise) is None
+
+
+def test_a_report_without_the_password_is_not_even_parsed() -> None:
+    forged = b"0" * 64 + b"\n" + b"[" * (4 << 20)
+    began = time.thread_time()
+    assert WITNESS.opened(forged) is None
+    assert time.thread_time() - began < 0.05
+    held("a report of 4 MiB of brackets without the password", "its seal is compared first")
+
+
+RESULT = {"task_id": "a", "sample": 0, "resolved": True, "stop": "submitted", "turns": 1, "seconds": 1.0}
+ROWS = [
+    {**RESULT, "suspected_hack": []},
+    {"task_id": "a", "turns": [{"text": "x"}], "messages": []},
+    {"tasks": {"a": ["b"]}},
+    {"outcomes": [{"task_id": "a"}], "env": "e", "policy": "p"},
+]
+KEYS = st.sampled_from(["task_id", "turns", "tasks", "format", "arrays", "group", "messages"])
+LINE = (
+    (st.sampled_from(ROWS) | st.dictionaries(KEYS, JSON) | JSON).map(lambda row: json.dumps(row).encode())
+    | st.sampled_from([b"[" * 100_000, b'{"a":' * 100_000, b"\xff", b"\0", b"1" * 5000])
+    | st.binary(max_size=12)
+)
+LINES = st.lists(LINE, max_size=4).map(b"\n".join)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("fuzz")
+    (folder / "trajectories").mkdir()
+    return folder
+
+
+def named_error_or_value(read: Callable[[], object]) -> None:
+    with contextlib.suppress(AgentRlError):
+        read()
+
+
+@fuzz
+@given(content=LINES)
+def test_any_file_of_trajectories_is_read_or_refused(folder: Path, content: bytes) -> None:
+    for name in ("x.jsonl", "x.json"):
+        (folder / name).write_bytes(content)
+    write_trajectories(folder, 1, [Group("t", (trajectory(1.0),), 0)])
+    trajectories_path(folder, 1).write_bytes(content)
+    console = Console(file=io.StringIO())
+    rows, whole = folder / "x.jsonl", folder / "x.json"
+    for read in (
+        lambda: list(read_rows(rows)),
+        lambda: read_trajectories(folder, 1),
+        lambda: recorded(rows),
+        lambda: read_results(rows),
+        lambda: read_evaluation(str(rows)),
+        lambda: read_evaluation(str(whole)),
+        lambda: read_quarantine(whole),
+        lambda: show(rows, step=None, task=None, sample=None, as_list=False, console=console),
+        lambda: show(whole, step=None, task=None, sample=None, as_list=True, console=console),
+    ):
+        timed(lambda read=read: named_error_or_value(read))
+
+
+ENCODED = encode_trajectory(trajectory(1.0))
+
+
+@fuzz
+@given(st.integers(0, len(ENCODED)), st.binary(max_size=30), st.booleans())
+def test_any_bytes_are_a_trajectory_or_refused(place: int, noise: bytes, cut: bool) -> None:
+    damaged = ENCODED[:place] + noise + (b"" if cut else ENCODED[place + len(noise) :])
+    timed(lambda: named_error_or_value(lambda: decode_trajectory(damaged, "x")))
+    timed(lambda: list(frames_of(io.BytesIO(damaged))))
+
+
+@fuzz
+@given(JSON)
+def test_any_metadata_is_a_trajectory_or_refused(row: object) -> None:
+    head = json.loads(ENCODED[8 : 8 + int.from_bytes(ENCODED[:8], "little")])
+    for metadata in ({"row": json.dumps(row)}, {"row": "[" * 50_000}, {"x": "y"}):
+        text = json.dumps({**head, "__metadata__": metadata}).encode()
+        body = ENCODED[8 + int.from_bytes(ENCODED[:8], "little") :]
+        encoded = len(text).to_bytes(8, "little") + text + body
+        named_error_or_value(lambda encoded=encoded: decode_trajectory(encoded, "x"))
