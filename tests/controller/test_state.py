@@ -41,5 +41,6 @@ def test_a_run_has_one_id_for_good(tmp_path: Path) -> None:
 def test_a_resumed_run_must_be_the_same_run(tmp_path: Path) -> None:
     RunState(config(tmp_path, lr=1e-3))
     RunState(config(tmp_path, lr=1e-3, steps=99, checkpoint_every=2, keep_every=10, parallel={"world_size": 2}))
+    RunState(config(tmp_path, lr=1e-3, parallel={"world_size": 2, "expert": 2}, balance={"enabled": True}))
     with pytest.raises(ConfigError, match=r"train\.lr: .* was begun with 0.001, the config now says 0.002"):
         RunState(config(tmp_path, lr=2e-3))
