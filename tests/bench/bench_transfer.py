@@ -3,9 +3,9 @@
 Run: ``python tests/bench/bench_transfer.py`` (``--device cuda``: a GPU for each rank, over NCCL; not yet run on one).
 
 Experts of Qwen3-30B-A3B (9.4 MB in bfloat16), four borrowed a rank, by a plan that draws them evenly. The plain
-all-to-all (``all_to_all_single``) moves as many bytes from buffers that are packed already. Exchange and pool are
-measured without prefetch, as time that a rank would wait; ``refresh`` is that of a layer of the pool. Wall time of the
-slowest rank: the median and quartiles of rounds in turn, so that a busy machine slows all of them alike.
+all-to-all (``all_to_all_single``) moves as many bytes from buffers that are packed already. ``refresh`` is that of a
+layer of the pool. On a CPU the processor time of all ranks, as other work on the machine does not count in it; on GPUs
+the time of the slowest rank, without prefetch, as it would wait. Medians, and quartiles of the rounds' own ratios.
 """
 
 from __future__ import annotations
@@ -59,14 +59,16 @@ def plain(plan: Plan, each: int, device: torch.device) -> Callable[[], object]:
 
 
 def seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Of the slowest rank."""
+    """Processor time of all ranks; on GPUs the time of the slowest."""
+    cuda = device.type == "cuda"
+    clock = time.perf_counter if cuda else time.process_time
     dist.barrier()
-    started = time.perf_counter()
+    started = clock()
     run()
-    if device.type == "cuda":
+    if cuda:
         torch.cuda.synchronize()
-    taken = torch.tensor(time.perf_counter() - started, device=device)
-    dist.all_reduce(taken, dist.ReduceOp.MAX)
+    taken = torch.tensor(clock() - started, device=device)
+    dist.all_reduce(taken, dist.ReduceOp.MAX if cuda else dist.ReduceOp.SUM)
     return float(taken)
 
 
