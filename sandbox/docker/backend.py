@@ -41,6 +41,8 @@ DEFAULT_IMAGE = "agent-rl-base"
 """What ``SandboxSpec.image == "host"`` means here: the image that ``python -m sandbox.base_image`` builds."""
 FILE_SIZE_LIMIT = 1 << 30
 """Bytes one file written in a box may have."""
+GVISOR = "runsc"
+_GVISOR_THREADS = 64
 _KEEPER = "65534:65534"
 _OWN_PROCESSES = 12  # init, keeper, wrapper, head, timeout; and the threads that the engine's runtime enters with
 
@@ -206,7 +208,7 @@ class DockerBackend:
             network_mode="none",
             mem_limit=spec.memory_mb << 20,
             memswap_limit=spec.memory_mb << 20,
-            pids_limit=spec.pids + _OWN_PROCESSES,
+            pids_limit=self._pids_limit(spec.pids + _OWN_PROCESSES),
             nano_cpus=min(int(spec.cpus * 1e9), (os.cpu_count() or 1) * 10**9),
             cap_drop=["ALL"],
             security_opt=["no-new-privileges"],
@@ -217,6 +219,10 @@ class DockerBackend:
             runtime=self._runtime,
             storage_opt=quota(self._api, image, spec.disk_mb) if self._quota else None,
         )
+
+    def _pids_limit(self, processes: int) -> int:
+        # Of gVisor's kernel the machine's counts the threads too, and two tasks for each process in the box.
+        return 2 * processes + _GVISOR_THREADS if self._runtime == GVISOR else processes
 
     def _end_lease(self) -> None:
         self._heartbeat.stop()

@@ -28,6 +28,8 @@ _GRACE = 20.0
 _HASTE = 15.0
 """Seconds at the end of the grace in which what is left of a killed command's output is taken without a toll."""
 _WRAPPER_KILLED = 137
+_GVISOR_PANIC = 2
+"""Exit code of a container whose kernel is gVisor's and died: where runc's boxes bump into a limit, that may happen."""
 _PROGRAMS = ("/bin", "/lib", "/sbin", "/usr", "/etc/ld.so")
 _FIRST_PROCESS = {"/usr", "/usr/sbin", "/usr/sbin/docker-init"}  # what the engine itself puts into every box
 _NOTHING_RAN = ExecResult(OVERGROWN, b"", b"", 0.0)
@@ -77,16 +79,26 @@ class DockerBox(BaseBox):
             self.growth.command_begins()
             try:
                 result = await self._result(whole, timeout, env or {}, stdin)
-            except (SandboxLostError, SandboxDiskFullError):
-                if not self.growth.overgrown:
-                    raise
-                result = None  # it went with the container
+            except (SandboxLostError, SandboxDiskFullError) as lost:
+                result = await self._died(lost, time.perf_counter() - started)
             finally:
                 self.growth.command_ends()
         if self.growth.overgrown:
-            return await self._overgrown(result.stdout if result else b"", time.perf_counter() - started)
-        assert result is not None
+            return await self._overgrown(result.stdout, time.perf_counter() - started)
         return result
+
+    async def _died(self, lost: SandboxError, seconds: float) -> ExecResult:
+        """What a command gives whose container ended by the box's own doing; raises ``lost`` where it did not."""
+        if self.growth.overgrown:
+            return _NOTHING_RAN
+        if self._closed or not isinstance(lost, SandboxLostError):
+            raise lost
+        found = await self._owner.call(partial(self._api.inspect_container, self._container), SandboxLostError)
+        state = found["State"]
+        if state["Running"] or not (state["OOMKilled"] or state["ExitCode"] == _GVISOR_PANIC):
+            raise lost
+        why = f"box {self.id}: it ended as a whole, as it ran out of memory or processes\n"
+        return ExecResult(137, b"", why.encode(), seconds, oom_killed=bool(state["OOMKilled"]))
 
     async def _result(
         self, whole: Sequence[str], timeout: float, env: Mapping[str, str], stdin: bytes | None

@@ -5,7 +5,7 @@ Run: ``python tests/bench/bench_sandbox.py [rounds] [boxes]`` (needs a container
 First, in one run and in turns, so that other load falls on all: start, one command and end of a box, by each backend
 and by ``docker run -d``, ``docker exec`` and ``docker rm -f`` with the same limits. Then ``boxes`` boxes, 16 at once,
 of an owner that is killed with SIGKILL half-way and a second one that does the rest: latencies, failures, what is left.
-Bubblewrap and podman are measured too where they are.
+Bubblewrap, podman and gVisor are measured too where they are.
 """
 
 from __future__ import annotations
@@ -71,9 +71,10 @@ async def answer(*command: str) -> str:
 
 async def compare(rounds: int) -> None:
     backends = {}
-    for name in ("docker", "podman", "bubblewrap"):
+    for name in ("docker", "docker with runsc", "podman", "bubblewrap"):
+        engine, _, runtime = name.partition(" with ")
         try:
-            backends[name] = open_backend(name, run_id=f"bench-{uuid.uuid4().hex[:8]}")
+            backends[name] = open_backend(engine, run_id=f"bench-{uuid.uuid4().hex[:8]}", runtime=runtime or None)
         except SandboxUnavailableError as error:
             print(f"{name}: {error}")
     clocks = {name: Clock() for name in ("docker CLI", *backends)}

@@ -1,0 +1,90 @@
+"""Boxes of docker whose kernel is gVisor's.
+
+The conformance suite does not pass with every release of runsc: before 2023 its statx refuses the flags of a current
+``ls``. What is tried here is what a box has to hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from sandbox import (
+    ImageMissingError,
+    SandboxBackend,
+    SandboxFileError,
+    SandboxSpec,
+    SandboxUnavailableError,
+    open_backend,
+)
+from sandbox.types import OVERGROWN
+
+pytestmark = [pytest.mark.docker, pytest.mark.timeout(120)]
+
+BOMB = """
+import os, time
+while True:
+    if os.fork() == 0:
+        time.sleep(60)
+"""
+
+
+@pytest.fixture
+async def backend() -> AsyncIterator[SandboxBackend]:
+    try:
+        backend = open_backend("docker", run_id="gvisor", runtime="runsc")
+        await (await backend.start(SandboxSpec())).close()
+    except (SandboxUnavailableError, ImageMissingError) as error:
+        pytest.skip(str(error))
+    yield backend
+    await backend.close()
+
+
+async def test_a_box_has_a_kernel_of_its_own_and_works(backend: SandboxBackend) -> None:
+    box = await backend.start(SandboxSpec(env={"A": "a"}))
+    assert "Starting gVisor" in (await box.exec("dmesg", timeout=20)).text
+    result = await box.exec("echo $A; cat; echo err >&2; exit 3", timeout=20, stdin=b"given\n")
+    assert (result.exit_code, result.stdout, result.stderr) == (3, b"a\ngiven\n", b"err\n")
+    await box.write_files({"d/x": b"written"})
+    assert (await box.exec("cat d/x; echo more >> d/x; mkfifo pipe", timeout=20)).stdout == b"written"
+    assert await box.read_file("d/x") == b"writtenmore\n"
+    assert (await box.read_tree("."))["d/x"].data == b"writtenmore\n"
+    with pytest.raises(SandboxFileError):
+        await box.read_file("pipe")
+    status = (await box.exec("cat /proc/self/status", timeout=20)).text
+    assert {line.split()[1] for line in status.splitlines() if line.startswith("Cap")} == {"0" * 16}
+
+
+async def test_what_a_command_leaves_ends_with_it(backend: SandboxBackend) -> None:
+    box = await backend.start(SandboxSpec())
+    result = await box.exec("trap '' TERM; setsid -f sleep 1234; echo started; sleep 1234; sleep 1234", timeout=2)
+    assert (result.timed_out, result.exit_code, result.stdout) == (True, -9, b"started\n")
+    assert (await box.exec("setsid -f sleep 1234; kill -9 -1; echo not reached", timeout=20)).exit_code == 137
+    assert (await box.exec("kill -9 1; cat /proc/[0-9]*/cmdline | tr '\\0' ' '", timeout=20)).text.count("1234") == 0
+    cut = asyncio.create_task(box.exec("sleep 1234", timeout=60))
+    await asyncio.sleep(1)
+    cut.cancel()
+    await asyncio.wait({cut})
+    assert (await box.exec("rm /bin/sh; echo alive", timeout=20)).stdout == b"alive\n"
+    assert b"were changed" in (await box.exec("true", timeout=20)).stderr
+
+
+@pytest.mark.parametrize(("hog", "memory"), [(BOMB, False), ("bytearray(1 << 30).count(1)", True)])
+async def test_a_box_that_runs_into_a_limit_ends_by_its_own_doing(
+    backend: SandboxBackend, hog: str, memory: bool
+) -> None:
+    """Its kernel dies with it. That is a result of the command and of all later ones, no fault of the machine's."""
+    box, neighbour = await backend.start(SandboxSpec(memory_mb=256, pids=64)), await backend.start(SandboxSpec())
+    result = await box.exec(["python3", "-c", hog], timeout=3)
+    assert not result.ok
+    after = await box.exec("echo alive", timeout=20)
+    assert after.ok or after.exit_code == 137
+    assert not memory or after.oom_killed
+    assert (await neighbour.exec("echo alive", timeout=20)).stdout == b"alive\n"
+
+
+async def test_a_box_that_grows_is_ended(backend: SandboxBackend) -> None:
+    box = await backend.start(SandboxSpec(disk_mb=20))
+    assert (await box.exec("head -c 40000000 /dev/zero > big; sleep 60", timeout=50)).exit_code == OVERGROWN
