@@ -10,17 +10,19 @@ from collections.abc import Iterator, Sequence
 _MAX_ANCHORED = 100_000
 
 
-def hunks(old: Sequence[str], new: Sequence[str]) -> Iterator[str]:
+def hunks(old: Sequence[str], new: Sequence[str]) -> list[str]:
     """The lines of a unified diff's hunks. ``old`` and ``new`` are lines with their ends."""
+    lines: list[str] = []
     for group in _Matcher(old, new).get_grouped_opcodes():
         (_, i1, _, j1, _), (_, _, i2, _, j2) = group[0], group[-1]
-        yield f"@@ -{_range(i1, i2)} +{_range(j1, j2)} @@\n"
+        lines.append(f"@@ -{_range(i1, i2)} +{_range(j1, j2)} @@\n")
         for tag, i1, i2, j1, j2 in group:
             if tag == "equal":
-                yield from (f" {line}" for line in old[i1:i2])
+                lines += [f" {line}" for line in old[i1:i2]]
             else:
-                yield from (f"-{line}" for line in old[i1:i2])
-                yield from (f"+{line}" for line in new[j1:j2])
+                lines += [f"-{line}" for line in old[i1:i2]]
+                lines += [f"+{line}" for line in new[j1:j2]]
+    return lines
 
 
 def _range(start: int, stop: int) -> str:

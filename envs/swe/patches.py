@@ -41,6 +41,7 @@ MAX_FILES = 5000
 
 _MAX_PATH = 4096
 _MAX_QUOTED = 4 * _MAX_PATH + 8
+_HEADER = "diff --git "
 _MODE = r"(?:100644|100755|120000)"
 # Everything that git writes between a file patch's header and its hunks; [0-9], as \d takes the digits of any script.
 _HEAD = re.compile(
@@ -114,8 +115,9 @@ def diff_file(path: str, old: str | None, new: str | None, modes: tuple[str, str
         head = f"deleted file mode {before}\n"
     elif before != after:
         head = f"old mode {before}\nnew mode {after}\n"
-    lines = hunks(_lines(old or ""), _lines(new or ""))
-    body = [line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines]
+    body = hunks(_lines(old or ""), _lines(new or ""))
+    if not all(text.endswith("\n") for text in (old, new) if text):
+        body = [line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in body]
     return "".join([_head(path, head, bool(body)), *body])
 
 
@@ -127,15 +129,10 @@ def _lines(text: str) -> list[str]:
 
 def split_patch(patch: str) -> Iterator[FilePatch]:
     """The file patches of a git diff. Text before the first header is dropped."""
-    current: list[str] = []
-    for line in _lines(patch):
-        if line.startswith("diff --git ") and current:
-            yield _file_patch(current)
-            current = []
-        if current or line.startswith("diff --git "):
-            current.append(line if line.endswith("\n") else f"{line}\n")
-    if current:
-        yield _file_patch(current)
+    _, *parts = f"\n{patch}".split(f"\n{_HEADER}")
+    for number, part in enumerate(parts, 1):
+        ended = number == len(parts) and part.endswith("\n")  # each other part's last line end was split off
+        yield _file_patch(_lines(f"{_HEADER}{part}" if ended else f"{_HEADER}{part}\n"))
 
 
 def _file_patch(lines: list[str]) -> FilePatch:
@@ -189,13 +186,21 @@ def _hunks(lines: list[str]) -> list[str] | None:
     rebuilt: list[str] = []
     old = new = 0
     for line in lines:
-        if line.startswith("\\") and rebuilt and not rebuilt[-1].startswith("@@"):
+        mark = line[0]
+        if mark == "\\" and rebuilt and not rebuilt[-1].startswith("@@"):
             line = "\\ No newline at end of file\n"
         elif old > 0 or new > 0:
-            line = " \n" if line == "\n" else line
-            old -= line[0] in " -"
-            new -= line[0] in " +"
-            if line[0] not in " +-" or old < 0 or new < 0:
+            if mark == "\n":
+                mark, line = " ", " \n"
+            if mark == "-":
+                old -= 1
+            elif mark == "+":
+                new -= 1
+            elif mark == " ":
+                old, new = old - 1, new - 1
+            else:
+                return None
+            if old < 0 or new < 0:
                 return None
         elif match := _HUNK.match(line):
             old, new = (1 if count is None else int(count) for count in match.groups())
