@@ -145,7 +145,7 @@ def test_killed_ranks_leave_nothing_and_a_small_dev_shm_is_enough(tmp_path: Path
     (tmp_path / "again" / "once").touch()
     small = ["bwrap", "--dev-bind", "/", "/", "--size", str(64 << 10), "--tmpfs", "/dev/shm"]
     kill = [*small, sys.executable, pool_kill.__file__, str(tmp_path / "first")]
-    seen = json.loads(subprocess.run(kill, capture_output=True, text=True, check=True, timeout=60).stdout)
+    seen = json.loads(subprocess.run(kill, capture_output=True, text=True, check=True, timeout=120).stdout)
     assert seen == {"used": [], "killed": []}
     for rank, found in enumerate(worker.launch(pool_kill.__file__, 2, tmp_path / "again", inside=small)):
         check(found["fetched"], LAYERS, rank, 2)

@@ -109,10 +109,10 @@ def opened(
 ) -> Transfer:
     """A transfer of the expert group of these global ranks (None: of all)."""
     ranks = group or range(grid.ranks)
-    exchange = Exchange(layers, grid, ranks, prefetch=prefetch, timeout=30)
+    exchange = Exchange(layers, grid, ranks, prefetch=prefetch, timeout=120)
     if kind == "exchange":
         return exchange
-    return Pool(layers, grid, ranks, exchange, prefetch=prefetch, timeout=30)
+    return Pool(layers, grid, ranks, exchange, prefetch=prefetch, timeout=120)
 
 
 def case(rank: int, ranks: int, kind: str, dtype: str, *, prefetch: bool, lopsided: bool) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def launch(worker: str, ranks: int, results: Path, *, inside: Sequence[str] = ()
     ]
     try:
         for rank in world:
-            _, errors = rank.communicate(timeout=120)
+            _, errors = rank.communicate(timeout=250)
             assert rank.returncode == 0, errors.decode()[-3000:]
     finally:
         for rank in world:
