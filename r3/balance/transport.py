@@ -8,6 +8,7 @@ to, which spares the links, and the machines' loads are made even. Then between 
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from r3.balance.machines import even_demand, home_demand, own_experts
 from r3.balance.plan import Grid, Ints, Plans
@@ -17,14 +18,19 @@ from r3.balance.ranks import Slots, level, place
 def transport(counts: Ints, grid: Grid, *, link_slots: int, within_machine: bool) -> Plans:
     """Plans for ``counts`` ``[M, L, R, E]``. ``link_slots``: of a rank's borrowed slots, how many spare the links.
 
-    ``within_machine``: no expert is borrowed from another machine.
+    ``within_machine``: no expert is borrowed from another machine. Where too few slots would leave the fullest rank
+    fuller than at home, nothing is borrowed.
     """
     each = grid.ranks // grid.machines
     sources = counts.reshape(*counts.shape[:2], grid.machines, each, grid.experts).sum(axis=3, dtype=np.int32)
     by_slot = np.broadcast_to(grid.home, (counts.shape[1], grid.experts))[:, None]
     sources = np.take_along_axis(sources, by_slot[None], axis=3).reshape(-1, *sources.shape[2:])
     demand = home_demand(sources) if within_machine else even_demand(sources, link_slots * each, grid.slots * each)
-    return as_plans(rank_slots(demand, grid), grid, counts)
+    slots = rank_slots(demand, grid)
+    plans = as_plans(slots, grid, counts)
+    at_home = sources.sum(axis=1).reshape(len(sources), grid.ranks, -1).sum(axis=2).max(axis=1)
+    worse = (slots.load.reshape(len(sources), -1).max(axis=1) > at_home).reshape(*counts.shape[:2], 1, 1)
+    return _mixed(worse, Plans.identity(grid, counts), plans) if worse.any() else plans
 
 
 def rank_slots(demand: Ints, grid: Grid) -> Slots:
@@ -52,3 +58,9 @@ def as_plans(slots: Slots, grid: Grid, counts: Ints) -> Plans:
     at, layer, rank, slot = np.nonzero(tokens)
     load[at, layer, logical[at, layer, rank, slot], rank] = tokens[at, layer, rank, slot]
     return Plans(grid, np.ascontiguousarray(logical[..., grid.homes :]), load, counts)
+
+
+def _mixed(where: NDArray[np.bool_], some: Plans, others: Plans) -> Plans:
+    """``some`` plans ``where`` ``[M, L, 1, 1]`` says so, ``others`` elsewhere."""
+    borrowed, load = np.where(where, some.borrowed, others.borrowed), np.where(where, some.load, others.load)
+    return Plans(some.grid, borrowed, load, some.counts)

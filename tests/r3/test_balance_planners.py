@@ -68,6 +68,15 @@ def test_no_planner_makes_the_fullest_rank_fuller(grid: Grid, seed: int) -> None
         assert (rank_load(plan_pass(counts, grid, options(planner, counts))).max(axis=2) <= home).all(), planner
 
 
+def test_too_few_slots_to_be_of_use_leave_experts_at_home() -> None:
+    grid = Grid(24, 8, 1, tuple(rank // 2 for rank in range(8)))
+    counts = skewed_counts(grid, 22, (4, 2))  # of these one instance has too few slots
+    home = rank_load(Plans.identity(grid, counts)).max(axis=2)
+    plans = plan_pass(counts, grid, Options())
+    plans.check()
+    assert (rank_load(plans).max(axis=2) <= home).all()
+
+
 @given(grid=grids(), seed=seeds)
 def test_links_are_what_quotas_send(grid: Grid, seed: int) -> None:
     plans = plan_pass(skewed_counts(grid, seed), grid, Options())

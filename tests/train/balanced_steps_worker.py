@@ -62,10 +62,11 @@ def one_step(trainer: TrainerRank, config: RunConfig, data: tuple[Sample, ...]) 
     batches = [ids for share in shares for ids in share.micro_batches]
     routes = [cut(data, ids, info.shard) for ids in batches]
     report, differs, balanced = trainer.grpo(
-        without_routes(data, batches), shares, StepOrder(config, measure_native=False), routes
+        without_routes(data, batches), shares, StepOrder(config, measure_native=True), routes
     )
     return {
         "old": None if report is None else report.trainer_logprobs,
+        "native": None if report is None else report.native_logprobs,
         "norms": [] if report is None else [done.update.grad_norm for done in report.updates],
         "differing": 0 if differs is None else sum(int(part.sum()) for part in differs.unpacked(differs.replayed)),
         "microbatches": [len(share.micro_batches) for share in shares],

@@ -77,7 +77,8 @@ def test_balanced_steps_equal_unbalanced_ones(results: Path, pair: str) -> None:
     plain, balanced = loaded(results, pair), loaded(results, f"{pair}-balanced")
     assert {0, 1} <= {count for rank in plain for count in rank["steps"][1]["microbatches"]}, "uneven data ranks"
     for before, after in zip(plain, balanced, strict=True):
-        np.testing.assert_array_equal(after["steps"][0]["old"], before["steps"][0]["old"])
+        for kind in ("old", "native"):
+            np.testing.assert_array_equal(after["steps"][0][kind], before["steps"][0][kind])
         assert after["steps"][0]["norms"][:1] == pytest.approx(before["steps"][0]["norms"][:1], rel=3e-6)
         for step, other in zip(before["steps"], after["steps"], strict=True):
             assert other["norms"] == pytest.approx(step["norms"], rel=3e-5)
@@ -106,7 +107,8 @@ def test_the_work_is_evened(results: Path, pair: str) -> None:
 def test_measured_homes_change_nothing_but_where_experts_live(results: Path) -> None:
     plain, measured, balanced = (loaded(results, f"ep4{name}") for name in ("", "-measured", "-balanced"))
     for before, after in zip(plain, measured, strict=True):
-        np.testing.assert_allclose(after["steps"][0]["old"], before["steps"][0]["old"], atol=1e-6)
+        for kind in ("old", "native"):
+            np.testing.assert_allclose(after["steps"][0][kind], before["steps"][0][kind], atol=1e-6)
         for step, other in zip(before["steps"], after["steps"], strict=True):
             assert other["norms"] == pytest.approx(step["norms"], rel=3e-5)
             assert other["differing"] == 0
