@@ -129,8 +129,11 @@ def transfers_of(model: Any) -> list[Any]:
     return list(dict.fromkeys((model.balancer.recompute, model.balancer.update)))
 
 
-def given_routes(items: list[PackedBatch], model: Any, kind: str) -> list[PackedRoutes]:
-    """Random routes; ``absent``: every fifth row has none, ``crowded``: all rows have the same experts."""
+def given_routes(items: list[PackedBatch], model: Any, kind: str) -> list[PackedRoutes] | None:
+    """Random routes; ``absent``: every fifth row has none, ``crowded``: all rows have the same experts, ``native``:
+    None."""
+    if kind == "native":
+        return None
     layers, top_k, experts = model.moe_layers, model.top_k, model.num_experts
     found = []
     for batch in items:
@@ -144,7 +147,7 @@ def given_routes(items: list[PackedBatch], model: Any, kind: str) -> list[Packed
 
 
 def results(
-    model: Any, items: list[PackedBatch], given: list[PackedRoutes], plans: Any, case: Mapping[str, Any]
+    model: Any, items: list[PackedBatch], given: list[PackedRoutes] | None, plans: Any, case: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Old log-probs, a training pass with its gradients, and the weights after the case's updates. The routers of the
     first training pass are watched."""
@@ -153,11 +156,12 @@ def results(
     outputs = model.forward_logprobs(items, given, entropy=True, record=True, plans=plans)
     found: dict[str, Any] = {"logprobs": [output.logprobs for output in outputs], "routes": [o.routes for o in outputs]}
     steps = worker.optimizer(model, model.config.params_dtype)
-    model.replayer.observer = watch = worker.Watch(model, items, given, model.ranks)
+    watch = worker.Watch(model, items, given, model.ranks) if given else None
+    model.replayer.observer = watch
     for update in range(UPDATES):
         losses = model.train_microbatches(items, given, worker.loss, entropy_gradient=True, plans=plans)
         if update == 0:
-            assert watch.wrong == [], watch.wrong
+            assert watch is None or watch.wrong == [], watch.wrong
             model.replayer.observer = None
             found["losses"] = [metrics["loss"] for metrics in losses]
             found["gradients"] = [p.main_grad.clone() for module in model.modules for p in module.parameters()]

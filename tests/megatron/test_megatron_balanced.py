@@ -48,7 +48,7 @@ WORLDS: list[tuple[int, dict[str, Any], list[Case]]] = [
         2,
         EP2,
         [
-            case("native", "none"),
+            case("native", "none", routes="native"),
             *both("ep2"),
             case("ep2-planned", "planned"),
             *both("ep2-pool", config=POOL),

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from agent_rl.errors import TrainerError
 from r3.balance import Grid, Plan
 
 pytestmark = pytest.mark.megatron
@@ -108,3 +109,30 @@ def test_only_experts_shared_out_are_filled_and_not_beyond_their_tokens() -> Non
     assert held.tolist() == [True, True, True, True, True, False]
     assert least.tolist()[:5] == [0, 10, 0, 0, 0]
     assert local_slots(shared_out(), 1, 4)[1].tolist()[-1] == 4
+
+
+def test_plans_are_refused_by_a_model_that_borrows_nothing(build: Any) -> None:
+    from agent_rl.train.megatron.packed_batch import PackedBatch
+
+    with pytest.raises(TrainerError, match="not built with balance"):
+        build().forward_logprobs([PackedBatch.from_sequences([[1, 2, 3]])], None, plans=[])
+
+
+def test_each_forward_pass_has_its_plan_and_each_recomputation_its_own(build: Any) -> None:
+    from agent_rl.train.megatron.balanced import BalancedMoELayer
+    from agent_rl.train.megatron.balancer import Balancing
+    from agent_rl.train.megatron.packed_batch import PackedBatch
+
+    nothing: Any = None  # no plan, so nothing is ever fetched
+    model = build(recompute="full", balance=Balancing(Grid(8, 1, 1), lambda _: (nothing, nothing)))
+    model.forward_logprobs([PackedBatch.from_sequences([[1, 2, 3]])], None, plans=[])
+    layer = next(part for part in model.modules[0].modules() if isinstance(part, BalancedMoELayer))
+    with pytest.raises(TrainerError, match="layer 1: recomputed more often than it was run forward"):
+        layer(torch.zeros(2, 1, model.config.hidden_size))
+    with pytest.raises(TrainerError, match="micro-batches, not 2"):
+        model.balancer.finish(2)
+    with model.balancer.forward(0, None, backward=True):
+        pass
+    with pytest.raises(TrainerError, match="kept for a recomputation that did not come"):
+        model.balancer.finish(1)
+    model.balancer.finish(0)
