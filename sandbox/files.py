@@ -6,7 +6,7 @@ import hashlib
 import io
 import tarfile
 from collections.abc import Iterable, Mapping
-from typing import IO
+from typing import Protocol
 
 from sandbox.errors import SandboxDiskFullError, SandboxFileError, SandboxLostError
 from sandbox.types import Sandbox, TreeFile, TreeLimits
@@ -62,6 +62,10 @@ def blob_name(content: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
 
+class _Reads(Protocol):
+    def read(self, size: int, /) -> bytes | None: ...
+
+
 class Tree:
     """Gathers the files of a folder, named ``name`` in errors, up to a limit.
 
@@ -80,23 +84,24 @@ class Tree:
         if self._seen > self.limits.files:
             raise SandboxFileError(f"{self._name}: more than the {self.limits.files} files and folders allowed")
 
-    def read(self, path: str, mode: int, size: int, stream: IO[bytes]) -> None:
+    def read(self, path: str, mode: int, size: int, stream: _Reads) -> None:
         """Take in a regular file of ``size`` bytes from ``stream``, which is read only where its content is wanted."""
         known = self._known.get(path)
-        kept = bytearray() if size <= self.limits.file_bytes else None
-        if kept is None and known is None:
+        is_kept = size <= self.limits.file_bytes
+        if known is None and not is_kept:
             self.add(path, TreeFile(mode, None))
             return
-        digest, left = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False), size
+        digest, chunks, left = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False), list[bytes](), size
         while left > 0 and (chunk := stream.read(min(_CHUNK, left))):
             left -= len(chunk)
-            digest.update(chunk)
-            if kept is not None:
-                kept += chunk
+            if known is not None:
+                digest.update(chunk)
+            if is_kept:
+                chunks.append(chunk)
         if known is not None and digest.hexdigest() == known:
             self.add(path, TreeFile(mode, None, known))
         else:
-            self.add(path, TreeFile(mode, None if kept is None else bytes(kept)))
+            self.add(path, TreeFile(mode, b"".join(chunks) if is_kept else None))
 
     def add(self, path: str, file: TreeFile) -> None:
         """Take a file in. Raises ``SandboxFileError`` if its bytes are more than the limits allow."""

@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
+from sandbox.beneath import NeedsBox, read_beneath, tree_beneath, write_beneath
 from sandbox.box import BaseBox
-from sandbox.bubblewrap.beneath import NeedsBox, read_beneath, tree_beneath, write_beneath
 from sandbox.bubblewrap.folder import remove_tree
 from sandbox.bubblewrap.launch import Launcher
 from sandbox.bubblewrap.root import RootFs, copy_regular, image_place

@@ -17,7 +17,7 @@ from sandbox.disk import Usage, usage
 from sandbox.docker.disk import Written, layer_size, written
 from sandbox.docker.engine import EngineClient, remove_container
 from sandbox.docker.exec import KILL_ALL, WRAPPER, ExecLink, ExecOutcome, run_exec
-from sandbox.docker.files import read_archive, read_folder
+from sandbox.docker.files import gather_folder, read_archive
 from sandbox.errors import SandboxDiskFullError, SandboxError, SandboxFileError, SandboxLostError
 from sandbox.files import Tree, archive
 from sandbox.types import OVERGROWN, ExecResult, SandboxSpec, TreeFile, TreeLimits
@@ -147,12 +147,12 @@ class DockerBox(BaseBox):
         limits: TreeLimits | None = None,
         known: Mapping[str, str] | None = None,
     ) -> Mapping[str, TreeFile]:
-        """The files and links below the folder, packed by the engine."""
+        """The files and links below the folder, read on this machine where they are seen here, else by the engine."""
         self._check_in_use()
         self._check_path(path)
         tree = Tree(path, limits or TreeLimits(), known)
         whole = str(PurePosixPath(self._spec.workdir) / path)
-        work = partial(read_folder, self._api, self._container, whole, tree, skip=skip)
+        work = partial(gather_folder, self._api, self._container, whole, tree, skip=skip)
         await self._owner.call(work, SandboxFileError)
         return tree.files
 

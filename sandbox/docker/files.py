@@ -1,4 +1,5 @@
-"""Reads files out of a container through the engine's archive call, which resolves links inside the container."""
+"""Reads files out of a container: through the engine's archive call, which resolves links inside the container, and
+folders on this machine, where the engine shows the container's file system here."""
 
 from __future__ import annotations
 
@@ -6,11 +7,13 @@ import io
 import os
 import stat as modes
 import tarfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import docker.errors
 
+from sandbox.beneath import tree_beneath
 from sandbox.errors import SandboxFileError
 from sandbox.files import Tree
 from sandbox.types import TreeFile
@@ -39,8 +42,32 @@ def read_archive(api: Any, container: str, path: str, max_bytes: int) -> bytes:
         stream.close()
 
 
-def read_folder(api: Any, container: str, path: str, tree: Tree, *, skip: Collection[str]) -> None:
+def gather_folder(api: Any, container: str, path: str, tree: Tree, *, skip: Collection[str]) -> None:
     """Gather the files and links below the folder ``path``. Raises ``SandboxFileError``."""
+    place = shown_here(api.inspect_container(container), path)
+    if place is None:
+        read_folder(api, container, path, tree, skip=skip)
+    else:
+        tree_beneath(place, PurePosixPath(path).parts[1:], tree, skip=skip, path=path)
+
+
+def shown_here(about: Mapping[str, Any], path: str) -> Path | None:
+    """The folder of this machine at which a container's file system is mounted, by what the engine says ``about`` it.
+
+    None where there is none that this process may read, or where something else is mounted at, above or below ``path``.
+    """
+    merged = ((about.get("GraphDriver") or {}).get("Data") or {}).get("MergedDir")
+    for mount in about.get("Mounts") or ():
+        inside, whole = PurePosixPath(mount["Destination"]), PurePosixPath(path)
+        if inside.is_relative_to(whole) or whole.is_relative_to(inside):
+            return None
+    if not merged or not os.access(merged, os.R_OK | os.X_OK) or not os.path.ismount(merged):
+        return None
+    return Path(merged)
+
+
+def read_folder(api: Any, container: str, path: str, tree: Tree, *, skip: Collection[str]) -> None:
+    """The same by way of the engine, which packs all that lies below the folder."""
     stream, stat = _get(api, container, path, path)
     try:
         if not stat["mode"] >> 31:

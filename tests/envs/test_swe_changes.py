@@ -20,7 +20,7 @@ from envs.swe.changes import changed_paths, changes
 from envs.swe.lines import hunks
 from envs.swe.patches import FilePatch, screen, split_patch
 from sandbox import TreeFile, TreeLimits, blob_name
-from sandbox.bubblewrap.beneath import tree_beneath
+from sandbox.beneath import tree_beneath
 from sandbox.files import Tree
 
 paths = st.sampled_from(["a.py", "pkg/b.py", "pkg", "pkg/deep/c.txt", "with space.md", "é.py", "x b/y"])

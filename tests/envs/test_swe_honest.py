@@ -18,7 +18,7 @@ from envs.swe.changes import changed_paths, changes
 from envs.swe.patches import FilePatch, screen
 from envs.swe.repositories import _COMMIT
 from sandbox import TreeFile, TreeLimits, blob_name
-from sandbox.bubblewrap.beneath import tree_beneath
+from sandbox.beneath import tree_beneath
 from sandbox.files import Tree
 
 BUILT = Path(__file__).parents[2] / ".cache/tasks/real.jsonl"

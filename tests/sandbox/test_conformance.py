@@ -32,6 +32,8 @@ from sandbox import (
     open_backend,
     open_session,
 )
+from sandbox.docker.files import gather_folder, read_folder, shown_here
+from sandbox.files import Tree
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
 
@@ -345,6 +347,27 @@ async def test_a_folder_is_read_whole_without_a_program_of_the_box(backend: Sand
         for limits in (TreeLimits(files=3), TreeLimits(total_bytes=3)):
             with pytest.raises(SandboxFileError, match="more than the 3"):
                 await box.read_tree("/testbed", limits=limits)
+
+
+async def test_a_folder_read_on_this_machine_is_what_the_engine_packs(backend: SandboxBackend) -> None:
+    if backend.name == "bubblewrap":
+        pytest.skip("no engine packs anything")
+    script = """mkdir -p d/.git e; echo x > d/a; ln d/a e/hard; ln -s ../d e/link; mkfifo e/pipe; touch $'e/\\xff' 'e/é'
+    chmod 755 d/a; head -c 100 /dev/zero > large; touch d/.git/x"""
+    async with started(backend) as box:
+        await box.exec(script, timeout=20)
+        api, container = box._api, box._container  # type: ignore[attr-defined]
+        assert (
+            shown_here({**api.inspect_container(container), "Mounts": [{"Destination": "/testbed/d"}]}, "/testbed")
+            is None
+        )
+        trees = []
+        for gather in (read_folder, gather_folder):
+            tree = Tree("/testbed", TreeLimits(file_bytes=10), {"d/a": blob_name(b"x\n")})
+            await asyncio.to_thread(gather, api, container, "/testbed", tree, skip={".git"})
+            trees.append({path: (file.mode & 0o170111, file.data, file.blob) for path, file in tree.files.items()})
+        trees[0]["e/hard"] = (trees[0]["e/hard"][0], b"x\n", "")  # by its first name's content there
+        assert trees[0] == trees[1]
 
 
 async def test_of_a_file_whose_content_is_known_only_its_name_is_read(box: Sandbox) -> None:

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sandbox import SandboxFileError, SandboxLostError, SandboxSpec, SandboxUnavailableError, open_backend
-from sandbox.bubblewrap.beneath import NeedsBox, read_beneath, write_beneath
+from sandbox.beneath import NeedsBox, read_beneath, write_beneath
 from sandbox.bubblewrap.seccomp import box_filter
 from sandbox.docker.backend import check_limits
 from sandbox.docker.disk import is_want_of_quota, may_have_quota

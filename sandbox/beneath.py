@@ -65,11 +65,10 @@ def tree_beneath(root: Path, parts: Sequence[str], tree: Tree, *, skip: Collecti
 def _gather(folder: int, above: str, tree: Tree, skip: Collection[str], depth: int) -> None:
     if depth == 0:
         raise SandboxFileError(f"{above[:200]}: more than {_MAX_DEPTH} folders deep")
-    for name in sorted(os.listdir(folder)):
-        if name in skip:
-            continue
+    with os.scandir(folder) as entries:
+        found = {entry.name: entry.stat(follow_symlinks=False).st_mode for entry in entries if entry.name not in skip}
+    for name, mode in sorted(found.items()):
         tree.see()
-        mode = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
         if stat.S_ISDIR(mode):
             inner = os.open(name, _DIR, dir_fd=folder)
             try:
@@ -79,7 +78,8 @@ def _gather(folder: int, above: str, tree: Tree, skip: Collection[str], depth: i
         elif stat.S_ISLNK(mode):
             tree.add(above + name, TreeFile(mode, os.fsencode(os.readlink(name, dir_fd=folder))))
         elif stat.S_ISREG(mode):
-            with _opened(folder, name, os.O_RDONLY, name) as file, os.fdopen(os.dup(file), "rb") as stream:
+            file = _open(name, os.O_RDONLY | _FILE, folder, name)
+            with open(file, "rb", buffering=0) as stream:
                 tree.read(above + name, mode, os.fstat(file).st_size, stream)
 
 
