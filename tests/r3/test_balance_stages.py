@@ -22,8 +22,8 @@ seeds = st.integers(0, 2**32 - 1)
 EP16 = Grid(128, 16, 10, tuple(rank // 8 for rank in range(16)))
 
 
-def two_steps() -> tuple[Ints, Ints]:
-    steps = skewed_steps(REGIMES["main"], EP16, Pass(4, 12), 2)
+def two_steps(microbatches: int = 4, layers: int = 12) -> tuple[Ints, Ints]:
+    steps = skewed_steps(REGIMES["main"], EP16, Pass(microbatches, layers), 2)
     return next(steps), next(steps)
 
 
@@ -86,9 +86,9 @@ def test_measured_homes_are_orders_and_the_same_each_time(grid: Grid, seed: int)
 
 
 def test_measured_homes_lower_the_floor_within_a_machine() -> None:
-    step, counts = two_steps()
+    step, counts = two_steps(16, 24)
     contiguous, by_step = machine_floor(EP16, counts), machine_floor(measured(step, EP16), counts)
-    assert np.median(contiguous) > 1.09
+    assert np.median(contiguous) > 1.1
     assert np.median(by_step) <= 1.04
 
 
