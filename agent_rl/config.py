@@ -247,7 +247,7 @@ class BalanceConfig(Section):
     )
     prefetch: bool = Field(True, description="Fetch the next layer's experts while this one computes.")
     keep_order: bool = Field(
-        True, description="Add up a token's experts in the order without balancing: two gathers, and the same bits."
+        True, description="Add up a token's experts in the order without balancing: the same bits (all-to-all alone)."
     )
 
 
