@@ -8,6 +8,7 @@ concern here. swebench is an extra (``pip install 'agent-rl[swebench]'``), impor
 from __future__ import annotations
 
 import importlib.util
+import logging
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from envs.types import TaskRecordError
 if TYPE_CHECKING:
     from swebench.types import TestSpec
 
+_log = logging.getLogger(__name__)
 _START, _END = ">>>>> Start Test Output", ">>>>> End Test Output"
 PASSED, FAILED = "PASSED", "FAILED"
 
@@ -44,7 +46,8 @@ def eval_script(record: SweRecord) -> str:
 
 
 def read_log(record: SweRecord, log: str) -> Verdict | None:
-    """swebench's verdict on the eval script's output, or None where it finds no test results there.
+    """swebench's verdict on the eval script's output, or None where it finds no test results there, or its parser of
+    logs breaks on what the tests printed.
 
     The verdict's tests are those of FAIL_TO_PASS and PASS_TO_PASS, PASSED where they count as such.
     """
@@ -55,7 +58,11 @@ def read_log(record: SweRecord, log: str) -> Verdict | None:
     with tempfile.TemporaryDirectory(prefix="agent-rl-") as folder:
         path = Path(folder) / "test_output.txt"
         path.write_text(log, encoding="utf-8", errors="replace")
-        report = get_eval_report(_spec(record), prediction, str(path), include_tests_status=True)[record.id]
+        try:
+            report = get_eval_report(_spec(record), prediction, str(path), include_tests_status=True)[record.id]
+        except (LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
+            _log.warning("task %s: swebench's parser broke on the tests' log: %r", record.id, error)
+            return None
     if not report["patch_successfully_applied"]:
         return None
     groups = report["tests_status"].values()

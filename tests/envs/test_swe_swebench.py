@@ -135,3 +135,5 @@ def test_a_log_of_another_runner_is_read_by_the_parser_that_its_row_names() -> N
         verdict = read_log(record, as_log(lines))
         assert verdict is not None
         assert verdict.resolved is resolved, end
+    broken = as_log([*lines, "FAIL:"])  # swebench's parser raises an IndexError
+    assert read_log(record, broken) is None
