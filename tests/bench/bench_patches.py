@@ -1,6 +1,6 @@
 """What it costs to read an agent's files from outside its box, where the box's own git was asked for a diff before.
 
-``python tests/bench/bench_patches.py [--backend docker] [--files 6600] [--pairs 10]`` prints one JSON object, for
+``python tests/bench/bench_patches.py [--backend docker] [--files 6600] [--pairs 5]`` prints one JSON object, for
 a task of the real ones that brings its files along (``local``, if they are built) and one in an image of so many files
 (``image``):
 
@@ -127,6 +127,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--backend", default="bubblewrap", choices=("bubblewrap", "docker", "podman"))
     parser.add_argument("--files", type=int, default=6600)
-    parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--pairs", type=int, default=5)
     options = parser.parse_args()
     print(json.dumps(asyncio.run(bench(options.backend, options.files, options.pairs)), indent=1))
