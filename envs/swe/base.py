@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import re
 import stat
 import zlib
 from collections.abc import Collection, Mapping
@@ -30,6 +31,7 @@ _MOST_BYTES = 8 << 20
 """What a changed file may have had before: a larger one is shown as binary."""
 _MOST_LOOKED_UP = 32
 _HEADER = 32
+_LISTED = re.compile(r"(?:\? |H (?P<mode>[0-7]{6}) (?P<blob>[0-9a-f]{40}) 0\t)(?P<path>.+)", re.DOTALL)
 _LINK, _NESTED = 0o120000, 0o160000
 
 
@@ -55,19 +57,18 @@ class Base:
 
     @classmethod
     def of_listing(cls, listing: bytes) -> Base:
-        """The base that ``LIST`` listed."""
+        """The base that ``LIST`` listed. Raises ``ValueError`` where a line is none of git's."""
         modes: dict[str, int] = {}
         blobs: dict[str, str] = {}
         others: set[str] = set()
         for line in os.fsdecode(listing).split("\0")[:-1]:
-            tag, _, rest = line.partition(" ")
-            head, _, path = rest.partition("\t")
-            if tag == "?":
-                others.add(rest)
-            elif (mode := int(head[:6], 8)) == _NESTED:
+            if (listed := _LISTED.fullmatch(line)) is None:
+                raise ValueError(f"{line[:200]!r}: no line of git ls-files")
+            path, mode = listed["path"], int(listed["mode"] or "0", 8)
+            if mode in (0, _NESTED):
                 others.add(path)
             elif _is_looked_at(path):
-                modes[path], blobs[path] = mode, head.split(" ")[1]
+                modes[path], blobs[path] = mode, listed["blob"]
         return cls(modes, blobs, frozenset(others), {})
 
     @cached_property

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from envs.context import EnvContext
 from envs.swe.apart import UNANSWERED, Link
-from envs.swe.base import LIST, LISTING, MAX_LISTING
+from envs.swe.base import LIST, LISTING, MAX_LISTING, Base
 from envs.swe.calls import SECONDS, CallRun
 from envs.swe.patches import patched_paths
 from envs.swe.records import SWEBENCH_SCRIPT, SweRecord
@@ -165,8 +165,10 @@ async def agent_box(
 
 async def _listing(sandbox: Sandbox) -> bytes:
     try:
-        return await sandbox.read_file(f"{WORKDIR}/{LISTING}", max_bytes=MAX_LISTING)
-    except SandboxFileError as error:
+        listing = await sandbox.read_file(f"{WORKDIR}/{LISTING}", max_bytes=MAX_LISTING)
+        await asyncio.to_thread(Base.of_listing, listing)
+        return listing
+    except (SandboxFileError, ValueError) as error:
         raise SandboxStartError(f"the repository could not be listed: {error}") from None
 
 

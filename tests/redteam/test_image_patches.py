@@ -14,7 +14,7 @@ import pytest
 from envs import EnvContext
 from envs.swe import SweRecord, diff_files, start_episode
 from envs.swe.patches import patched_paths
-from sandbox import ImagePolicy, SandboxSpec, SandboxUnavailableError, open_backend
+from sandbox import ImagePolicy, SandboxSpec, SandboxStartError, SandboxUnavailableError, open_backend
 from sandbox.docker.engine import connect
 from tests.envs.images import GIT_WITH_A_FUTURE, SYSTEM, folder_image
 from tests.redteam.attack import held
@@ -178,6 +178,22 @@ async def test_in_a_container_nothing_done_to_git_changes_a_patch(
     engines: tuple[EnvContext, SweRecord], attack: str
 ) -> None:
     await attacked(engines, attack)
+
+
+def put_fake_git(place: Path) -> None:
+    place.parent.mkdir(parents=True)
+    place.write_text("#!/bin/sh\nprintf 'H 100644 nonsense\\0'\n")
+    place.chmod(0o755)
+
+
+@pytest.mark.bubblewrap
+async def test_an_image_whose_git_lists_nonsense_is_refused(folders: tuple[EnvContext, SweRecord]) -> None:
+    context, record = folders
+    put_fake_git(Path(record.docker_image, "testbed/.venv/bin/git"))
+    with pytest.raises(SandboxStartError, match=r"could not be listed: 'H 100644 nonsense': no line of git ls-files"):
+        async with start_episode(dataclasses.replace(context, start_retries=0), record):
+            pass
+    held("a git of the image's own", "the episode does not start")
 
 
 @pytest.mark.bubblewrap
