@@ -14,12 +14,16 @@ from r3.balance.machines import even_demand, home_demand, own_experts
 from r3.balance.plan import Grid, Ints, Plans
 from r3.balance.ranks import Slots, level, place
 
+EVEN = 101
+"""The fullest rank's load, in percent of the mean, up to which borrowing costs a pass more than it saves
+(tests/bench/bench_balance_step.py)."""
+
 
 def transport(counts: Ints, grid: Grid, *, link_slots: int, within_machine: bool) -> Plans:
     """Plans for ``counts`` ``[M, L, R, E]``. ``link_slots``: of a rank's borrowed slots, how many spare the links.
 
-    ``within_machine``: no expert is borrowed from another machine. Where too few slots would leave the fullest rank
-    fuller than at home, nothing is borrowed.
+    ``within_machine``: no expert is borrowed from another machine. Nothing is borrowed where too few slots would leave
+    the fullest rank fuller than at home, nor, where no link can be spared, of ranks that are even (``EVEN``).
     """
     each = grid.ranks // grid.machines
     sources = counts.reshape(*counts.shape[:2], grid.machines, each, grid.experts).sum(axis=3, dtype=np.int32)
@@ -29,8 +33,12 @@ def transport(counts: Ints, grid: Grid, *, link_slots: int, within_machine: bool
     slots = rank_slots(demand, grid)
     plans = as_plans(slots, grid, counts)
     at_home = sources.sum(axis=1).reshape(len(sources), grid.ranks, -1).sum(axis=2).max(axis=1)
-    worse = (slots.load.reshape(len(sources), -1).max(axis=1) > at_home).reshape(*counts.shape[:2], 1, 1)
-    return _mixed(worse, Plans.identity(grid, counts), plans) if worse.any() else plans
+    stay = slots.load.reshape(len(sources), -1).max(axis=1) > at_home
+    if within_machine or grid.machines == 1:
+        total = sources.reshape(len(sources), -1).sum(axis=1, dtype=np.int64)
+        stay |= 100 * grid.ranks * at_home.astype(np.int64) <= EVEN * total
+    at = stay.reshape(*counts.shape[:2], 1, 1)
+    return _mixed(at, Plans.identity(grid, counts), plans) if stay.any() else plans
 
 
 def rank_slots(demand: Ints, grid: Grid) -> Slots:

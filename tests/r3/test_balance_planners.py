@@ -11,12 +11,14 @@ import pytest
 from balance_grids import grids, skewed_counts
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from r3.balance import Grid, Options, PlanError, Plans, plan_pass
 from r3.balance.baselines import eplb, eplb_around_homes
 from r3.balance.cost import Cost, borrowed, busiest_link, imbalance, links, machine_floor, rank_load
 from r3.balance.plan import Ints
 from r3.balance.skews import REGIMES, Pass, skewed_steps
+from r3.balance.transport import EVEN
 
 seeds = st.integers(0, 2**32 - 1)
 EP16 = Grid(128, 16, 4, tuple(rank // 8 for rank in range(16)))
@@ -45,7 +47,8 @@ def test_slots_enough_for_everything_give_an_even_load(grid: Grid, seed: int) ->
     roomy = replace(grid, slots=grid.experts)
     load = rank_load(plan_pass(counts, roomy, Options()))
     even = -(-counts.sum(axis=(2, 3)) // grid.machines)
-    assert (load.max(axis=2) <= -(-even * grid.machines // grid.ranks)).all()
+    least = -(-even * grid.machines // grid.ranks)
+    assert ((load.max(axis=2) <= least) | (grid.machines == 1) & left_alone(load)).all()
 
 
 @given(grid=grids(), seed=seeds)
@@ -57,7 +60,13 @@ def test_plans_within_a_machine_move_nothing_between_machines(grid: Grid, seed: 
     assert not (plans.load * away).any()
     roomy = plan_pass(counts, replace(grid, slots=grid.experts), Options(within_machine=True))
     least = machine_floor(grid, counts) * rank_load(plans).mean(axis=2)
-    assert (rank_load(roomy).max(axis=2) <= np.ceil(least - 1e-6)).all()
+    load = rank_load(roomy)
+    assert ((load.max(axis=2) <= np.ceil(least - 1e-6)) | left_alone(load)).all()
+
+
+def left_alone(load: Ints) -> NDArray[np.bool_]:
+    """Which of the ranks' loads ``[M, L, R]`` are even enough to borrow nothing."""
+    return 100 * load.max(axis=2) <= EVEN * load.mean(axis=2)
 
 
 @given(grid=grids(), seed=seeds)
@@ -169,3 +178,12 @@ def test_the_cost_of_a_plan_is_its_fullest_rank_and_its_busiest_link() -> None:
 def test_what_cannot_be_planned_is_refused(shape: tuple[int, ...], options: Options, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         plan_pass(np.zeros(shape, np.int32), EP16, options)
+
+
+@pytest.mark.parametrize(("most", "moves"), [(1010, False), (1011, True)])
+def test_ranks_that_are_even_borrow_nothing(most: int, moves: bool) -> None:
+    """For a gain of one percent: what borrowing costs a pass is more."""
+    grid = Grid(4, 2, 1, (0, 0))
+    counts = np.array([most - 600, 600, 500, 1500 - most], np.int32).reshape(1, 1, 1, 4)
+    plans = plan_pass(np.concatenate([counts, counts], axis=2), grid, Options())
+    assert bool((plans.borrowed >= 0).any()) == moves
