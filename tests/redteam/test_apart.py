@@ -166,7 +166,10 @@ FAILS = {
 
 
 BUBBLEWRAP = pytest.param("bubblewrap", marks=pytest.mark.bubblewrap)
-EVERYWHERE = [BUBBLEWRAP, *(pytest.param(name, marks=pytest.mark.docker) for name in ("docker", "podman"))]
+EVERYWHERE = [
+    BUBBLEWRAP,
+    *(pytest.param(name, marks=[pytest.mark.docker, pytest.mark.slow]) for name in ("docker", "podman")),
+]
 
 
 @pytest.fixture(params=[BUBBLEWRAP])
