@@ -116,5 +116,5 @@ def test_what_runs_in_the_box_is_written_for_an_old_python() -> None:
     (source,) = [data for path, data in Witness(watched=()).files().items() if path.endswith(".py")]
     tree = ast.parse(source, feature_version=(3, 6))
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    assert imported == {"doctest", "hashlib", "json", "os", "sys", "time"}
+    assert imported == {"doctest", "hashlib", "hmac", "json", "os", "sys", "time"}
     assert not [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom | ast.NamedExpr)]
