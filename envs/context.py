@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -21,7 +22,8 @@ class EnvContext:
     ``limits`` is the template of every box (memory, processes, CPUs, output cap, and the image of tasks that name
     none). ``tool_style`` "concise" shortens the opening messages, the tool schemas and what tools answer, for models
     with a short context. ``tool_timeout`` and ``grade_timeout`` are seconds a tool call and a run of the hidden tests
-    may take. ``start_retries`` is how often a box that did not start is tried again.
+    may take. ``start_retries`` is how often a box that did not start is tried again. ``pairs`` bounds the runs of tests
+    in two boxes that wait for each other, for more than half as many as commands may run at once would stand still.
     """
 
     backend: SandboxBackend
@@ -30,6 +32,7 @@ class EnvContext:
     tool_timeout: float = 90.0
     grade_timeout: float = 300.0
     start_retries: int = 2
+    pairs: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(4))
 
     @asynccontextmanager
     async def box(self, spec: SandboxSpec) -> AsyncIterator[Sandbox]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -101,6 +102,7 @@ def _context(config: RunConfig, backend: SandboxBackend) -> EnvContext:
         tool_style=config.env.tool_style,
         tool_timeout=config.rollout.tool_timeout,
         grade_timeout=config.env.grade_timeout,
+        pairs=asyncio.Semaphore(max(1, config.sandbox.max_execs // 2)),
     )
 
 

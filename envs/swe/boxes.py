@@ -207,7 +207,7 @@ async def run_apart(context: EnvContext, record: SweRecord, spec: SandboxSpec, p
     named = await asyncio.to_thread(_sorted_paths, patch)
     with Link.open(sorted(record.hidden)) as link:
         spec = replace(spec, ro_binds={**spec.ro_binds, **link.binds})
-        async with context.box(spec) as code, context.box(spec) as tests:
+        async with context.pairs, context.box(spec) as code, context.box(spec) as tests:
             data = {path: text for path, text in record.tests.items() if not path.endswith(".py")}
             await code.write_files({**in_workdir({**record.files, **data}), **link.code_files(), _NAMED: named})
             given = {**in_workdir({**record.files, **record.tests}), **link.tests_files(), **witness.files()}

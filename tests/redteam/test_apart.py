@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import uuid
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from envs.swe.boxes import box_spec, run_apart, run_tests
 from envs.swe.isolate import isolate
 from envs.swe.records import parse_record
 from envs.swe.verdict import read_run
-from sandbox import SandboxSpec, SandboxUnavailableError, open_backend
+from sandbox import SandboxPool, SandboxSpec, SandboxUnavailableError, open_backend
 from tests.redteam.attack import held
 
 pytestmark = pytest.mark.redteam
@@ -224,6 +226,14 @@ async def test_the_tests_box_never_holds_the_patch_and_the_codes_box_no_test(con
     patch = diff_files({"calc.py": CODE}, {"calc.py": FIXED + code})
     run = await run_apart(context, RECORD, box_spec(context, RECORD, SITE.parent), patch)
     assert "3 passed" in run.log, run.log
+
+
+async def test_runs_that_wait_for_a_turn_each_get_their_two_boxes(context: EnvContext) -> None:
+    """Three runs of two commands, of which two may run at once: without a bound all three would hold one and wait."""
+    crowded = replace(context, backend=SandboxPool(context.backend, max_execs=2), pairs=asyncio.Semaphore(1))
+    spec = box_spec(crowded, RECORD, SITE.parent)
+    runs = await asyncio.gather(*(run_apart(crowded, RECORD, spec, RECORD.gold) for _ in range(3)))
+    assert all("3 passed" in run.log for run in runs)
 
 
 async def test_a_patch_that_does_not_apply_is_no_verdict(context: EnvContext) -> None:

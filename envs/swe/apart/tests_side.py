@@ -20,7 +20,7 @@ from typing import Any
 
 from agent_rl_wire import GONE, TYPES, Ended, Wire  # type: ignore[import-not-found]
 
-_WAIT = 60.0
+_WAIT = 150.0  # the other box's command may wait for its turn behind tool calls
 _PRIVATE = ("_pytest", "pytest", "__test__", "__unittest", "__tracebackhide__", "__wrapped__", "__signature__")
 """Attributes that pytest, unittest and inspect look for: the code under test has no say in how tests are run."""
 _OWN = frozenset({"__eq__", "__ne__", "__hash__", "__instancecheck__", "__class__", "__dict__"})
