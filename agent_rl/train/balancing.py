@@ -288,7 +288,8 @@ class RankBalance:
                 transfer.refresh()
             self._changed = False
         started = time.perf_counter()
-        counts = self._gather(foreseen.counts)
+        # A pipeline stage may have no layer with experts: it has nothing to plan.
+        counts = self._gather(foreseen.counts) if self._layers else foreseen.counts[:0]
         first = self._agreed(counts[:1], kind) if len(counts) else None
         rest = self._thread.submit(self._agreed, counts[1:], kind) if len(counts) > 1 else None
         plans = ComingPlans(len(counts), first, rest)

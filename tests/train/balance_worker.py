@@ -118,6 +118,9 @@ def main(rank: int, ranks: int, results: Path) -> None:
     }
     case.balance.weights_changed()
     found["sound again"] = case.run()
+    dense = RankBalance(group, case.grid, BalanceConfig(), [Standing()], ShardSpec(()), ())
+    with dense.planned("update", Foreseen(counts_of(rank)[:, :0], np.ones(3 - rank), np.zeros(3 - rank))) as plans:
+        found["dense stage"] = list(plans)
     case.balance.close()
     (results / f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()

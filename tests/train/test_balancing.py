@@ -33,12 +33,12 @@ from r3.shard import ShardSpec
 RANKS = 2
 
 
-@given(st.integers(0, 40), st.integers(1, 5), st.integers(1, 9), st.sampled_from([12, 256, 300]))
+@given(st.integers(0, 40), st.integers(0, 5), st.integers(1, 9), st.sampled_from([12, 256, 300]))
 def test_experts_are_counted_layer_by_layer(rows: int, layers: int, top_k: int, total: int) -> None:
     experts = np.random.default_rng(rows).integers(0, total, (rows, layers, top_k))
     experts = experts.astype(np.uint8 if total <= 256 else np.uint16)
     expected = [np.bincount(experts[:, layer].ravel(), minlength=total) for layer in range(layers)]
-    np.testing.assert_array_equal(count_experts(experts, total), expected)
+    np.testing.assert_array_equal(count_experts(experts, total), np.reshape(expected, (layers, total)))
 
 
 @pytest.mark.parametrize("spec", [ShardSpec((0, 1)), ShardSpec((1,), context_rank=1, context_size=2, tensor_size=2)])
@@ -126,6 +126,10 @@ def test_experts_are_refreshed_once_after_the_weights_changed(results: list[dict
     again = results[0]["sound again"]
     assert again["counts"] == results[0]["sound"]["counts"]
     assert again["figures"][-1] == 2
+
+
+def test_a_stage_without_experts_has_nothing_to_plan(results: list[dict[str, Any]]) -> None:
+    assert [found["dense stage"] for found in results] == [[], []]
 
 
 def report(group: int, passes: int, load: float) -> BalanceReport:
