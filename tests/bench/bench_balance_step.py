@@ -212,6 +212,7 @@ def one_rank_of(plan: dict[str, Any], rank: int) -> None:
         device=where,
         listener=None if rank else listener,
     )
+    benches = []  # a world gives the name of a group that was closed to the next one, with its old addresses
     for load in plan["loads"]:
         bench = bench_of(ranks, rank, load, plan["tokens"], Path(plan["model"]), where)
         calls = {
@@ -223,6 +224,8 @@ def one_rank_of(plan: dict[str, Any], rank: int) -> None:
             call()
         found = [{name: calls[name]() for name in order} for order in _orders(list(calls), plan["rounds"])]
         (Path(plan["results"]) / f"{load}-{rank}.json").write_text(json.dumps(found))
+        benches.append(bench)
+    for bench in benches:
         bench.balance.close()
     destroy_parallel()
 
