@@ -137,6 +137,7 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
     ),
     "downloads sources of real releases": ("python -m envs.swe.real --out .cache/tasks/real.jsonl",),
     "measures for minutes": (
+        "python tests/bench/bench_balance_step.py --rounds 4 --tokens 4096",
         "python tests/bench/bench_balance.py",
         "python tests/bench/bench_codec.py",
         "python tests/bench/bench_step.py --rounds 9",
