@@ -252,12 +252,20 @@ class DockerBox(BaseBox):
             return oom_kills(folder)
         return int(state["OOMKilled"])
 
+    def _runs(self) -> bool:
+        return bool(self._api.inspect_container(self._container)["State"]["Running"])
+
     def _check_room(self) -> None:
         self._owner.check_room()
 
     async def _used(self) -> Usage | None:
-        """The layer and the volumes; None where the container is gone."""
+        """The layer and the volumes; None where the container is gone.
+
+        Where it has ended under a command, its link is cut: the engine may leave the connection open for ever.
+        """
         try:
+            if self._link is not None and not await self._owner.call(self._runs, SandboxLostError):
+                self._link.cut()
             if self._written is None:
                 self._written = await self._owner.call(partial(written, self._api, self._container), SandboxLostError)
             taken = await usage(*self._written.folders) if self._written.folders else Usage()

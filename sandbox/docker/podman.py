@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from pathlib import PurePosixPath
 
-from docker.types import Ulimit
-
 from sandbox.docker.backend import DockerBackend
 from sandbox.errors import SandboxUnavailableError
 from sandbox.files import archive
@@ -34,13 +32,13 @@ class PodmanBackend(DockerBackend):
             )
 
     def _prepare(self, container: str, spec: SandboxSpec) -> None:
+        super()._prepare(container, spec)
         # Podman makes the container's top folder read-only (mode 555, and a box's root has no capability to write there
         # all the same), and gives a working folder that the image lacks to the container's user, who is not root.
         lacks = [] if self._api.has_path(container, spec.workdir) else [spec.workdir]
         self._api.unpack(container, archive({}, folders=[".", *lacks]))
 
-    def _ulimits(self) -> list[Ulimit]:
+    def _ulimits(self, processes: int) -> dict[str, int]:
         # Unless told, podman as root asks for more of these two than a machine without CAP_SYS_RESOURCE gives. A box's
         # processes are bounded by its control group; this is one limit for the keepers of all boxes together.
-        more = (Ulimit(name=name, soft=_AMPLE, hard=_AMPLE) for name in ("nofile", "nproc"))
-        return [*super()._ulimits(), *more]
+        return {"nofile": _AMPLE, "nproc": _AMPLE, **super()._ulimits(processes)}

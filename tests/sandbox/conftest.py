@@ -8,9 +8,11 @@ import tempfile
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import docker.errors
 import pytest
 import pytest_asyncio
 
@@ -23,7 +25,8 @@ from sandbox import (
     SandboxUnavailableError,
     open_backend,
 )
-from sandbox.docker.engine import connect
+from sandbox.docker.engine import EngineClient, connect
+from sandbox.docker.lease import RUN_LABEL
 
 WAIT_SECONDS = 20.0
 # Runs reach every backend through a pool. The one here is in front of the backend whose boxes cost least.
@@ -31,17 +34,35 @@ BACKENDS = [
     pytest.param("bubblewrap in a pool", marks=pytest.mark.bubblewrap),
     pytest.param("docker", marks=pytest.mark.docker),
     pytest.param("podman"),
+    pytest.param("docker with runsc", marks=pytest.mark.docker),
 ]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=BACKENDS)
-async def backend(request: pytest.FixtureRequest) -> AsyncIterator[SandboxBackend]:
-    name, _, pooled = request.param.partition(" in a ")
+@dataclass(frozen=True)
+class Engine:
+    """A kind of backend. Tests may open more of its kind beside the one that they share."""
+
+    name: str
+    runtime: str | None
+    pooled: bool
+
+    def open(self, run_id: str) -> SandboxBackend:
+        return open_backend(self.name, run_id=run_id, runtime=self.runtime)
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def engine(request: pytest.FixtureRequest) -> Engine:
+    name, _, runtime = str(request.param).partition(" with ")
+    return Engine(name.removesuffix(" in a pool"), runtime or None, pooled=name.endswith(" in a pool"))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def backend(engine: Engine) -> AsyncIterator[SandboxBackend]:
     try:
-        backend = open_backend(name, run_id=f"test-{uuid.uuid4().hex[:8]}")
+        backend = engine.open(f"test-{uuid.uuid4().hex[:8]}")
     except SandboxUnavailableError as error:
         pytest.skip(str(error))
-    if pooled:
+    if engine.pooled:
         backend = SandboxPool(backend, max_starts=4, max_execs=16, warm=2)
     try:
         await (await backend.start(SandboxSpec())).close()
@@ -69,17 +90,16 @@ def marker() -> str:
 class Host:
     """Looks at the host from outside the boxes."""
 
-    def processes(self, marker: str) -> list[int]:
-        """The host's processes with ``marker`` among their arguments, whatever namespace they are in."""
-        found = []
+    def processes(self, marker: str) -> int:
+        """How many processes have ``marker`` among their arguments, whatever namespace they are in."""
+        found = 0
         for folder in Path("/proc").iterdir():
             if folder.name.isdigit() and int(folder.name) != os.getpid():
                 try:
                     arguments = (folder / "cmdline").read_bytes().split(b"\0")
                 except OSError:
                     continue
-                if marker.encode() in arguments:
-                    found.append(int(folder.name))
+                found += marker.encode() in arguments
         return found
 
     async def until(self, condition: Callable[[], Any], what: str) -> None:
@@ -103,6 +123,27 @@ class Host:
         return groups or any(True for _ in folders)
 
 
+class GVisorHost(Host):
+    """Looks into running boxes whose processes are none of the host's, by asking the engine."""
+
+    def processes(self, marker: str) -> int:
+        api = connect()
+        try:
+            boxes = [container["Id"] for container in api.containers(filters={"label": RUN_LABEL})]
+            return sum(self._arguments(api, box).count(marker.encode()) for box in boxes)
+        finally:
+            api.close()
+
+    def _arguments(self, api: EngineClient, box: str) -> list[bytes]:
+        """What the processes in the box were called with; nothing where it ends meanwhile."""
+        look = ["sh", "-c", "cat /proc/[0-9]*/cmdline"]
+        try:
+            return bytes(api.exec_start(api.exec_create(box, look, user="65534", stderr=False)["Id"])).split(b"\0")
+        except docker.errors.APIError:
+            return []
+
+
 @pytest.fixture
-def host() -> Host:
-    return Host()
+def host(request: pytest.FixtureRequest) -> Host:
+    gvisor = "engine" in request.fixturenames and request.getfixturevalue("engine").runtime is not None
+    return GVisorHost() if gvisor else Host()

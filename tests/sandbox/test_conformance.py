@@ -29,13 +29,26 @@ from sandbox import (
     SandboxStartError,
     TreeLimits,
     blob_name,
-    open_backend,
     open_session,
 )
 from sandbox.docker.files import gather_folder, read_folder, shown_here
 from sandbox.files import Tree
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
+
+GVISOR_LACKS = {
+    "test_programs_see_what_a_file_is": "its statx refuses AT_NO_AUTOMOUNT, which ls and stat of coreutils 9 pass",
+    "test_no_user_namespace": "its seccomp filter does not reach processes that the engine adds to a container",
+    "test_memory_hog_is_contained": "the host's kernel kills gVisor's, and the box with it",
+    "test_hog_among_children_is_flagged": "the host's kernel kills gVisor's, and the box with it",
+}
+"""What does not hold under gVisor's release 20221219, by test, and why. A release that does better fails here."""
+
+
+@pytest.fixture(autouse=True)
+def _known_to_fail(request: pytest.FixtureRequest, engine: Any) -> None:
+    if engine.runtime == "runsc" and (why := GVISOR_LACKS.get(request.function.__name__)):
+        request.applymarker(pytest.mark.xfail(strict=True, reason=f"gVisor 20221219: {why}"))
 
 
 @asynccontextmanager
@@ -100,7 +113,7 @@ async def test_host_is_not_visible(box: Sandbox, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("HOST_SECRET", "secret")
     assert "HOST_SECRET" not in (await box.exec("env", timeout=20)).text
     for path in (__file__, tmp_path / "file", sys.prefix, "/etc/machine-id", "/etc/ssh", "/var/run/docker.sock"):
-        assert not (await box.exec(["stat", str(path)], timeout=20)).ok, path
+        assert not (await box.exec(["test", "-e", str(path)], timeout=20)).ok, path
 
 
 async def test_standard_input(box: Sandbox) -> None:
@@ -144,7 +157,7 @@ async def test_nothing_outlives_its_command(box: Sandbox, marker: str, host: Any
 
 async def test_cancelling_kills_the_command(box: Sandbox, marker: str, host: Any) -> None:
     running = asyncio.ensure_future(box.exec(f"setsid -f sleep {marker}; sleep {marker}", timeout=60))
-    await host.until(lambda: len(host.processes(marker)) >= 2, "the command runs")
+    await host.until(lambda: host.processes(marker) >= 2, "the command runs")
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
@@ -174,7 +187,7 @@ async def test_a_flood_of_output_is_no_burden(box: Sandbox) -> None:
     assert result.ok
     assert (len(result.stdout), result.truncated) == (box.spec.output_limit_bytes, True)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 30_000, "KiB, so 30 MB"
-    assert (await box.exec("ls all-of-it", timeout=20)).ok
+    assert (await box.exec("test -e all-of-it", timeout=20)).ok
 
 
 async def test_no_network(box: Sandbox) -> None:
@@ -200,12 +213,13 @@ print(json.dumps([names, reaches(("127.0.0.1", PORT)), reaches(("192.0.2.1", 80)
 async def test_no_privileges(box: Sandbox) -> None:
     status = (await box.exec("cat /proc/self/status", timeout=20)).text
     fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
-    assert {int(fields[f"Cap{kind}"], 16) for kind in ("Inh", "Prm", "Eff", "Bnd", "Amb")} == {0}
-    assert fields["NoNewPrivs"] == "1"
+    # gVisor's kernel has no ambient capabilities, and no line for them.
+    assert {int(fields.get(f"Cap{kind}", "0"), 16) for kind in ("Inh", "Prm", "Eff", "Bnd", "Amb")} == {0}
+    assert {"CapPrm", "CapEff", "CapBnd"} <= fields.keys()
+    assert await python(box, "import ctypes; print(ctypes.CDLL(None).prctl(39, 0, 0, 0, 0))") == 1, "no new privileges"
     for command in (
         "mount -t tmpfs none /mnt",
         "chown 1:1 /testbed",
-        "unshare -Ur true",
         "hostname other",
         "chroot / true",
         "mknod disk b 254 0",
@@ -218,19 +232,25 @@ async def test_no_privileges(box: Sandbox) -> None:
     assert (await box.exec("echo x > /dev/stdout; echo y > /dev/null", timeout=20)).stdout == b"x\n"
 
 
-async def test_memory_hog_is_contained(box: Sandbox) -> None:
-    result = await box.exec(["python3", "-c", "bytearray(1 << 30).count(1)"], timeout=60)
-    assert result.exit_code not in (0, -9)
-    if result.exit_code == 137:
-        assert result.oom_killed
-    after = await box.exec("true", timeout=20)
-    assert (after.ok, after.oom_killed) == (True, False)
+async def test_no_user_namespace(box: Sandbox) -> None:
+    assert not (await box.exec("unshare -Ur true", timeout=20)).ok
 
 
-async def test_hog_among_children_is_flagged(box: Sandbox) -> None:
-    result = await box.exec("python3 -c 'bytearray(1 << 30).count(1)'; exit 5", timeout=60)
-    assert result.exit_code == 5
-    assert result.oom_killed or "MemoryError" in result.text
+async def test_memory_hog_is_contained(backend: SandboxBackend) -> None:
+    async with started(backend, SandboxSpec(memory_mb=256)) as box:
+        result = await box.exec(["python3", "-c", "bytearray(1 << 30).count(1)"], timeout=20)
+        assert result.exit_code not in (0, -9)
+        if result.exit_code == 137:
+            assert result.oom_killed
+        after = await box.exec("true", timeout=20)
+        assert (after.ok, after.oom_killed) == (True, False)
+
+
+async def test_hog_among_children_is_flagged(backend: SandboxBackend) -> None:
+    async with started(backend, SandboxSpec(memory_mb=256)) as box:
+        result = await box.exec("python3 -c 'bytearray(1 << 30).count(1)'; exit 5", timeout=20)
+        assert result.exit_code == 5
+        assert result.oom_killed or "MemoryError" in result.text
 
 
 async def test_process_limit(box: Sandbox) -> None:
@@ -299,12 +319,16 @@ async def test_write_and_read(box: Sandbox) -> None:
     await box.write_files(files)
     for path, data in files.items():
         assert await box.read_file(path, max_bytes=1 << 22) == data
-    listing = await box.exec("stat -c '%U %s' pkg/a.py 'pkg/b c.py' /tmp/t/x e; cat pkg/a.py", timeout=20)
+    listing = await box.exec("find pkg/a.py 'pkg/b c.py' /tmp/t/x e -printf '%u %s\\n'; cat pkg/a.py", timeout=20)
     assert listing.text.splitlines() == ["root 2", "root 256", "root 0", "root 2000000", "a"]
     await box.write_files({"pkg/a.py": b"shorter"})
     assert (await box.exec("cat pkg/a.py; echo more >> pkg/a.py", timeout=20)).text == "shorter"
     assert await box.read_file("/testbed/pkg/a.py") == b"shortermore\n"
     await box.write_files({})
+
+
+async def test_programs_see_what_a_file_is(box: Sandbox) -> None:
+    assert (await box.exec("cd /tmp; ls /etc/passwd; stat -c %U /etc/passwd", timeout=20)).text == "/etc/passwd\nroot\n"
 
 
 async def test_read_from_the_image(box: Sandbox) -> None:
@@ -370,18 +394,19 @@ async def test_a_folder_read_on_this_machine_is_what_the_engine_packs(backend: S
         assert trees[0] == trees[1]
 
 
-async def test_of_a_file_whose_content_is_known_only_its_name_is_read(box: Sandbox) -> None:
+async def test_of_a_file_whose_content_is_known_only_its_name_is_read(backend: SandboxBackend) -> None:
     contents = {"same": b"a\n", "other": b"b\n", "large": bytes(3_000_000), "new": b""}
     known = {path: blob_name(contents[path]) for path in ("same", "large")}
     known |= {"other": blob_name(b"before"), "linked": blob_name(b"same"), "gone": blob_name(b"")}
-    await box.write_files(contents)
-    await box.exec("chmod 755 same; ln -s same linked", timeout=20)
-    found = await box.read_tree("/testbed", limits=TreeLimits(file_bytes=10), known=known)
-    assert {path: (file.data, file.blob) for path, file in found.items()} == {
-        "same": (None, known["same"]), "other": (b"b\n", ""), "large": (None, known["large"]), "new": (b"", ""),
-        "linked": (b"same", ""),
-    }  # fmt: skip
-    assert found["same"].mode & 0o777 == 0o755
+    async with started(backend) as box:
+        await box.write_files(contents)
+        await box.exec("chmod 755 same; ln -s same linked", timeout=20)
+        found = await box.read_tree("/testbed", limits=TreeLimits(file_bytes=10), known=known)
+        assert {path: (file.data, file.blob) for path, file in found.items()} == {
+            "same": (None, known["same"]), "other": (b"b\n", ""), "large": (None, known["large"]), "new": (b"", ""),
+            "linked": (b"same", ""),
+        }  # fmt: skip
+        assert found["same"].mode & 0o777 == 0o755
 
 
 async def test_links_lead_nowhere_outside(box: Sandbox, tmp_path: Path) -> None:
@@ -577,8 +602,8 @@ async def test_close_is_shielded_from_cancellation(backend: SandboxBackend, host
     assert not host.box_exists(backend.name, box.id)
 
 
-async def test_a_cancelled_start_leaves_nothing(backend: SandboxBackend) -> None:
-    other = open_backend(backend.name, run_id="cancelled")
+async def test_a_cancelled_start_leaves_nothing(engine: Any) -> None:
+    other = engine.open("cancelled")
     starts = [asyncio.ensure_future(other.start(SandboxSpec())) for _ in range(4)]
     await asyncio.sleep(0.01)  # some are under way then, whichever they are
     for start in starts:
@@ -610,7 +635,7 @@ import asyncio, sys
 from sandbox import SandboxSpec, open_backend
 
 async def main():
-    backend = open_backend(sys.argv[1], run_id="killed")
+    backend = open_backend(sys.argv[1], run_id="killed", runtime=sys.argv[3] if sys.argv[3:] else None)
     boxes = [await backend.start(SandboxSpec()) for _ in range(2)]
     async with asyncio.TaskGroup() as group:
         group.create_task(boxes[0].exec(f"setsid -f sleep {sys.argv[2]}; sleep {sys.argv[2]}", timeout=600))
@@ -620,14 +645,14 @@ asyncio.run(main())
 """
 
 
-async def test_boxes_of_a_killed_run_are_reaped(backend: SandboxBackend, marker: str, host: Any) -> None:
-    command = [sys.executable, "-c", _RUN, backend.name, marker]
+async def test_boxes_of_a_killed_run_are_reaped(backend: SandboxBackend, engine: Any, marker: str, host: Any) -> None:
+    command = [sys.executable, "-c", _RUN, backend.name, marker, *([engine.runtime] if engine.runtime else [])]
     run = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
     try:
         assert run.stdout is not None
         ids = (await run.stdout.readline()).decode().split()
         assert len(ids) == 2
-        await host.until(lambda: len(host.processes(marker)) >= 2, "the run's command runs")
+        await host.until(lambda: host.processes(marker) >= 2, "the run's command runs")
         async with started(backend) as mine:
             await backend.reap()
             assert all(host.box_exists(backend.name, id) for id in ids), "a live run's boxes are left alone"
@@ -644,8 +669,8 @@ async def test_boxes_of_a_killed_run_are_reaped(backend: SandboxBackend, marker:
             await run.wait()
 
 
-async def test_closing_the_backend_closes_its_boxes(backend: SandboxBackend, marker: str, host: Any) -> None:
-    other = open_backend(backend.name, run_id="closing")
+async def test_closing_the_backend_closes_its_boxes(engine: Any, marker: str, host: Any) -> None:
+    other = engine.open("closing")
     boxes = [await other.start(SandboxSpec()) for _ in range(3)]
     running = asyncio.ensure_future(boxes[0].exec(f"sleep {marker}", timeout=60))
     await host.until(lambda: host.processes(marker), "the command runs")

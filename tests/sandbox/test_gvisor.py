@@ -1,8 +1,4 @@
-"""Boxes of docker whose kernel is gVisor's.
-
-The conformance suite does not pass with every release of runsc: before 2023 its statx refuses the flags of a current
-``ls``. What is tried here is what a box has to hold.
-"""
+"""What boxes of docker whose kernel is gVisor's do otherwise than others; the rest is the conformance suite's."""
 
 from __future__ import annotations
 
@@ -19,7 +15,10 @@ from sandbox import (
     SandboxUnavailableError,
     open_backend,
 )
+from sandbox.docker.engine import EngineClient
 from sandbox.types import OVERGROWN
+
+about = EngineClient.info
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(120)]
 
@@ -83,6 +82,31 @@ async def test_a_box_that_runs_into_a_limit_ends_by_its_own_doing(
     assert after.ok or after.exit_code == 137
     assert not memory or after.oom_killed
     assert (await neighbour.exec("echo alive", timeout=20)).stdout == b"alive\n"
+
+
+async def test_a_command_whose_box_died_does_not_wait_for_its_timeout(backend: SandboxBackend) -> None:
+    """The engine keeps the connection of a command open whose container has ended."""
+    box = await backend.start(SandboxSpec(memory_mb=64))
+    result = await box.exec(["python3", "-c", "bytearray(1 << 30).count(1)"], timeout=60)
+    assert (result.exit_code, result.oom_killed, result.seconds < 30) == (137, True, True), result
+
+
+async def test_no_process_escapes_by_forking(backend: SandboxBackend) -> None:
+    """gVisor's ``kill -9 -1`` misses processes that are being forked meanwhile, and would fill the box."""
+    for _ in range(3):
+        box = await backend.start(SandboxSpec(memory_mb=256, pids=64))
+        await box.exec("bomb() { bomb | bomb & }; bomb; sleep 30", timeout=1.5)
+        assert (await box.exec("echo alive", timeout=20)).stdout == b"alive\n"
+        await box.close()
+
+
+async def test_a_runtime_that_would_not_see_written_files_is_refused(
+    backend: SandboxBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = {"runsc": {"path": "runsc", "runtimeArgs": ["--network=none"]}}
+    monkeypatch.setattr(EngineClient, "info", lambda api: {**about(api), "Runtimes": known})
+    with pytest.raises(SandboxUnavailableError, match="--file-access=shared"):
+        open_backend("docker", run_id="gvisor", runtime="runsc")
 
 
 async def test_a_box_that_grows_is_ended(backend: SandboxBackend) -> None:
