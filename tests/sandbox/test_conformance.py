@@ -284,7 +284,9 @@ async def test_what_keeps_a_box_alive_can_not_be_killed(box: Sandbox, marker: st
     await host.until(lambda: not host.processes(marker), "what was left behind is gone")
 
 
-async def test_cpu_limit(backend: SandboxBackend) -> None:
+async def test_cpu_limit(backend: SandboxBackend, engine: Any) -> None:
+    if engine.runtime == "runsc":
+        pytest.xfail("gVisor's clock of a process's CPU time goes on now and then while the engine's limit holds it up")
     code = """
 import json, time
 start, used = time.monotonic(), time.process_time()
