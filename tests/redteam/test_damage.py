@@ -170,7 +170,8 @@ def test_no_sequence_of_damage_is_an_infrastructure_failure(backend: str, kind: 
     play_all()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("backend", "kind"), [BUBBLEWRAP, *ENGINES])
 async def test_no_single_damage_is_an_infrastructure_failure(backend: str, kind: str) -> None:
     await damage(backend, kind, [[name] for name in DAMAGE])

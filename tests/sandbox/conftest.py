@@ -34,7 +34,7 @@ BACKENDS = [
     pytest.param("bubblewrap in a pool", marks=pytest.mark.bubblewrap),
     pytest.param("docker", marks=pytest.mark.docker),
     pytest.param("podman"),
-    pytest.param("docker with runsc", marks=[pytest.mark.docker, pytest.mark.gvisor]),
+    pytest.param("docker with runsc", marks=[pytest.mark.docker, pytest.mark.exhaustive]),
 ]
 
 

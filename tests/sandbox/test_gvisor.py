@@ -84,7 +84,7 @@ async def test_a_box_that_runs_into_a_limit_ends_by_its_own_doing(
     assert (await neighbour.exec("echo alive", timeout=20)).stdout == b"alive\n"
 
 
-@pytest.mark.gvisor
+@pytest.mark.exhaustive
 async def test_a_command_whose_box_died_does_not_wait_for_its_timeout(backend: SandboxBackend) -> None:
     """The engine keeps the connection of a command open whose container has ended."""
     box = await backend.start(SandboxSpec(memory_mb=64))
@@ -92,7 +92,7 @@ async def test_a_command_whose_box_died_does_not_wait_for_its_timeout(backend: S
     assert (result.exit_code, result.oom_killed, result.seconds < 30) == (137, True, True), result
 
 
-@pytest.mark.gvisor
+@pytest.mark.exhaustive
 async def test_no_process_escapes_by_forking(backend: SandboxBackend) -> None:
     """gVisor's ``kill -9 -1`` misses processes that are being forked meanwhile, and would fill the box."""
     for _ in range(3):
