@@ -24,8 +24,9 @@ SEEN = (
 HEAD = """# The red team
 
 Every attack below is a test, and CI runs them: damage to boxes in sequences of several, on every backend
-(`pytest -m exhaustive tests/redteam` plays each alone). `pytest -m redteam -rP` prints what each tried and what stopped it; the hacks of a real task are in `tests/envs/test_swe_hacks.py`. `tests/redteam/table.py` makes this page,
-and a test compares it with the attacks that there are.
+(`pytest -m exhaustive tests/redteam` plays each alone). `pytest -m redteam -rP` prints what each tried and what stopped
+it; the hacks of a real task are in `tests/envs/test_swe_hacks.py`. `tests/redteam/table.py` makes this page, and a test
+compares it with the attacks that there are.
 
 - "Reward 0": the episode is graded, has a record, and is not tried again.
 - "Refused": one line names the row and the key, and no box starts.
