@@ -61,10 +61,10 @@ FIGURES = ("products", "pass")
 
 
 def made_routes(tokens: int, ranks: int, load: float, seed: int) -> NDArray[np.uint8]:
-    """``[tokens, LAYERS, TOP_K]``: rank 0 gets exactly ``load`` / ``ranks`` of all pairs, each other rank as much as
-    the next; within a rank experts are drawn."""
+    """``[tokens, LAYERS, TOP_K]``: rank 0 gets ``load`` / ``ranks`` of all pairs, rounded down, each other rank as
+    much as the next; within a rank experts are drawn."""
     rng, pairs, each = np.random.default_rng(seed), tokens * TOP_K, EXPERTS // ranks
-    first = round(pairs * load / ranks)
+    first = int(pairs * load / ranks)
     holders = np.concatenate([np.zeros(first, int), 1 + np.arange(pairs - first) % (ranks - 1)])
     layers = []
     for _ in range(LAYERS):

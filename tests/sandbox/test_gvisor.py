@@ -70,7 +70,10 @@ async def test_what_a_command_leaves_ends_with_it(backend: SandboxBackend) -> No
     assert b"were changed" in (await box.exec("true", timeout=20)).stderr
 
 
-@pytest.mark.parametrize(("hog", "memory"), [(BOMB, False), ("bytearray(1 << 30).count(1)", True)])
+@pytest.mark.parametrize(
+    ("hog", "memory"),
+    [pytest.param(BOMB, False, marks=pytest.mark.exhaustive), ("bytearray(1 << 30).count(1)", True)],
+)
 async def test_a_box_that_runs_into_a_limit_ends_by_its_own_doing(
     backend: SandboxBackend, hog: str, memory: bool
 ) -> None:

@@ -165,7 +165,7 @@ async def test_a_run_is_balanced_from_any_checkpoint(tmp_path: Path) -> None:
     assert not (tmp_path / "plain" / FILE).exists()
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 async def test_checkpoints_move_between_measured_and_contiguous_homes(tmp_path: Path, ranks: int) -> None:
     """Through Ray: a run with measured homes goes on from a plain one's checkpoint, and a plain one from its. With four
     ranks two share out an expert's optimizer state."""

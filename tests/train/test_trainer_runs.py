@@ -103,7 +103,7 @@ async def test_steps_from_a_checkpoint_are_bit_equal(run_config: Config, make_sa
     """With the starting model, and not the checkpoint, as the reference of a KL in the loss; and an entropy bonus. (In
     other processes: ``tests/integration/test_kills.py``.)"""
     data = samples(make_sample)
-    kl = {"coefficient": 0.1, "estimator": "k3"}
+    kl = {"coefficient": 0.1, "estimator": "k3", "k3_limit": None}
     config = run_config(lr_warmup_steps=3, weight_decay=0.1, kl=kl, entropy_coefficient=0.02)
 
     def numbers(metrics: dict[str, float]) -> dict[str, float]:
