@@ -116,12 +116,12 @@ def _outcomes(
     grid = _grid(steps[0][0], ranks, question)
     counts = [_counts(samples, grid, question.tokens or MICROBATCH_TOKENS, cost) for samples in steps]
     share = _expert_share(steps, cost)
-    before = np.concatenate([imbalance(rank_load(Plans.identity(grid, step))).ravel() for step in counts])
     for planner, name in PLANNERS.items():
         known = list(zip(counts, [None, *counts], strict=False))
         if planner == "eplb" and not (known := known[1:]):
             continue  # the first step has none before it
         plans = [_planned(planner, grid, step, last) for step, last in known]
+        before = np.concatenate([imbalance(rank_load(Plans.identity(grid, step))).ravel() for step, _ in known])
         after = np.concatenate([imbalance(rank_load(one)).ravel() for one in plans])
         yield Outcome(
             expert_ranks=ranks,

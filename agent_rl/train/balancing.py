@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +31,7 @@ from agent_rl.config import BalanceConfig
 from agent_rl.errors import TrainerError
 from agent_rl.train.balance_report import BalancedPass, BalanceReport, PassBalance
 from agent_rl.train.batching.packing import MicroBatch
+from agent_rl.train.megatron.exchange import communicator, leave
 from r3.balance import Grid, Plan, Plans
 from r3.balance.cost import borrowed, busiest_link, imbalance, rank_load
 from r3.balance.homes import measured_home
@@ -141,14 +141,13 @@ class ComingPlans(Sequence[Mapping[int, Plan]]):
 
 
 class ExpertGroup:
-    """The ranks that share experts, on a communicator of its own for small arrays of the host; all ranks of the group
-    make one together. ``ranks``: their numbers in the world, in the group's order."""
+    """The ranks that share experts, on a communicator of its own for small arrays of the host. ``ranks``: their numbers
+    in the world, in the group's order. All ranks of the world make theirs together."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = tuple(ranks)
         self.rank = self.ranks.index(dist.get_rank())
-        limit = timedelta(seconds=TIMEOUT_SECONDS)
-        self._group: Any = dist.new_group(list(ranks), limit, "gloo", use_local_synchronization=True)
+        self._group: Any = communicator(self.ranks, TIMEOUT_SECONDS, backend="gloo")
 
     def gather(self, array: NDArray[Any]) -> NDArray[Any]:
         """Every rank's array of one shape and type, stacked in the group's order."""
@@ -166,8 +165,7 @@ class ExpertGroup:
     def close(self) -> None:
         """Leave it. Idempotent."""
         group, self._group = self._group, None
-        if group is not None and dist.is_initialized():
-            dist.destroy_process_group(group)
+        leave(group)
 
 
 def machines_of(hosts: Sequence[str], ranks: Sequence[int], per_machine: int | None) -> tuple[int, ...]:

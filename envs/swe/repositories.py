@@ -31,27 +31,25 @@ printf '%s\\n' {shlex.join(LITTER)} > .git/info/exclude
 echo '* -text !filter !ident !working-tree-encoding' > .git/info/attributes
 git add -A
 export GIT_AUTHOR_DATE={_DATE} GIT_COMMITTER_DATE={_DATE}
-git -c gc.auto=0 commit -q --no-verify --allow-empty -m 'Start of the task'
-git rev-parse HEAD"""
+git -c gc.auto=0 commit -q --no-verify --allow-empty -m 'Start of the task'"""
 
 
-async def first_commit(sandbox: Sandbox, *, before: str = "", after: str = "") -> str:
-    """Make the working folder a repository of one commit, between two shell texts; the commit's hash.
+async def first_commit(sandbox: Sandbox, *, before: str = "", after: str = "") -> None:
+    """Make the working folder a repository of one commit, between two shell texts.
 
     Raises ``SandboxStartError`` with git's last words.
     """
     result = await sandbox.exec(f"{before}{_COMMIT}\n{after}", timeout=SETUP_TIMEOUT, cwd=WORKDIR)
     if not result.ok:
         raise SandboxStartError(f"the repository could not be set up: {result.text.strip()[-300:]}")
-    return result.stdout.decode().strip()
 
 
 @dataclass
 class _Made:
-    """A repository's commit, once a box has made it, and its git folder (path -> content; empty: too large to keep)."""
+    """Whether a box has made a repository's commit, and its git folder (path -> content; empty: too large to keep)."""
 
     making: asyncio.Lock = field(default_factory=asyncio.Lock)
-    base: str = ""
+    done: bool = False
     folder: Mapping[str, bytes] = field(default_factory=dict)
 
 
@@ -62,21 +60,22 @@ class Repositories:
         self._kept = kept
         self._made: OrderedDict[str, _Made] = OrderedDict()
 
-    async def set_up(self, sandbox: Sandbox, files: Mapping[str, str]) -> str:
-        """Write ``files`` and their git folder into the working folder of a new box; the commit's hash.
+    async def set_up(self, sandbox: Sandbox, files: Mapping[str, str]) -> None:
+        """Write ``files`` and their git folder into the working folder of a new box.
 
         Raises ``SandboxError``.
         """
         made, content = self._of(files), in_workdir(files)
         async with made.making:  # the first box makes what the others wait for
-            if not made.base:
+            if not made.done:
                 await sandbox.write_files(content)
-                base = await first_commit(sandbox)
+                await first_commit(sandbox)
                 made.folder = await _git_folder(sandbox)
-                made.base = base
-                return base
+                made.done = True
+                return
         await sandbox.write_files({**content, **made.folder})
-        return made.base if made.folder else await first_commit(sandbox)
+        if not made.folder:
+            await first_commit(sandbox)
 
     def _of(self, files: Mapping[str, str]) -> _Made:
         key = hashlib.sha256(repr(sorted(files.items())).encode("utf-8", "surrogatepass")).hexdigest()

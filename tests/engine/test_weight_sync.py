@@ -146,10 +146,11 @@ class Setting:
 PROBE = list(range(128))
 
 
-@pytest.fixture
-async def setting(
-    server: str, model: Path, other_model: Path, engine_config: EngineConfig, tmp_path: Path
+@asynccontextmanager
+async def setting_of(
+    server: str, model: Path, other_model: Path, engine_config: EngineConfig, folder: Path
 ) -> AsyncIterator[Setting]:
+    """A setting on the server at ``server``, which has the weights of ``model`` before and after."""
     config = RunConfig.model_validate({"name": "test", "model": model, "engine": engine_config.model_dump()})
     async with SGLangEngine(server, read_facts(model), engine_config) as engine:
         with WeightReceivers([server]) as receivers:
@@ -157,11 +158,19 @@ async def setting(
             new = await engine.score(PROBE)
             receivers.load_from_disk(model, "default")
             old = await engine.score(PROBE)
-        yield Setting(config, other_model, tmp_path / "weights", old, new)
+        yield Setting(config, other_model, folder, old, new)
         with WeightReceivers([server]) as receivers:
             receivers.abandon()
             receivers.load_from_disk(model, "default")
             receivers.resume()
+
+
+@pytest.fixture
+async def setting(
+    server: str, model: Path, other_model: Path, engine_config: EngineConfig, tmp_path: Path
+) -> AsyncIterator[Setting]:
+    async with setting_of(server, model, other_model, engine_config, tmp_path / "weights") as setting:
+        yield setting
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from local_server import serving
-from test_weight_sync import PROBE, FileTrainer, OneBitOff, Setting
+from test_weight_sync import FileTrainer, OneBitOff, Setting, setting_of
 
-from agent_rl.config import EngineConfig, RunConfig
+from agent_rl.config import EngineConfig
 from agent_rl.engine.launch import EngineServer
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import WeightSyncError
@@ -35,14 +35,8 @@ def two_ranks(engine_config: EngineConfig, model: Path, tmp_path_factory: pytest
 async def setting(
     two_ranks: str, model: Path, other_model: Path, engine_config: EngineConfig, tmp_path: Path
 ) -> AsyncIterator[Setting]:
-    config = RunConfig.model_validate({"name": "test", "model": model, "engine": engine_config.model_dump()})
-    async with SGLangEngine(two_ranks, read_facts(model), engine_config) as engine:
-        with WeightReceivers([two_ranks]) as receivers:
-            receivers.load_from_disk(other_model, "disk")
-            new = await engine.score(PROBE)
-            receivers.load_from_disk(model, "default")
-            old = await engine.score(PROBE)
-        yield Setting(config, other_model, tmp_path / "weights", old, new)
+    async with setting_of(two_ranks, model, other_model, engine_config, tmp_path / "weights") as setting:
+        yield setting
 
 
 class TestTwoRanks:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import uuid
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +16,9 @@ from envs.swe.boxes import box_spec, run_apart, run_tests
 from envs.swe.isolate import isolate
 from envs.swe.records import parse_record
 from envs.swe.verdict import read_run
-from sandbox import SandboxPool, SandboxSpec, SandboxUnavailableError, open_backend
+from sandbox import SandboxPool, SandboxSpec
 from tests.redteam.attack import held
+from tests.redteam.contexts import context_of
 
 pytestmark = pytest.mark.redteam
 
@@ -176,14 +176,8 @@ EVERYWHERE = [
 
 @pytest.fixture(params=[BUBBLEWRAP])
 async def context(request: pytest.FixtureRequest) -> AsyncIterator[EnvContext]:
-    try:
-        backend = open_backend(request.param, run_id=f"test-{uuid.uuid4().hex[:8]}")
-    except SandboxUnavailableError as error:
-        pytest.skip(str(error))
-    try:
-        yield EnvContext(backend, limits=SandboxSpec(memory_mb=512), grade_timeout=40.0)
-    finally:
-        await backend.close()
+    async with context_of(request.param, SandboxSpec(memory_mb=512), grade_timeout=40.0) as context:
+        yield context
 
 
 async def grade(context: EnvContext, code: str, record: SweRecord = RECORD) -> Grade:

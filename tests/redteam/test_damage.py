@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import Sequence
 
 import pytest
@@ -13,10 +12,11 @@ from hypothesis import strategies as st
 from envs import EnvContext, Grade
 from envs.mini import generate, to_record
 from envs.swe import SweRecord, diff_files, start_episode
-from sandbox import SandboxSpec, SandboxUnavailableError, open_backend
+from sandbox import SandboxSpec
 from sandbox.docker.backend import DEFAULT_IMAGE
 from tests.envs.conftest import BROKEN, FIXED, TESTS
 from tests.redteam.attack import held
+from tests.redteam.contexts import context_of
 from tools import ToolCall
 
 pytestmark = pytest.mark.redteam
@@ -110,15 +110,6 @@ FOUND = [
 """What once ended as an infrastructure failure under docker and podman."""
 
 
-def context_of(name: str) -> EnvContext:
-    try:
-        backend = open_backend(name, run_id=f"test-{uuid.uuid4().hex[:8]}")
-    except SandboxUnavailableError as error:
-        pytest.skip(str(error))
-    limits = SandboxSpec(memory_mb=256, disk_mb=256, inodes=2000)
-    return EnvContext(backend, limits=limits, tool_timeout=4.0, grade_timeout=30.0, start_retries=0)
-
-
 async def play(context: EnvContext, record: SweRecord, commands: Sequence[str]) -> Grade:
     """An agent that does ``commands``, then uses its other tools, and is graded."""
     async with start_episode(context, record) as episode:
@@ -135,8 +126,8 @@ async def play(context: EnvContext, record: SweRecord, commands: Sequence[str]) 
 
 async def damage(backend: str, kind: str, sequences: Sequence[Sequence[str]]) -> None:
     """Play each sequence of names of ``DAMAGE``, and check that it ends with reward 0 and a record."""
-    context = context_of(backend)
-    try:
+    limits = SandboxSpec(memory_mb=256, disk_mb=256, inodes=2000)
+    async with context_of(backend, limits, tool_timeout=4.0, grade_timeout=30.0, start_retries=0) as context:
         for names in sequences:
             grade = await play(context, RECORDS[kind], [DAMAGE[name] for name in names])
             assert (grade.reward, grade.resolved) == (0.0, False), names
@@ -144,8 +135,6 @@ async def damage(backend: str, kind: str, sequences: Sequence[Sequence[str]]) ->
             record = "; ".join(grade.suspected_hack or failed)
             assert record, (names, grade.log)
             held(f"an agent that {', then '.join(names)} ({backend}, {kind})", record[:200])
-    finally:
-        await context.backend.close()
 
 
 BUBBLEWRAP = pytest.param("bubblewrap", "local", marks=pytest.mark.bubblewrap)

@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 from envs import EnvContext, Grade
 from envs.mini import generate, to_record
 from envs.swe import SweRecord, diff_files, grade_patch
-from sandbox import SandboxSpec, SandboxUnavailableError
+from sandbox import SandboxSpec
 from sandbox.select import open_backend
 from tests.envs.conftest import BROKEN, FIXED, TESTS
 from tests.redteam.attack import held
+from tests.redteam.contexts import context_of
 
 pytestmark = pytest.mark.redteam
 
@@ -108,14 +109,8 @@ ON_PROCESSES = (
 
 @pytest.fixture(params=[pytest.param(name, marks=marks) for name, marks in BACKENDS.items()])
 async def context(request: pytest.FixtureRequest) -> AsyncIterator[EnvContext]:
-    try:
-        backend = open_backend(request.param, run_id=f"test-{uuid.uuid4().hex[:8]}")
-    except SandboxUnavailableError as error:
-        pytest.skip(str(error))
-    try:
-        yield EnvContext(backend, limits=SandboxSpec(memory_mb=256), grade_timeout=10.0)
-    finally:
-        await backend.close()
+    async with context_of(request.param, SandboxSpec(memory_mb=256), grade_timeout=10.0) as context:
+        yield context
 
 
 @pytest.mark.parametrize(

@@ -109,15 +109,17 @@ class Exchange:
         return dist.P2POp(dist.irecv, tensor, self._ranks[rank], self._group)
 
 
-def communicator(ranks: Sequence[int], timeout: float) -> Any:
-    """A new process group of these global ranks. All ranks of the world call it together, each with its own group's.
+def communicator(ranks: Sequence[int], timeout: float, *, backend: str | None = None) -> Any:
+    """A new process group of these global ranks; ``backend`` None is that of the world. All ranks of the world call it
+    together, each with its own group's.
 
     (Torch's way for members alone, ``use_local_synchronization``, names a group like one that was destroyed before, and
     then takes the dead group's addresses for its own.)
     """
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, tuple(ranks))
-    groups = {members: dist.new_group(members, timedelta(seconds=timeout)) for members in dict.fromkeys(every)}
+    limit = timedelta(seconds=timeout)
+    groups = {members: dist.new_group(members, limit, backend) for members in dict.fromkeys(every)}
     group = groups[tuple(ranks)]
     dist.barrier(group)  # NCCL makes its connections in the first call, which all ranks must join
     return group

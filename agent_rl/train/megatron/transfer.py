@@ -22,7 +22,7 @@ from r3.balance import Plan
 
 
 class ExpertWeights(Protocol):
-    """A layer's home experts on this rank (:class:`~agent_rl.train.megatron.layers.Experts`): ``weight1 [N, 2 I, H]``
+    """A layer's home experts on this rank (:class:`~agent_rl.train.megatron.moe.Experts`): ``weight1 [N, 2 I, H]``
     and ``weight2 [N, H, I]``, each with Megatron's float32 ``main_grad`` of the same shape."""
 
     weight1: torch.nn.Parameter

@@ -1,7 +1,7 @@
 """Runs the code under test for hidden tests that run in another box: imports it, and does what the tests ask for.
 
 All of this is at the mercy of the code under test, and so is every answer. What keeps the tests safe is the other end
-(:mod:`envs.swe.apart.tests`), which takes nothing from here but values and numbers of objects.
+(:mod:`envs.swe.apart.tests_side`), which takes nothing from here but values and numbers of objects.
 """
 
 import importlib
