@@ -30,12 +30,12 @@ from sandbox.docker.lease import RUN_LABEL
 
 WAIT_SECONDS = 20.0
 # Runs reach every backend through a pool. The one here is in front of the backend whose boxes cost least.
-BACKENDS = [
-    pytest.param("bubblewrap in a pool", marks=pytest.mark.bubblewrap),
+CONTAINER_ENGINES = [
     pytest.param("docker", marks=pytest.mark.docker),
     pytest.param("podman"),
     pytest.param("docker with runsc", marks=[pytest.mark.docker, pytest.mark.exhaustive]),
 ]
+BACKENDS = [pytest.param("bubblewrap in a pool", marks=pytest.mark.bubblewrap), *CONTAINER_ENGINES]
 
 
 @dataclass(frozen=True)
