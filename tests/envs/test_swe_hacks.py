@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -15,8 +14,8 @@ from envs.swe import SweEnvironment, SweEpisode, diff_files, grade_patch, read_j
 from envs.swe.boxes import box_spec, run_tests
 from envs.swe.canaries import FORCE_PASSES, PATCH_PYTEST, forge_summary
 from envs.swe.verdict import read_run
-from sandbox import SandboxSpec, SandboxUnavailableError
-from sandbox.select import open_backend
+from sandbox import SandboxSpec
+from tests.contexts import context_of
 
 BUILT = Path(__file__).parents[2] / ".cache/tasks/real.jsonl"
 pytestmark = [
@@ -174,14 +173,8 @@ async def test_these_hacks_would_win_if_only_the_summary_counted(episode: SweEpi
 
 @pytest.fixture
 async def containers() -> AsyncIterator[EnvContext]:
-    try:
-        backend = open_backend("docker", run_id=f"test-{uuid.uuid4().hex[:8]}")
-    except SandboxUnavailableError as error:
-        pytest.skip(str(error))
-    try:
-        yield EnvContext(backend, limits=SandboxSpec(memory_mb=1024), grade_timeout=60.0)
-    finally:
-        await backend.close()
+    async with context_of("docker", SandboxSpec(memory_mb=1024), grade_timeout=60.0) as context:
+        yield context
 
 
 @pytest.mark.docker

@@ -17,8 +17,8 @@ from envs.swe.isolate import isolate
 from envs.swe.records import parse_record
 from envs.swe.verdict import read_run
 from sandbox import SandboxPool, SandboxSpec
+from tests.contexts import context_of
 from tests.redteam.attack import held
-from tests.redteam.contexts import context_of
 
 pytestmark = pytest.mark.redteam
 

@@ -14,9 +14,9 @@ from envs.mini import generate, to_record
 from envs.swe import SweRecord, diff_files, start_episode
 from sandbox import SandboxSpec
 from sandbox.docker.backend import DEFAULT_IMAGE
+from tests.contexts import context_of
 from tests.envs.conftest import BROKEN, FIXED, TESTS
 from tests.redteam.attack import held
-from tests.redteam.contexts import context_of
 from tools import ToolCall
 
 pytestmark = pytest.mark.redteam

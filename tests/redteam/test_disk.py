@@ -12,14 +12,11 @@ import pytest
 from envs import EnvContext
 from envs.swe import SweRecord, diff_files, start_episode
 from sandbox import (
-    ImageMissingError,
     ImagePolicy,
     SandboxBackend,
     SandboxDiskFullError,
     SandboxFileError,
     SandboxSpec,
-    SandboxUnavailableError,
-    open_backend,
 )
 from sandbox.box import BaseBox
 from sandbox.bubblewrap.backend import BubblewrapBackend
@@ -28,6 +25,7 @@ from sandbox.docker.box import DockerBox
 from sandbox.docker.disk import Written
 from sandbox.docker.engine import connect
 from sandbox.types import OVERGROWN
+from tests.contexts import used_backend_of
 from tests.envs.images import SYSTEM, folder_image
 from tests.redteam.attack import held
 
@@ -60,13 +58,8 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=BACKENDS)
 async def backend(request: pytest.FixtureRequest) -> AsyncIterator[SandboxBackend]:
-    try:
-        backend = open_backend(request.param, run_id="redteam-disk")
-        await (await backend.start(SandboxSpec())).close()
-    except (SandboxUnavailableError, ImageMissingError) as error:
-        pytest.skip(str(error))
-    yield backend
-    await backend.close()
+    async with used_backend_of(request.param) as backend:
+        yield backend
 
 
 @pytest.mark.parametrize("growth", GROWTHS)

@@ -8,8 +8,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from sandbox import ImageMissingError, SandboxBackend, SandboxSpec, SandboxUnavailableError, open_backend
+from sandbox import SandboxBackend, SandboxSpec
 from sandbox.toll import Toll
+from tests.contexts import used_backend_of
 from tests.redteam.attack import held
 
 pytestmark = [pytest.mark.redteam]
@@ -31,13 +32,8 @@ for n in range(1 << 20):
     ]
 )
 async def backend(request: pytest.FixtureRequest) -> AsyncIterator[SandboxBackend]:
-    try:
-        backend = open_backend(request.param, run_id="redteam-floods")
-        await (await backend.start(SandboxSpec())).close()
-    except (SandboxUnavailableError, ImageMissingError) as error:
-        pytest.skip(str(error))
-    yield backend
-    await backend.close()
+    async with used_backend_of(request.param) as backend:
+        yield backend
 
 
 async def test_a_flood_has_to_wait_for_the_host(backend: SandboxBackend, monkeypatch: pytest.MonkeyPatch) -> None:

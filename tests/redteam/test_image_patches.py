@@ -16,6 +16,7 @@ from envs.swe import SweRecord, diff_files, start_episode
 from envs.swe.patches import patched_paths
 from sandbox import ImagePolicy, SandboxSpec, SandboxStartError, SandboxUnavailableError, open_backend
 from sandbox.docker.engine import connect
+from tests.contexts import context_of
 from tests.envs.images import GIT_WITH_A_FUTURE, SYSTEM, folder_image
 from tests.redteam.attack import held
 
@@ -114,13 +115,9 @@ def row(image: str) -> SweRecord:
 @pytest.fixture
 async def folders(tmp_path: Path) -> AsyncIterator[tuple[EnvContext, SweRecord]]:
     image = folder_image(tmp_path / "image", FILES, GIT_WITH_A_FUTURE)
-    try:
-        backend = open_backend("bubblewrap", run_id=f"test-{uuid.uuid4().hex[:8]}", images=ImagePolicy(root=tmp_path))
-    except SandboxUnavailableError as error:
-        pytest.skip(str(error))
     limits = SandboxSpec(memory_mb=256, ro_binds=SYSTEM)
-    yield EnvContext(backend, limits=limits, grade_timeout=30.0), row(str(image))
-    await backend.close()
+    async with context_of("bubblewrap", limits, images=ImagePolicy(root=tmp_path), grade_timeout=30.0) as context:
+        yield context, row(str(image))
 
 
 @pytest.fixture(

@@ -7,7 +7,6 @@ import json
 import shlex
 import subprocess
 import time
-import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -18,9 +17,9 @@ from envs.swe import SweRecord, diff_files, grade_patch, start_episode
 from envs.swe.boxes import box_spec, run_tests
 from envs.swe.patches import patched_paths, screen, split_patch
 from envs.swe.pytest_log import judge
-from sandbox import SandboxFileError, SandboxSpec, SandboxUnavailableError
+from sandbox import SandboxFileError, SandboxSpec
 from sandbox.docker.backend import DEFAULT_IMAGE
-from sandbox.select import open_backend
+from tests.contexts import context_of
 from tests.envs.conftest import BROKEN, FIXED, TESTS
 from tests.redteam.attack import held
 
@@ -76,14 +75,8 @@ def record() -> SweRecord:
 
 @pytest.fixture
 async def context() -> AsyncIterator[EnvContext]:
-    try:
-        backend = open_backend("bubblewrap", run_id=f"test-{uuid.uuid4().hex[:8]}")
-    except SandboxUnavailableError as error:
-        pytest.skip(str(error))
-    try:
-        yield EnvContext(backend, limits=SandboxSpec(memory_mb=256), grade_timeout=30.0)
-    finally:
-        await backend.close()
+    async with context_of("bubblewrap", SandboxSpec(memory_mb=256), grade_timeout=30.0) as context:
+        yield context
 
 
 @pytest.mark.parametrize("attack", FORGED)
@@ -168,14 +161,8 @@ async def test_a_file_written_over_a_pipe_is_an_error_of_the_file_at_once(
 
 @pytest.fixture
 async def containers() -> AsyncIterator[EnvContext]:
-    try:
-        backend = open_backend("docker", run_id=f"test-{uuid.uuid4().hex[:8]}")
-    except SandboxUnavailableError as error:
-        pytest.skip(str(error))
-    try:
-        yield EnvContext(backend, limits=SandboxSpec(memory_mb=256), grade_timeout=60.0)
-    finally:
-        await backend.close()
+    async with context_of("docker", SandboxSpec(memory_mb=256), grade_timeout=60.0) as context:
+        yield context
 
 
 @pytest.mark.docker

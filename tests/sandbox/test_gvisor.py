@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 import pytest
 
 from sandbox import (
-    ImageMissingError,
     SandboxBackend,
     SandboxFileError,
     SandboxSpec,
@@ -17,6 +16,7 @@ from sandbox import (
 )
 from sandbox.docker.engine import EngineClient
 from sandbox.types import OVERGROWN
+from tests.contexts import used_backend_of
 
 about = EngineClient.info
 
@@ -32,13 +32,8 @@ while True:
 
 @pytest.fixture
 async def backend() -> AsyncIterator[SandboxBackend]:
-    try:
-        backend = open_backend("docker", run_id="gvisor", runtime="runsc")
-        await (await backend.start(SandboxSpec())).close()
-    except (SandboxUnavailableError, ImageMissingError) as error:
-        pytest.skip(str(error))
-    yield backend
-    await backend.close()
+    async with used_backend_of("docker", runtime="runsc") as backend:
+        yield backend
 
 
 async def test_a_box_has_a_kernel_of_its_own_and_works(backend: SandboxBackend) -> None:
