@@ -10,6 +10,7 @@ import subprocess
 import tarfile
 import time
 import urllib.request
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,13 +23,16 @@ from sandbox.docker.engine import EngineClient
 
 
 def build(api: EngineClient, tag: str, files: Mapping[str, bytes], set_up: str) -> None:
-    """Build image ``tag``: the boxes' base image, ``files`` (absolute path -> content), then ``set_up`` run in bash."""
+    """Build image ``tag``: the boxes' base image, ``files`` (absolute path -> content), then ``set_up`` run in bash.
+
+    No two builds give one image: a process of the tests removes its images, and the boxes made of them, by their ids.
+    """
     if not api.images(DEFAULT_IMAGE):
         pytest.skip(f"the engine has no image {DEFAULT_IMAGE} (python -m sandbox.base_image)")
     context = io.BytesIO()
     with tarfile.open(fileobj=context, mode="w") as archive:
         recipe = f"FROM {DEFAULT_IMAGE}\nCOPY files /\nCOPY set-up /\nRUN bash -e /set-up && rm /set-up\n"
-        named = {f"files{path}": content for path, content in {"/.made-by-a-test": b"", **files}.items()}
+        named = {f"files{path}": content for path, content in {"/.made-by-a-test": uuid.uuid4().bytes, **files}.items()}
         for name, content in {"Dockerfile": recipe.encode(), "set-up": set_up.encode(), **named}.items():
             member = tarfile.TarInfo(name)
             member.size = len(content)

@@ -53,10 +53,8 @@ async def test_a_future_in_git_is_found(
     """A set-up that forgot its hygiene: a later commit that only the reflog and the object store still know."""
     from envs.swe import repositories
 
-    future = (
-        "\ngit commit -q --allow-empty -m 'the fix' && git tag v2 && git reset -q --hard HEAD~1 && git rev-parse HEAD"
-    )
-    monkeypatch.setattr(repositories, "_COMMIT", repositories._COMMIT.replace("\ngit rev-parse HEAD", future))
+    future = "git commit -q --allow-empty -m 'the fix' && git tag v2 && git reset -q --hard HEAD~1"
+    monkeypatch.setattr(repositories, "_COMMIT", f"{repositories._COMMIT}\n{future}")
     history = (await audit_record(context, record))[0]
     assert not history.ok
     assert "commits: 2" in history.detail
