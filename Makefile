@@ -24,7 +24,7 @@ quickstart: prepare ## Train a small MoE agent end to end on this machine
 	@$(VENV)/agent-rl train configs/quickstart.yaml
 
 test: prepare image ## Run the whole test suite, in two processes
-	@$(VENV)/python -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
+	@$(VENV)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
 
 check: ## Lint, check types and the import direction
 	@$(PYTHON) agent_rl/bootstrap.py trainer

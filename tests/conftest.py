@@ -55,11 +55,21 @@ WHOLE_FOLDERS = ("engine", "envs", "rollout", "sandbox")
 """Folders whose tests share a server or images, or look for what each other left: one process runs each of them."""
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where the suite is spread over processes (pytest-xdist), what belongs together stays together."""
+    """Where the suite is spread over processes (pytest-xdist), what belongs together stays together, the longest first.
+
+    So the processes end at about the same time.
+    """
     for item in items:
-        folder, *rest = item.path.relative_to(ROOT / "tests").parts
-        item.add_marker(pytest.mark.xdist_group(folder if folder in WHOLE_FOLDERS else "/".join((folder, *rest))))
+        item.add_marker(pytest.mark.xdist_group(_group(item)))
+    long = {_group(item) for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: _group(item) not in long)
+
+
+def _group(item: pytest.Item) -> str:
+    folder, *rest = item.path.relative_to(ROOT / "tests").parts
+    return folder if folder in WHOLE_FOLDERS else "/".join((folder, *rest))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
