@@ -293,12 +293,12 @@ def _notes(config: RunConfig, model: ModelFacts, load: Load) -> Iterator[str]:
             "kernels takes that on a GPU was not tried; the slowest would hold all scores, which are not counted here"
         )
     if not config.train.ray_address:
-        from agent_rl.train.cluster import OBJECT_STORE_BYTES
+        from agent_rl.train.cluster import object_store_bytes
 
-        size = next(_traffic(config, model, load)).size
-        if size > OBJECT_STORE_BYTES:
+        size, store = next(_traffic(config, model, load)).size, object_store_bytes()
+        if size > store:
             yield (
-                f"a local Ray's object store has {gib(OBJECT_STORE_BYTES)} and a step brings {gib(size)}: Ray would "
+                f"a local Ray's object store has {gib(store)} and a step brings {gib(size)}: Ray would "
                 "spill the rest to disk; on a cluster (train.ray_address) its own size counts"
             )
 

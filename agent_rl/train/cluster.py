@@ -1,5 +1,9 @@
 """Ray, local or a cluster's: asked before it is trusted, started quietly with modest resources, and stopped with
-nothing left."""
+nothing left.
+
+A process has one connection to Ray. Whoever needs Ray enters :func:`ray_session`: the first opens the connection and
+ends it, all within use it too.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +11,23 @@ import asyncio
 import logging
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from agent_rl.aio import shielded
 from agent_rl.errors import TrainerError, UserError
 from agent_rl.train import ray_leftovers as leftovers
 
-OBJECT_STORE_BYTES = 256 << 20
+LEAST_STORE_BYTES = 256 << 20
 ANSWER_SECONDS = 10.0
 _CLIENT_PORT = 10001
+_SHARED_MEMORY = Path("/dev/shm")
+_STORE_SHARE = 4
+"""A local Ray's object store may take one part in so many of what is free of the shared memory."""
 
 
 async def check_ray(address: str, *, seconds: float = ANSWER_SECONDS) -> None:
@@ -70,16 +80,46 @@ def _host_and_port(address: str, target: str) -> tuple[str, int]:
     return host, port
 
 
+@asynccontextmanager
+async def ray_session(address: str | None, *, cpus: int) -> AsyncIterator[None]:
+    """As :func:`ray_cluster`, once ``address`` answers; other tasks go on meanwhile. Raises UserError or TrainerError.
+
+    Within another session this is the same connection, whatever ``address`` and ``cpus`` are.
+    """
+    if find_spec("ray") is None:
+        raise UserError("Ray is not installed: `agent-rl install trainer` installs it")
+    if address is not None and not is_connected():
+        await check_ray(address)
+    stack = ExitStack()
+    try:
+        # Shielded: a cancelled start must not leave behind a thread that starts processes nobody owns.
+        await shielded(asyncio.to_thread(stack.enter_context, ray_cluster(address, cpus=cpus)))
+        yield
+    finally:
+        await shielded(asyncio.to_thread(stack.close))
+
+
+def is_connected() -> bool:
+    """Whether this process is within a session."""
+    return "ray" in sys.modules and bool(sys.modules["ray"].is_initialized())
+
+
+def object_store_bytes() -> int:
+    """How much a local Ray's object store may hold; memory is taken as objects come, and more is spilled to disk."""
+    free = shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else 0
+    return max(LEAST_STORE_BYTES, free // _STORE_SHARE)
+
+
 @contextmanager
 def ray_cluster(address: str | None, *, cpus: int) -> Iterator[None]:
     """Connect to ``address``, or start a Ray of our own that ends with the block. Raises TrainerError.
 
-    The local one has no dashboard, keeps its files in a folder of its own, and its processes die with this one.
+    The local one has no dashboard, keeps its files in a folder of its own, and its processes die with this one. Where
+    this process is connected already, that connection is used, and left as it is.
     """
-    import ray
-
-    if ray.is_initialized():
-        raise TrainerError("this process is already connected to Ray: close the other trainer first")
+    if is_connected():
+        yield
+        return
     leftovers.remove_stale()
     with ExitStack() as stack:
         folder = None if address else stack.enter_context(_own_folder())
@@ -118,7 +158,7 @@ def _init(address: str | None, folder: Path | None, *, cpus: int) -> None:
     local = {
         "num_cpus": cpus,
         "include_dashboard": False,
-        "object_store_memory": OBJECT_STORE_BYTES,
+        "object_store_memory": object_store_bytes(),
         "_temp_dir": str(folder),
     }
     try:

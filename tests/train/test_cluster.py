@@ -31,7 +31,9 @@ class Rank:
         return True
 
 with ray_cluster(None, cpus=1):
-    rank = Rank.remote()
+    with ray_cluster(None, cpus=7):  # the same one: two would be counted below
+        rank = Rank.remote()
+        assert ray.cluster_resources()["CPU"] == 1
     ray.get(rank.ready.remote())
     print("ready", flush=True)
     sys.stdin.read()
