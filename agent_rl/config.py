@@ -88,7 +88,7 @@ class EngineConfig(Section):
     request_timeout: float = Field(600.0, gt=0, description="Seconds one request may take.")
     retries: int = Field(5, ge=0, description="Retries of a request that met an infrastructure failure.")
     pause_mode: Literal["abort", "retract", "in_place"] = Field(
-        "retract",
+        "abort",
         description="What a weight update does to running requests: end them with what they have, compute their "
         "prefixes again with the new weights, or go on with the old ones.",
     )

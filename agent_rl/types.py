@@ -67,6 +67,8 @@ class Completion:
     ``routing``: rows ``[routes_from, prompt + completion - 1)`` of the whole sequence, or None where none were asked
     for, or none came.
     With ``finish`` ABORT they are what came before the engine gave the request up; ``routing`` is None with no tokens.
+    ``weight_version`` sampled the last token, ``earlier_versions`` those before, where an update fell within it.
+    ``retractions``: how often the engine put the request back into its queue and computed its tokens again.
     """
 
     tokens: tuple[int, ...]
@@ -75,6 +77,8 @@ class Completion:
     weight_version: str
     engine: str
     routing: Routing | None = None
+    earlier_versions: tuple[str, ...] = ()
+    retractions: int = 0
     cached_tokens: int = 0
     wire_bytes: int = 0
     seconds: float = 0.0
@@ -82,7 +86,10 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn of an episode: what was sampled, what was called, what came back, and the time each took in seconds."""
+    """One turn of an episode: what was sampled, what was called, what came back, and the time each took in seconds.
+
+    ``retractions``: how often the engine put the turn's requests back into its queue.
+    """
 
     text: str
     tool: str | None
@@ -96,6 +103,7 @@ class Turn:
     weight_version: str
     generate_seconds: float
     tool_seconds: float
+    retractions: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -23,6 +23,7 @@ class SpanKind(StrEnum):
 
     SAMPLED = "sampled"  # computed while the token after it was sampled
     PREFILLED = "prefilled"  # computed by a prefill (prompt and observation tokens)
+    RECOMPUTED = "recomputed"  # sampled, and perhaps computed again by a prefill: not those it was sampled with
     MISSING = "missing"  # not known
 
 

@@ -47,7 +47,8 @@ def read_answer(body: bytes, asked: Asked, seconds: float) -> Completion:
     # Aborted while queued, for the first time or again after a retraction, which clears the routes of what was sampled.
     if finish is FinishReason.ABORT and (not tokens or (payload is None and asked.routes_from is not None)):
         version = _last_version(meta)
-        return Completion((), (), finish, version, asked.url, wire_bytes=len(body), seconds=seconds)
+        lost = _retractions(meta)
+        return Completion((), (), finish, version, asked.url, retractions=lost, wire_bytes=len(body), seconds=seconds)
     logprobs = _logprobs(meta, tokens, asked)
     return Completion(
         tokens=tokens,
@@ -56,6 +57,8 @@ def read_answer(body: bytes, asked: Asked, seconds: float) -> Completion:
         weight_version=_last_version(meta),
         engine=asked.url,
         routing=_routing(payload, meta, len(tokens), asked),
+        earlier_versions=_earlier_versions(meta),
+        retractions=_retractions(meta),
         cached_tokens=int(meta.get("cached_tokens", 0)),
         wire_bytes=len(body),
         seconds=seconds,
@@ -137,6 +140,14 @@ def _last_version(meta: Mapping[str, Any]) -> str:
     return str(versions[-1]["version"] if versions else meta.get("weight_version", ""))
 
 
+def _earlier_versions(meta: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(str(part["version"]) for part in (meta.get("weight_versions") or ())[:-1])
+
+
+def _retractions(meta: Mapping[str, Any]) -> int:
+    return int(meta.get("num_retractions") or 0)
+
+
 def _routing(
     payload: bytes | memoryview | None, meta: Mapping[str, Any], completion_tokens: int, asked: Asked
 ) -> Routing | None:
@@ -162,11 +173,18 @@ def provenance(
 
     A row is SAMPLED when the token after it was sampled by this request: the prompt's last row on. It was then computed
     with that token's weight version (``weight_versions`` counts sampled tokens); the rows before with the first one.
+
+    A request that was retracted lost what it had computed, and its tokens so far went through a prefill again, with the
+    weights of then. How many they were its answer does not say: all those rows are RECOMPUTED, with the last version.
     """
     first_sampled = prompt_tokens - 1 if completion_tokens else prompt_tokens
     stop = prompt_tokens + completion_tokens - 1
     version = str(meta.get("weight_version", ""))
     versions = meta.get("weight_versions") or [{"version": version, "start": 0, "end": completion_tokens}]
+    of_sampled = SpanKind.SAMPLED
+    if _retractions(meta):
+        versions = [{"version": versions[-1]["version"], "start": 0, "end": completion_tokens}]
+        of_sampled = SpanKind.RECOMPUTED
     spans: list[Span] = []
 
     def add(start: int, end: int, of: str, kind: SpanKind) -> None:
@@ -180,6 +198,6 @@ def provenance(
             first_sampled + int(part["start"]),
             first_sampled + int(part["end"]),
             str(part["version"]),
-            SpanKind.SAMPLED,
+            of_sampled,
         )
     return tuple(spans)

@@ -105,6 +105,11 @@ METRICS: tuple[Metric, ...] = (
         ("rollout/infrastructure_failures", "count", "Episodes that the infrastructure broke; they were run again."),
         ("rollout/suspected_hacks", "count", "Trajectories that changed test infrastructure; grading undid it."),
         ("rollout/parse_failures", "count", "Turns without a well-formed tool call."),
+        (
+            "rollout/retractions",
+            "count",
+            "How often engines put a running request back into their queue and computed its tokens again.",
+        ),
         ("rollout/turns_mean", "turns", "The mean number of turns of a trajectory."),
         ("rollout/tokens_mean", "tokens", "The mean length of a trajectory."),
         ("rollout/sampled_tokens_mean", "tokens", "The mean number of tokens that a trajectory sampled."),
@@ -203,6 +208,12 @@ METRICS: tuple[Metric, ...] = (
         "r3/missing_token_fraction",
         "share",
         "Tokens that the engine sent no routes of; `r3.missing_budget` bounds it.",
+        _STATS,
+    ),
+    Metric(
+        "r3/recomputed_token_fraction",
+        "share",
+        "Sampled tokens of requests that were retracted, whose routes a prefill may have computed again.",
         _STATS,
     ),
     *_of(

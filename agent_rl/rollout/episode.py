@@ -159,7 +159,7 @@ class _Run:
     async def _sample(self) -> Sequence[int]:
         """The turn's tokens. Where the engine aborts the request, the turn goes on from what came, a few times over."""
         started, prompt_tokens = time.perf_counter(), len(self.transcript.tokens)
-        left, sampled = min(self.limits.max_new_tokens, self.transcript.room), list[int]()
+        left, sampled, retractions = min(self.limits.max_new_tokens, self.transcript.room), list[int](), 0
         for _ in range(1 + _MAX_ABORTS):
             completion = await self.engine.generate(
                 self.transcript.tokens,
@@ -169,12 +169,14 @@ class _Run:
             )
             self.transcript.sampled(completion)
             aborted = completion.finish is FinishReason.ABORT
+            retractions += completion.retractions
             if completion.tokens or not aborted:
                 if not sampled:
                     self._begin_turn(prompt_tokens, completion.cached_tokens)
                 sampled += completion.tokens
                 left -= len(completion.tokens)
                 self._note_sampled(sampled, completion.weight_version, time.perf_counter() - started)
+                self._note(retractions=retractions)
             if not aborted or left == 0:
                 return sampled
         raise EngineAborted(

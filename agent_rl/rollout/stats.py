@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from agent_rl.rollout.group import Rollout
 from agent_rl.types import Group, StopReason, Trajectory
+from r3.routing import SpanKind
 
 
 def rollout_metrics(rollout: Rollout) -> dict[str, float]:
@@ -21,6 +22,7 @@ def rollout_metrics(rollout: Rollout) -> dict[str, float]:
         return metrics
     if any(trajectory.routing is not None for trajectory in trajectories):
         metrics["r3/missing_token_fraction"] = missing_token_fraction(trajectories)
+        metrics["r3/recomputed_token_fraction"] = recomputed_token_fraction(trajectories)
     return metrics | _reward_metrics(rollout.groups, trajectories) | _work_metrics(rollout, trajectories)
 
 
@@ -28,6 +30,16 @@ def missing_token_fraction(trajectories: Iterable[Trajectory]) -> float:
     """Share of the tokens whose routes a trainer replays that the engine sent no routes of."""
     counts = [(trajectory.routes_missing, trajectory.routes_needed) for trajectory in trajectories]
     return sum(missing for missing, _ in counts) / max(1, sum(needed for _, needed in counts))
+
+
+def recomputed_token_fraction(trajectories: Iterable[Trajectory]) -> float:
+    """Share of the sampled tokens whose rows are of a request that was retracted: perhaps not those sampled with."""
+    rows = sampled = 0
+    for trajectory in trajectories:
+        sampled += int(trajectory.loss_mask.sum())
+        for span in trajectory.routing.spans if trajectory.routing else ():
+            rows += (span.stop - span.start) * (span.kind is SpanKind.RECOMPUTED)
+    return rows / max(1, sampled)
 
 
 def _reward_metrics(groups: Sequence[Group], trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -52,6 +64,7 @@ def _work_metrics(rollout: Rollout, trajectories: Sequence[Trajectory]) -> dict[
         "rollout/tokens_mean": tokens / len(trajectories),
         "rollout/sampled_tokens_mean": sampled / len(trajectories),
         "rollout/parse_failures": float(sum(turn.parse_failure is not None for turn in turns)),
+        "rollout/retractions": float(sum(turn.retractions for turn in turns)),
         "rollout/generate_seconds_mean": _mean(turn.generate_seconds for turn in turns),
         "rollout/tool_seconds_mean": _mean(turn.tool_seconds for turn in turns),
         "rollout/grade_seconds_mean": _mean(trajectory.grade_seconds for trajectory in trajectories),

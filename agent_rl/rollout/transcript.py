@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from agent_rl.config import R3Config
 from agent_rl.errors import RoutesMissingError
 from agent_rl.types import Completion, FinishReason
-from r3.routing import Routing, RoutingError, SpanKind
+from r3.routing import Routing, RoutingError
 from r3.stitch import RouteStitcher
 
 
@@ -100,7 +100,7 @@ class Transcript:
             self._sampled.append((len(self._tokens), completion.logprobs))
             self._tokens.extend(completion.tokens)
             self._kept = len(self._tokens)
-            self._versions |= dict.fromkeys(_sampled_by(completion))
+            self._versions |= dict.fromkeys((*completion.earlier_versions, completion.weight_version))
 
     def _stitch(self, completion: Completion, policy: R3Config) -> None:
         delta, start = completion.routing, self.routes_from
@@ -186,9 +186,3 @@ def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
     """How many tokens the two begin with in common."""
     pairs = zip(first, second, strict=False)
     return next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))
-
-
-def _sampled_by(completion: Completion) -> list[str]:
-    """The weight versions that sampled it, in order: an update may fall within it, which only its routes tell."""
-    spans = completion.routing.spans if completion.routing else ()
-    return [*(span.weight_version for span in spans if span.kind is SpanKind.SAMPLED), completion.weight_version]

@@ -19,7 +19,7 @@ class PublishOrder:
     urls: tuple[str, ...]
     version: str
     dtype: str
-    pause_mode: str = "retract"
+    pause_mode: str = "abort"
     timeout: float = 120.0
     bucket_bytes: int = 64 << 20
 

@@ -116,7 +116,7 @@ class WeightPublisher:
         device: torch.device,
         kv_heads: int,
         *,
-        pause_mode: str = "retract",
+        pause_mode: str = "abort",
         timeout: float = 120.0,
         bucket_bytes: int = 64 << 20,
     ) -> None:

@@ -179,7 +179,7 @@ class WeightReceivers:
         """Close the update: from here on the engines sample with the new weights."""
         self._all("end_weight_update", {})
 
-    def pause(self, mode: str = "retract") -> None:
+    def pause(self, mode: str = "abort") -> None:
         """Pause sampling on every engine; docs/weight-sync.md says what each ``mode`` does to running requests."""
         self._all("pause_generation", {"mode": mode})
 

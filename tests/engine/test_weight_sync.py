@@ -20,12 +20,14 @@ import pytest
 from engine_proxy import Fault, proxy
 
 from agent_rl.config import EngineConfig, RunConfig
+from agent_rl.engine.answer import Asked, read_answer
 from agent_rl.engine.launch import EngineServer
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import WeightSyncError
 from agent_rl.model_facts import read_facts
-from agent_rl.types import Sample, SamplingParams
+from agent_rl.types import Completion, FinishReason, Sample, SamplingParams
 from agent_rl.weight_sync.receivers import WeightReceivers
+from r3.routing import SpanKind
 
 torch = pytest.importorskip("torch", reason="needs the trainer environment")
 from safetensors.torch import load_file  # noqa: E402
@@ -251,33 +253,64 @@ class TestOneEngine:
                 assert "does not hold the bytes that were sent" in setting.notes[-1]
                 await setting.holds(e, setting.new, "3")
 
-    @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
-    async def test_pause_modes(self, setting: Setting, engine: SGLangEngine, mode: str, model: Path) -> None:
-        """A request that runs while the weights change: what becomes of it."""
-        setting.config = setting.config.model_copy(
-            update={"engine": setting.config.engine.model_copy(update={"pause_mode": mode})}
-        )
+    @pytest.mark.parametrize("mode", [None, "retract", "in_place"])
+    async def test_pause_modes(self, setting: Setting, engine: SGLangEngine, mode: str | None, model: Path) -> None:
+        """A request that runs while the weights change: what becomes of it, and of the rows of what it had sampled.
 
-        async with streamed(engine.urls[0], 1500) as answers:
-            await anext(answers)  # it runs
-            metrics = await setting.sync(engine).publish(3)
-            *_, last = [answer async for answer in answers]
-        meta = last["meta_info"]
-        versions = [span["version"] for span in meta["weight_versions"]]
-        if mode == "abort":
-            assert meta["finish_reason"]["type"] == "abort"
-            assert meta["completion_tokens"] < 1500
-        else:
-            assert meta["completion_tokens"] == 1500
-            assert versions == ["default", "3"]
-        assert metrics["weight_sync/stale_caches"] == (mode == "in_place")
+        None is the default mode, in which those rows are the ones sampled with.
+        """
+        if mode:
+            changed = setting.config.engine.model_copy(update={"pause_mode": mode})
+            setting.config = setting.config.model_copy(update={"engine": changed})
+        got, metrics, before = await over_an_update(setting, engine, 600)
         await setting.holds(engine, setting.new, "3")
+        assert metrics["weight_sync/stale_caches"] == (mode == "in_place")
+        assert (got.finish is FinishReason.ABORT) == (mode is None)
+        assert (len(got.tokens) == 600) == bool(mode)
+        assert (*got.earlier_versions, got.weight_version) == (("default", "3") if mode else ("default",))
+
+        with WeightReceivers(engine.urls) as receivers:
+            receivers.load_from_disk(model, "default")
+        greedy = SamplingParams(temperature=0.0, max_new_tokens=1)
+        reference = await engine.generate([*TOKENS, *got.tokens[:before]], greedy, routes_from=0, session="s")
+        assert got.routing is not None
+        assert reference.routing is not None
+        rows = len(TOKENS) + before - 1
+        sets, expected = (np.sort(routing.experts[:rows]) for routing in (got.routing, reference.routing))
+        differing = (sets != expected).any(axis=2)
+        sampled = [(span.stop, span.weight_version) for span in got.routing.spans if span.kind is SpanKind.SAMPLED]
+        assert got.retractions == (mode == "retract")
+        if mode == "retract":
+            assert differing.mean() > 0.05
+            assert not sampled, "rows that were computed again are not called sampled"
+        else:
+            assert differing.sum() == 0
+            assert sampled[0] == (rows, "default")
+
+
+async def over_an_update(
+    setting: Setting, engine: SGLangEngine, tokens: int
+) -> tuple[Completion, dict[str, float], int]:
+    """A greedy request of ``tokens`` tokens over an update to version 3: its answer, the update's metrics, and how many
+    tokens the weights before sampled."""
+    asking = {"temperature": 0.0, "return_logprob": True, "return_routed_experts": True}
+    async with streamed(engine.urls[0], tokens, **asking) as answers:
+        async for answer in answers:
+            if answer["meta_info"]["completion_tokens"] >= 100:
+                break
+        metrics = await setting.sync(engine).publish(3)
+        *_, last = [answer async for answer in answers]
+    asked = Asked("r", "s", engine.urls[0], len(TOKENS), 0, engine.facts.layout)
+    before = int(last["meta_info"]["weight_versions"][0]["end"])
+    assert 100 <= before < tokens
+    return read_answer(orjson.dumps(last), asked, 0.0), metrics, before
 
 
 @asynccontextmanager
-async def streamed(url: str, tokens: int) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
-    """The answers of one streaming request, as they come."""
-    body = {"input_ids": TOKENS, "sampling_params": {"max_new_tokens": tokens, "ignore_eos": True}, "stream": True}
+async def streamed(url: str, tokens: int, **options: Any) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
+    """The answers of one streaming request, as they come. ``options``: of the request, or of its sampling."""
+    sampling = {"max_new_tokens": tokens, "ignore_eos": True, "temperature": options.pop("temperature", 1.0)}
+    body = {"input_ids": TOKENS, "sampling_params": sampling, "stream": True, **options}
     async with (
         httpx.AsyncClient(timeout=60, trust_env=False) as client,
         client.stream("POST", f"{url}/generate", json=body) as response,

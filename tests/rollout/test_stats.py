@@ -8,7 +8,7 @@ import pytest
 from agent_rl.rollout.group import DroppedGroup, Rollout
 from agent_rl.rollout.stats import missing_token_fraction, rollout_metrics
 from agent_rl.types import Group, StopReason, Trajectory, Turn
-from r3.routing import Routing
+from r3.routing import Routing, Span, SpanKind
 
 
 def turn(sampled: int, *, failure: str | None = None, seconds: float = 1.0) -> Turn:
@@ -65,6 +65,7 @@ def test_what_a_step_did() -> None:
             "rollout/tokens_per_second": 180 / 2,
             "rollout/sampled_tokens_per_second": 120 / 2,
             "rollout/parse_failures": 1,
+            "rollout/retractions": 0,
             "rollout/generate_seconds_mean": 8 / 5,
             "rollout/tool_seconds_mean": 0.8 / 5,
             "rollout/grade_seconds_mean": 0.5,
@@ -77,6 +78,18 @@ def test_what_a_step_did() -> None:
             "rollout/stop/parse_failures": 0,
         }
     )
+
+
+def test_what_was_retracted_is_counted() -> None:
+    spans = (Span(0, 3, "1", "e", SpanKind.PREFILLED), Span(3, 9, "1", "e", SpanKind.RECOMPUTED))
+    routing = Routing(np.zeros((9, 1, 1), np.uint8), np.ones(9, np.bool_), spans, 4)
+    plain = trajectory(1.0, StopReason.SUBMITTED, (turn(24),), 30)
+    lost = replace(plain, routing=routing, turns=(replace(turn(6), retractions=2),))
+    masks = [np.arange(30) < sampled for sampled in (24, 6)]
+    members = [replace(one, loss_mask=mask) for one, mask in zip((plain, lost), masks, strict=True)]
+    metrics = rollout_metrics(Rollout((Group("a", tuple(members)),), (), seconds=1.0))
+    assert metrics["rollout/retractions"] == 2
+    assert metrics["r3/recomputed_token_fraction"] == 6 / 30
 
 
 def test_episodes_of_an_earlier_start_are_in_no_speed() -> None:

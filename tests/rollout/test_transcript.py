@@ -147,11 +147,8 @@ def test_an_aborted_turn_goes_on_with_other_weights() -> None:
 def test_an_update_within_a_completion_names_both_versions() -> None:
     talk = Conversation()
     said = completion(talk.transcript.tokens, talk.fresh(4), 0, version="8")
-    assert said.routing is not None
-    before, after = replace(said.routing.spans[1], stop=4, weight_version="7"), replace(said.routing.spans[1], start=4)
-    spans = (replace(said.routing.spans[0], weight_version="6"), before, after)
-    talk.transcript.sampled(replace(said, routing=replace(said.routing, spans=spans)))
-    assert talk.transcript.weight_versions == ("7", "8"), "6 only computed the prompt"
+    talk.transcript.sampled(replace(said, earlier_versions=("7",)))
+    assert talk.transcript.weight_versions == ("7", "8")
 
 
 def test_a_turn_that_sampled_nothing_last_leaves_its_observation_out() -> None:
