@@ -339,9 +339,12 @@ def unshard(packing: Packing, specs: Sequence[ShardSpec], parts: Sequence[NDArra
         if part.shape[:2] != (len(source), len(spec.columns)):
             raise RoutingError(f"{spec} should hold {[len(source), len(spec.columns)]} rows and columns, it holds "
                                f"{list(part.shape[:2])}")  # fmt: skip
-        index = np.ix_(source[source >= 0], np.asarray(spec.columns, np.int64))
-        whole[index] = part[source >= 0]
-        times[index] += 1
+        real, columns = source >= 0, _runs(np.array(spec.columns, np.int64))
+        held = part if real.all() else part[real]
+        for places, rows in _runs(source[real]):
+            for of, to in columns:
+                whole[rows, to] = held[places, of]
+                times[rows, to] += 1
     if (times != 1).any():
         token, layer = np.argwhere(times != 1)[0].tolist()
         raise RoutingError(f"token {token}, MoE layer {layer} is held by {times[token, layer]} ranks, expected one")

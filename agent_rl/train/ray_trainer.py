@@ -5,7 +5,9 @@
     step(samples) ── a data rank's samples, and each rank's own routes ──> Ray's object store ──> the ranks
                   <── sums, the sampled tokens' log-probs, where routes differ: merged into metrics ──
 
-How the ranks are called, and what becomes of a failure: :mod:`agent_rl.train.ranks`.
+How the ranks are called, and what becomes of a failure: :mod:`agent_rl.train.ranks`. Whatever goes through routes or
+through a step's tokens runs on a thread: a step of 512 long trajectories takes seconds of it, and the event loop also
+serves the engines.
 """
 
 from __future__ import annotations
@@ -22,24 +24,31 @@ from agent_rl.aio import shielded
 from agent_rl.config import RunConfig
 from agent_rl.errors import TrainerError
 from agent_rl.model_facts import read_facts
-from agent_rl.train.balance_report import balance_metrics, write_balance
+from agent_rl.train.balance_report import BalanceReport, balance_metrics, write_balance
 from agent_rl.train.batching.cost import TOKENS, sequence_cost
 from agent_rl.train.batching.dealing import Deal, deal, lockstep_ranks
 from agent_rl.train.batching.mini_steps import MiniStepShare, split_step
 from agent_rl.train.checkpoint.driver import CheckpointDriver, absolute
 from agent_rl.train.checkpoint.folder import Manifest
-from agent_rl.train.hand_out import hand_out
+from agent_rl.train.hand_out import HandOut, hand_out
 from agent_rl.train.layouts import check_layout
 from agent_rl.train.orders import OptimizerSpec, StepOrder
 from agent_rl.train.ranks import Ranks
-from agent_rl.train.reports import ForwardAnswer
-from agent_rl.train.route_shares import by_sample, count_all_differing, have_routes, put_together
+from agent_rl.train.reports import Differing, ForwardAnswer, RankReport
+from agent_rl.train.route_shares import MicroBatches, by_sample, count_all_differing, have_routes, put_together
 from agent_rl.train.route_trace import begin_trace, check_trace
 from agent_rl.train.step_metrics import step_metrics
 from agent_rl.types import Sample
 from agent_rl.weight_sync.order import PublishOrder, PublishReport
+from r3.trace.points import TraceOrder
 
 PUBLISH_SECONDS = 900.0
+
+Shares = tuple[tuple[MiniStepShare, ...], ...]
+"""``shares[data_rank][mini_step]``"""
+
+StepAnswer = tuple[RankReport | None, Differing | None, BalanceReport | None]
+"""What a rank answers to a step."""
 
 
 class RayTrainer:
@@ -91,6 +100,18 @@ class RayTrainer:
         if not any(sample.loss_mask[1:].any() for sample in samples):
             return {"train/updates": 0.0, "time/old_logprob": 0.0, "time/update": 0.0}
         self.ranks.check_running()
+        shares, trace, handed = await asyncio.to_thread(self._deal_out, samples, step)
+        order = StepOrder(self.config, measure_native, spike_norm, trace)
+        answers = await self.ranks.call_each(
+            lambda actor, info: actor.grpo.remote(
+                handed[info.rank].samples, shares[info.data_rank], order, handed[info.rank].routes
+            )
+        )
+        handed.clear()  # the routes leave the object store
+        return await asyncio.to_thread(self._merged, samples, shares, answers, step)
+
+    def _deal_out(self, samples: Sequence[Sample], step: int | None) -> tuple[Shares, TraceOrder | None, list[HandOut]]:
+        """Which data rank trains on what, what is traced of it, and what each rank is handed."""
         infos, moe_layers = self.ranks.infos, self.ranks.infos[0].moe_layers
         routes = have_routes(samples, moe_layers)
         if self.config.train.replay == "r3" and not routes and moe_layers:
@@ -98,24 +119,23 @@ class RayTrainer:
                 "train.replay is r3 and the samples have no routes: set it to r2 or off, or capture routes"
             )
         shares = self._split(samples)
-        micro_batches = [[ids for share in rank for ids in share.micro_batches] for rank in shares]
-        trace = await asyncio.to_thread(begin_trace, self.config, step, samples, micro_batches, infos)
-        order = StepOrder(self.config, measure_native, spike_norm, trace)
-        handed = await asyncio.to_thread(hand_out, self.ranks, samples, micro_batches, routes=routes)
-        answers = await self.ranks.call_each(
-            lambda actor, info: actor.grpo.remote(
-                handed[info.rank].samples, shares[info.data_rank], order, handed[info.rank].routes
-            )
-        )
-        handed.clear()  # the routes leave the object store
+        micro_batches = _micro_batches(shares)
+        trace = begin_trace(self.config, step, samples, micro_batches, infos)
+        return shares, trace, hand_out(self.ranks, samples, micro_batches, routes=routes)
+
+    def _merged(
+        self, samples: Sequence[Sample], shares: Shares, answers: Sequence[StepAnswer], step: int | None
+    ) -> dict[str, float]:
+        """The ranks' answers as one step's metrics."""
         reports = [report for report, _, _ in answers if report is not None]
-        counts = count_all_differing(samples, micro_batches, infos, [differs for _, differs, _ in answers])
+        differs = [differs for _, differs, _ in answers]
+        counts = count_all_differing(samples, _micro_batches(shares), self.ranks.infos, differs)
         balanced = [balance for _, _, balance in answers if balance is not None]
         if balanced and step is not None:
-            await asyncio.to_thread(write_balance, self.config.run_dir, step, balanced)
+            write_balance(self.config.run_dir, step, balanced)
         return step_metrics(reports, *counts) | balance_metrics(balanced)
 
-    def _split(self, samples: Sequence[Sample]) -> tuple[tuple[MiniStepShare, ...], ...]:
+    def _split(self, samples: Sequence[Sample]) -> Shares:
         train = self.config.train
         return split_step(
             samples,
@@ -234,3 +254,8 @@ class RayTrainer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+
+def _micro_batches(shares: Shares) -> list[MicroBatches]:
+    """All of a step's, by data rank."""
+    return [[ids for share in rank for ids in share.micro_batches] for rank in shares]

@@ -122,7 +122,7 @@ class Differing:
 
     def unpacked(self, bits: Sequence[NDArray[np.uint8]]) -> list[NDArray[np.bool_]]:
         """``replayed`` or ``native`` as bool ``[R, C]``."""
-        return [np.unpackbits(part, axis=1, count=self.columns).astype(bool) for part in bits]
+        return [np.unpackbits(part, axis=1, count=self.columns).view(np.bool_) for part in bits]
 
 
 def _to_bits(parts: Sequence[NDArray[np.bool_]]) -> tuple[NDArray[np.uint8], ...]:
@@ -142,7 +142,7 @@ def count_routes(
     differs_TL: NDArray[np.bool_], present_T: NDArray[np.bool_], cu_seqlens: NDArray[np.int32], *, stored_bytes: int
 ) -> RouteCounts:
     """Sum up one packed micro-batch; ``differs_TL`` is False in rows that are not ``present_T``."""
-    layers_T = differs_TL.sum(axis=1)
+    layers_T, layers_differ = differs_TL.sum(axis=1), differs_TL.sum(axis=0)
     bounds = list(zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True))
     means = [layers_T[a:b].sum() / present_T[a:b].sum() for a, b in bounds if present_T[a:b].any()]
     last_T = np.zeros(len(present_T), bool)
@@ -151,12 +151,12 @@ def count_routes(
         needed=int((~last_T).sum()),
         present=int((present_T & ~last_T).sum()),
         routers=int(present_T.sum()) * differs_TL.shape[1],
-        routers_differ=int(differs_TL.sum()),
+        routers_differ=int(layers_differ.sum()),
         tokens=int(present_T.sum()),
         tokens_differ=int((layers_T > 0).sum()),
         sequences=len(means),
         sequence_layers=float(sum(means)),
         stored_bytes=stored_bytes,
         stored_tokens=len(present_T),
-        layers_differ=differs_TL.sum(axis=0),
+        layers_differ=layers_differ,
     )

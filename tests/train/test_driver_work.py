@@ -1,0 +1,68 @@
+"""What the driver itself does for a step: on which thread, and with which result."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from standin_ranks import StandInRanks
+
+from agent_rl.config import RunConfig
+from agent_rl.train import ray_trainer
+from agent_rl.train.ray_trainer import RayTrainer
+from agent_rl.types import Sample
+from r3.routing import Routing
+
+LAYERS, RANKS, SECONDS = 4, 2, 10
+
+
+def sample_of(length: int) -> Sample:
+    experts = np.tile(np.arange(2, dtype=np.uint8), (length, LAYERS, 1))
+    present = np.arange(length) < length - 1
+    mask = np.arange(length) > 1
+    zeros = np.zeros(length, np.float32)
+    return Sample(np.arange(length, dtype=np.int32), mask, zeros, 1.0, Routing(experts, present, (), 4))
+
+
+def trainer_of(samples: list[Sample]) -> RayTrainer:
+    train = {"microbatch_tokens": 32, "mini_steps": 2, "parallel": {"world_size": RANKS, "expert": RANKS}}
+    trainer = RayTrainer(RunConfig.model_validate({"name": "test", "model": Path("none"), "train": train}))
+    trainer.ranks = StandInRanks(samples, RANKS, LAYERS)  # type: ignore[assignment]
+    return trainer
+
+
+async def test_the_loop_runs_on_while_a_step_is_dealt_out_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the three waits for the loop to do something: on the loop itself that would never come."""
+    loop, waited = asyncio.get_running_loop(), list[str]()
+
+    def answered_by_the_loop(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def waiting(*args: Any, **options: Any) -> Any:
+            reached = threading.Event()
+            loop.call_soon_threadsafe(reached.set)
+            assert reached.wait(SECONDS), f"{name} holds the loop"
+            waited.append(name)
+            return call(*args, **options)
+
+        return waiting
+
+    names = ["split_step", "hand_out", "count_all_differing"]
+    for name in names:
+        monkeypatch.setattr(ray_trainer, name, answered_by_the_loop(name, getattr(ray_trainer, name)))
+    samples = [sample_of(length) for length in (5, 9, 12, 20)]
+    await trainer_of(samples).step(samples, measure_native=True)
+    assert waited == names
+
+
+async def test_what_ranks_report_is_counted() -> None:
+    samples = [sample_of(length) for length in (5, 9, 12, 20)]
+    metrics = await trainer_of(samples).step(samples, measure_native=True)
+    assert metrics["r3/router_mismatch"] == metrics["mismatch_native/router_mismatch"] == 0.5
+    assert metrics["r3/router_mismatch_worst_layer"] == metrics["r3/token_mismatch"] == 1
+    assert metrics["r3/sequence_mismatch"] == LAYERS / 2
+    assert metrics["r3/coverage"] == 1
+    assert metrics["train/sampled_tokens"] == sum(int(sample.loss_mask[1:].sum()) for sample in samples)
