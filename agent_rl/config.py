@@ -31,6 +31,7 @@ Planner = Literal["foremoe", "eplb", "shadow"]
 Home = Literal["contiguous", "measured"]
 ExpertTransfer = Literal["pool", "exchange"]
 
+OWN_INTERFACE = "agent-rl"
 _OFF = BeforeValidator(lambda value: "off" if value is False else value)
 """YAML reads a bare ``off`` as false."""
 
@@ -50,6 +51,19 @@ def _registered(key: str, load: Callable[[str], object], error: type[Exception])
 
 ToolFormat = Annotated[str, _registered("rollout.tool_format", tool_format, ToolFormatError)]
 Objective = Annotated[str, _registered("train.objective", objective_facts, ConfigError)]
+
+
+def _interface(name: str) -> str:
+    """``name``, if it is an interface's. The usual one is known without a look at the environments' package."""
+    if name == OWN_INTERFACE:
+        return name
+    from envs import InterfaceError, find_interface
+
+    try:
+        find_interface(name)
+    except InterfaceError as error:
+        raise ValueError(f"env.interface: {error}") from None
+    return name
 
 
 def _sandbox_backend(name: str) -> str:
@@ -136,6 +150,11 @@ class EnvConfig(Section):
 
     name: str = Field("mini", description="The environment.")
     options: dict[str, Any] = Field(default_factory=dict, description="Arguments of the environment's constructor.")
+    interface: Annotated[str, AfterValidator(_interface)] = Field(
+        OWN_INTERFACE,
+        description="How agents meet the tasks of swe and mini: agent-rl, r2egym, or one of your own "
+        "(docs/interfaces.md). It decides keys of rollout that the config leaves out.",
+    )
     tool_style: Literal["full", "concise"] = Field(
         "full", description="concise shortens prompts and tool answers for models with a short context."
     )
@@ -182,8 +201,8 @@ class RolloutConfig(Section):
     )
     tool_timeout: float = Field(90.0, gt=0, description="Seconds one tool call may take.")
     time_limit: float = Field(3600.0, gt=0, description="Seconds one episode may take.")
-    max_parse_failures: int = Field(
-        3, gt=0, description="Turns in a row without a well-formed call that end an episode."
+    max_parse_failures: int | None = Field(
+        3, gt=0, description="Turns in a row without a well-formed call that end an episode; None: no number does."
     )
     sandbox_retries: int = Field(
         3, ge=0, description="Episodes of a group that may be run again after an infrastructure failure."
@@ -573,6 +592,43 @@ class RunConfig(Section):
     guard: GuardConfig = GuardConfig()
     eval: EvalConfig = EvalConfig()
     hardware: HardwareConfig = HardwareConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _filled_by_the_interface(cls, data: Any) -> Any:
+        """``data`` with the keys of ``rollout`` that its interface decides and that it leaves out."""
+        env, rollout = (data.get("env") or {}, data.get("rollout") or {}) if isinstance(data, dict) else (None, None)
+        if not isinstance(env, dict) or not isinstance(rollout, dict):
+            return data
+        name = env.get("interface", OWN_INTERFACE)
+        if name == OWN_INTERFACE or not isinstance(name, str):
+            return data
+        from envs import InterfaceError, find_interface
+
+        try:
+            interface = find_interface(name)
+        except InterfaceError:
+            return data  # told with its key where the key is read
+        return {**data, "rollout": {**interface.defaults, **interface.fixed, **rollout}}
+
+    @model_validator(mode="after")
+    def _keeps_the_interface(self) -> RunConfig:
+        if self.env.interface == OWN_INTERFACE:
+            return self
+        from envs import find_interface
+
+        for key, value in find_interface(self.env.interface).fixed.items():
+            if getattr(self.rollout, key) != value:
+                raise ValueError(
+                    f"rollout.{key} is {getattr(self.rollout, key)} and env.interface {self.env.interface} has "
+                    f"{value}: leave rollout.{key} out"
+                )
+        if self.env.tool_style != "full":
+            raise ValueError(
+                f"env.tool_style {self.env.tool_style} is of the interface {OWN_INTERFACE}: leave it out with "
+                f"env.interface {self.env.interface}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _can_be_rescored(self) -> RunConfig:

@@ -1,6 +1,7 @@
 """What a task is, how it starts, how it is graded."""
 
 from envs.context import EnvContext, ToolStyle
+from envs.interface import Interface, Interfaced, InterfaceError, find_interface
 from envs.registry import ENVIRONMENTS, EnvironmentLoadError, load_environment
 from envs.types import (
     Audited,
@@ -27,10 +28,14 @@ __all__ = [
     "Finding",
     "Grade",
     "GradingError",
+    "Interface",
+    "InterfaceError",
+    "Interfaced",
     "Message",
     "Solvable",
     "Task",
     "TaskRecordError",
     "ToolStyle",
+    "find_interface",
     "load_environment",
 ]

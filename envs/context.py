@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Literal
 
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
+from envs.interface import Interface
+from envs.interfaces.own import AGENT_RL
 from sandbox import Sandbox, SandboxBackend, SandboxSpec, SandboxStartError
-
-ToolStyle = Literal["full", "concise"]
+from tools import Style as ToolStyle
 
 
 @dataclass(frozen=True)
@@ -20,14 +20,17 @@ class EnvContext:
     """The first argument of every environment's constructor: ``Env(context, **options)``.
 
     ``limits`` is the template of every box (memory, processes, CPUs, output cap, and the image of tasks that name
-    none). ``tool_style`` "concise" shortens the opening messages, the tool schemas and what tools answer, for models
-    with a short context. ``tool_timeout`` and ``grade_timeout`` are seconds a tool call and a run of the hidden tests
-    may take. ``start_retries`` is how often a box that did not start is tried again. ``pairs`` bounds the runs of tests
-    in two boxes that wait for each other, for more than half as many as commands may run at once would stand still.
+    none). ``interface`` is how agents meet the tasks, where the environment has no tools of its own. ``tool_style``
+    "concise" shortens the opening messages, the tool schemas and what tools answer, for models with a short context (in
+    the interface ``agent-rl``). ``tool_timeout`` and ``grade_timeout`` are seconds a tool call and a run of the hidden
+    tests may take. ``start_retries`` is how often a box that did not start is tried again. ``pairs`` bounds the runs of
+    tests in two boxes that wait for each other, for more than half as many as commands may run at once would stand
+    still.
     """
 
     backend: SandboxBackend
     limits: SandboxSpec = field(default_factory=SandboxSpec)
+    interface: Interface = AGENT_RL
     tool_style: ToolStyle = "full"
     tool_timeout: float = 90.0
     grade_timeout: float = 300.0

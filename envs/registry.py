@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from envs.context import EnvContext
+from envs.interface import OWN, Interfaced, InterfaceError
 from envs.tool_class import ToolClassEnvironment, is_tool_class
 from envs.types import Environment, EnvsError
 from sandbox.plugins import Registry
@@ -32,8 +33,19 @@ def load_environment(name: str, context: EnvContext, options: Mapping[str, Any] 
     """The environment ``name`` made as ``Class(context, **options)``, or of a class of tools (:mod:`envs.tool_class`).
 
     Raises ``EnvironmentLoadError`` for an unknown name (with the nearest known one), a path that does not import, an
-    option that the class does not take, or a class that is no environment.
+    option that the class does not take, or a class that is no environment; ``InterfaceError`` for one that has its own
+    tools, where the context has another project's interface.
     """
+    environment = _made(name, context, options)
+    if context.interface.name != OWN and not isinstance(environment, Interfaced):
+        raise InterfaceError(
+            f"env.interface {context.interface.name}: environment {name!r} has tools and prompts of its own, which "
+            f"leave no room for it: leave env.interface out, or take an environment that serves interfaces (swe, mini)"
+        )
+    return environment
+
+
+def _made(name: str, context: EnvContext, options: Mapping[str, Any] | None) -> Environment:
     make = ENVIRONMENTS.load(name)
     if not callable(make):
         raise EnvironmentLoadError(f"environment {name!r} is a {type(make).__name__}, not a class")

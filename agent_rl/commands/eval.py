@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import quote
 
 from agent_rl.commands.policy import Policy, PolicyChoice, advance, open_policy, pick_tasks
-from agent_rl.config import RunConfig
+from agent_rl.config import OWN_INTERFACE, RunConfig
 from agent_rl.controller import preflight
 from agent_rl.evaluation.evaluate import evaluate
 from agent_rl.evaluation.folder import EvalFolder
@@ -127,6 +127,7 @@ def _facts(config: RunConfig, options: EvalOptions) -> dict[str, Any]:
         "env": config.env.name,
         "env_options": config.env.model_dump(mode="json")["options"],
         "tool_format": config.rollout.tool_format,
+        **({} if config.env.interface == OWN_INTERFACE else {"interface": config.env.interface}),
         **endpoint,
         **_settings(policy.rules(config)),
     }

@@ -21,7 +21,7 @@ from agent_rl.rollout.episode import EpisodeRules, run_episode
 from agent_rl.rollout.group import EpisodeRunner, RolloutEvent
 from agent_rl.rollout.solvers import recorded, solver_runner
 from agent_rl.types import Trajectory
-from envs import Environment, Task
+from envs import Environment, Task, find_interface
 from tools.formats import tool_format
 
 SOLVERS = ("gold", "noop")
@@ -65,7 +65,10 @@ class PolicyChoice:
         """How the episodes are driven. A chat model is always told its tools; where the config's own model is not, the
         config's ``max_tokens`` leaves no room for that, and the default of the key holds."""
         rules = EpisodeRules.of(config).for_evaluation(greedy=self.greedy)
-        if self.model is None or config.rollout.describe_tools:
+        interface = find_interface(config.env.interface)
+        if self.native_tools and "tool_format" in interface.fixed:
+            raise UserError(f"--tool-calls native: env.interface {interface.name} has calls of its own: leave it out")
+        if self.model is None or config.rollout.describe_tools or "describe_tools" in interface.fixed:
             return rules
         return rules.limited(describe_tools=True, max_tokens=RolloutConfig().max_tokens)
 

@@ -20,7 +20,7 @@ from agent_rl.rollout.episode import EpisodeRules, run_episode
 from agent_rl.rollout.group import EpisodeRunner
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.types import Trajectory
-from envs import Environment, Task
+from envs import Environment, Task, find_interface
 from envs.context import EnvContext
 from envs.registry import load_environment
 from sandbox import ImagePolicy, SandboxBackend, SandboxPool, SandboxSpec, open_backend
@@ -99,6 +99,7 @@ def _context(config: RunConfig, backend: SandboxBackend) -> EnvContext:
     return EnvContext(
         backend=backend,
         limits=box_limits(config.sandbox),
+        interface=find_interface(config.env.interface),
         tool_style=config.env.tool_style,
         tool_timeout=config.rollout.tool_timeout,
         grade_timeout=config.env.grade_timeout,
@@ -115,7 +116,7 @@ async def open_world(config: RunConfig, facts: ModelFacts, log_dir: Path, displa
     """
     async with AsyncExitStack() as stack:
         workshop = await stack.enter_async_context(open_workshop(config, display))
-        renderer = ChatRenderer(config.model)
+        renderer = ChatRenderer(config.model, observation_role=find_interface(config.env.interface).observation_role)
         display.stage("starting the engine")
         engine = await stack.enter_async_context(open_engine(config.engine, config.model, facts, log_dir))
         info = await engine.info()

@@ -83,7 +83,7 @@ async def _record_chunk(
 async def _record(sandbox: Sandbox, task: MiniTask, turns: Sequence[str]) -> Dialogue:
     await sandbox.write_files({f"{_WORKDIR}/{path}": text.encode() for path, text in task.files.items()})
     tools = swe_tools(sandbox, style="concise")
-    messages: list[Message] = list(opening(to_record(task)))
+    messages: list[Message] = list(opening(to_record(task).problem_statement))
     for turn in turns:
         messages.append({"role": "assistant", "content": turn})
         observation = await _answer(tools, turn, task)

@@ -22,17 +22,23 @@ class ChatRenderer:
     probed here, once; one that is not prefix-preserving is refused with ``TemplateError`` (see
     :mod:`agent_rl.render.prefix_check`). ``thinking=False`` says that the model's turns hold no ``<think>`` blocks, so
     that a template which drops those from earlier turns may pass. ``options`` are variables of the template's own.
+    ``observation_role`` is the role of observations; None: tool where the template can append it, else user.
     """
 
     def __init__(
-        self, model: Path | ChatModel, *, thinking: bool = True, options: Mapping[str, Any] = _NO_OPTIONS
+        self,
+        model: Path | ChatModel,
+        *,
+        thinking: bool = True,
+        options: Mapping[str, Any] = _NO_OPTIONS,
+        observation_role: Role | None = None,
     ) -> None:
         where = f"{model}: " if isinstance(model, Path) else ""
         source = model if isinstance(model, ChatModel) else ChatModel.from_folder(model)
         try:
             self._encoder = Encoder(source.tokenizer)
             self._template = ChatTemplate(source.template, source.special, options)
-            self._deltas = self._probe_roles(thinking)
+            self._deltas = self._probe_roles(thinking, (observation_role,) if observation_role else ("tool", "user"))
             self.observation_role: Role = next(iter(self._deltas))
             self.end_of_turn_id = self._end_of_turn()
             self.stop_token_ids = self._stop_tokens(source.eos_token_ids)
@@ -64,11 +70,10 @@ class ChatRenderer:
         """The text of ``tokens``, control tokens left out."""
         return self._encoder.decode(tokens)
 
-    def _probe_roles(self, thinking: bool) -> dict[Role, Delta]:
-        """The deltas of the roles that the template can append, the preferred one first."""
+    def _probe_roles(self, thinking: bool, roles: tuple[Role, ...]) -> dict[Role, Delta]:
+        """The deltas of those of ``roles`` that the template can append, the preferred one first."""
         passed: dict[Role, Delta] = {}
         reasons = []
-        roles: tuple[Role, ...] = ("tool", "user")
         for role in roles:
             try:
                 probed = probe(self._template, role, thinking=thinking)

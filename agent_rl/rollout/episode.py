@@ -21,7 +21,7 @@ from agent_rl.errors import EngineAborted, EngineError, RoutesMissingError
 from agent_rl.rollout.opening import Renderer, open_conversation
 from agent_rl.rollout.transcript import Transcript
 from agent_rl.types import FinishReason, SamplingParams, StopReason, Trajectory, Turn
-from envs import Environment, Episode, Grade, GradingError, Task
+from envs import Environment, Episode, Grade, GradingError, Task, find_interface
 from sandbox import ImageMissingError, SandboxError, SandboxUnavailableError, bounded
 from tools import ParseFailure, ToolCall, ToolCallFormat, ToolSet
 
@@ -95,6 +95,7 @@ class _Run:
     ) -> None:
         self.env, self.task, self.engine = env, task, engine
         self.renderer, self.fmt, self.rules, self.limits = renderer, fmt, rules, rules.rollout
+        self.interface = find_interface(rules.env.interface)
         self.session = f"{task.id}-{uuid.uuid4().hex[:12]}"
         self.started = time.perf_counter()
         self.transcript = Transcript((), max_tokens=self.limits.max_tokens, routes=None)
@@ -125,10 +126,11 @@ class _Run:
             yield episode
 
     def _open(self, episode: Episode, tools: ToolSet) -> None:
+        *first, last = episode.messages
         self.messages, opening = open_conversation(
             self.renderer,
             self.fmt,
-            episode.messages,
+            [*first, {**last, "content": self._remarked(last["content"])}],
             tools.schemas(),
             describe_tools=self.limits.describe_tools,
         )
@@ -210,7 +212,8 @@ class _Run:
         if isinstance(parsed, ParseFailure):
             self.parse_failures_in_a_row += 1
             self._note(parse_failure=parsed.reason, observation=parsed.reason)
-            ended = self.parse_failures_in_a_row >= self.limits.max_parse_failures
+            most = self.limits.max_parse_failures
+            ended = most is not None and self.parse_failures_in_a_row >= most
             return parsed.reason, StopReason.PARSE_FAILURES if ended else None
         self.parse_failures_in_a_row = 0
         self._note(tool=parsed.name, arguments=dict(parsed.arguments))
@@ -225,13 +228,17 @@ class _Run:
     def _observe(self, text: str, sampled: Sequence[int]) -> StopReason | None:
         """Append the observation, or end the episode where it leaves no room to answer it."""
         stop_included = bool(sampled) and sampled[-1] in self.renderer.stop_token_ids
+        text = self._remarked(text)
         tokens = self.renderer.observation(text, stop_included=stop_included)
-        self.messages.append({"role": "tool", "content": text})
+        self.messages.append({"role": self.interface.observation_role or "tool", "content": text})
         self._note(observation_tokens=len(tokens))
         if len(tokens) >= self.transcript.room:
             return StopReason.CONTEXT_FULL
         self.transcript.observed(tokens)
         return None
+
+    def _remarked(self, text: str) -> str:
+        return self.interface.with_remark(text, len(self.turns), self.limits.max_turns)
 
     def _note(self, **fields: object) -> None:
         self.turns[-1].update(fields)

@@ -16,12 +16,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from agent_rl.config import OWN_INTERFACE
 from agent_rl.engine.scripted import ScriptedEngine
 from agent_rl.errors import UserError
 from agent_rl.rollout.episode import EpisodeRules, run_episode
 from agent_rl.rollout.group import EpisodeRunner
 from agent_rl.types import TokenIds, Trajectory
-from envs import Environment, Solvable, Task
+from envs import Environment, Interface, Interfaced, Solvable, Task, find_interface
 from tools import ToolCall
 from tools.formats import tool_format
 
@@ -36,7 +37,7 @@ _PATCH_FILE = ".git/solver-patch.b64"
 
 def noop(env: Environment, task: Task) -> Sequence[ToolCall]:
     """Submits at once: what a task's tests must not accept."""
-    return [ToolCall("finish", {"command": "submit"})]
+    return [_interface(env).submit]
 
 
 def gold(env: Environment, task: Task) -> Sequence[ToolCall]:
@@ -54,12 +55,17 @@ def gold(env: Environment, task: Task) -> Sequence[ToolCall]:
     chunks = [encoded[start : start + PATCH_CHUNK] for start in range(0, len(encoded), PATCH_CHUNK)]
     writes = [f"printf %s {shlex.quote(chunk)} >> {_PATCH_FILE}" for chunk in chunks]
     apply = f"base64 -d {_PATCH_FILE} | git apply --whitespace=nowarn && rm {_PATCH_FILE}"
-    return [*(ToolCall("execute_bash", {"cmd": cmd}) for cmd in [*writes, apply]), *noop(env, task)]
+    return [*map(_interface(env).shell, [*writes, apply]), *noop(env, task)]
 
 
 def has_gold(env: Environment, task: Task) -> bool:
     """Whether :func:`gold` has something to do: the environment knows a solution of ``task``, or its true fix."""
     return bool(_solution(env, task) or env.gold(task))
+
+
+def _interface(env: Environment) -> Interface:
+    """How calls are made in ``env``; one with tools of its own ends with ``finish``, as the usual interface does."""
+    return env.interface if isinstance(env, Interfaced) else find_interface(OWN_INTERFACE)
 
 
 def _solution(env: Environment, task: Task) -> Sequence[ToolCall]:

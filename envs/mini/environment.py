@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
 
-from envs.context import EnvContext
+from envs.context import EnvContext, ToolStyle
+from envs.interface import OWN, Interface
 from envs.mini.generator import SPLITS, generate
 from envs.mini.records import to_record
 from envs.mini.verify import verify_records
 from envs.swe.audit import audit_record
 from envs.swe.episode import SweEpisode, start_episode
 from envs.swe.records import SweRecord, parse_record, write_jsonl
-from envs.swe.repositories import Repositories
+from envs.swe.repositories import WORKDIR, Repositories
 from envs.swe.sources import read_jsonl
 from envs.types import Finding, Message, Task, TaskRecordError
 
@@ -42,7 +43,9 @@ class MiniEnvironment:
         seed: int = 0,
         cache_dir: Path = Path(".cache/tasks"),
     ) -> None:
-        self._context = replace(context, tool_style="concise")
+        own = context.interface.name == OWN
+        interface = replace(context.interface, opening=opening) if own else context.interface
+        self._context = replace(context, tool_style="concise", interface=interface)
         self._counts = {"train": train_tasks, "heldout": heldout_tasks, "heldout_family": heldout_tasks}
         self._seed = seed
         self._cache = Path(cache_dir)
@@ -52,6 +55,10 @@ class MiniEnvironment:
     @property
     def name(self) -> str:
         return "mini"
+
+    @property
+    def interface(self) -> Interface:
+        return self._context.interface
 
     def tasks(self, split: str) -> Sequence[Task]:
         """The tasks of ``split``. Where :meth:`prepare` was not awaited before, this blocks while they are verified."""
@@ -74,12 +81,7 @@ class MiniEnvironment:
             self._tasks[split] = [Task(record.id, self.name, record.model_dump()) for record in records]
 
     def start(self, task: Task) -> AbstractAsyncContextManager[SweEpisode]:
-        return self._start(self._record(task))
-
-    @asynccontextmanager
-    async def _start(self, record: SweRecord) -> AsyncIterator[SweEpisode]:
-        async with start_episode(self._context, record, repositories=self._repositories) as episode:
-            yield replace(episode, messages=opening(record))
+        return start_episode(self._context, self._record(task), repositories=self._repositories)
 
     def gold(self, task: Task) -> str:
         return self._record(task).gold
@@ -104,9 +106,9 @@ class MiniEnvironment:
         return self._cache / f"mini-{_digest()}-{split}-{self._seed}-{self._counts[split]}.jsonl"
 
 
-def opening(record: SweRecord) -> tuple[Message, Message]:
+def opening(statement: str, workdir: str = WORKDIR, style: ToolStyle = "concise") -> tuple[Message, Message]:
     """The system and the user message of a generated task: the issue and nothing else."""
-    issue = record.problem_statement.removeprefix("[ISSUE]\n").removesuffix("\n[/ISSUE]")
+    issue = statement.removeprefix("[ISSUE]\n").removesuffix("\n[/ISSUE]")
     return _SYSTEM, {"role": "user", "content": issue}
 
 

@@ -8,6 +8,7 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 from envs.context import EnvContext
+from envs.interface import Interface
 from envs.swe.audit import audit_record
 from envs.swe.boxes import site_folder
 from envs.swe.episode import SweEpisode, start_episode
@@ -64,6 +65,10 @@ class SweEnvironment:
     @property
     def name(self) -> str:
         return "swe"
+
+    @property
+    def interface(self) -> Interface:
+        return self._context.interface
 
     async def prepare(self, *splits: str) -> None:
         """Read the records of ``splits``: a broken one is told before anything is started. Raises as :meth:`tasks`."""

@@ -12,12 +12,11 @@ from envs.swe.agent_patch import PatchError, take_patch
 from envs.swe.boxes import agent_box, box_spec
 from envs.swe.grading import grade_changes
 from envs.swe.patches import FilePatch
-from envs.swe.prompts import opening
 from envs.swe.records import SweRecord
 from envs.swe.repositories import WORKDIR, Repositories
 from envs.types import Grade, Message
 from sandbox import Sandbox
-from tools import ToolSet, swe_tools
+from tools import ToolSet
 
 
 @dataclass(frozen=True)
@@ -59,6 +58,7 @@ async def start_episode(
     """Start the record's task; leaving closes its box. ``site_root`` is where its ``site_packages`` are found,
     ``repositories`` remembers the git folders of local records from one episode to the next."""
     async with agent_box(context, record, box_spec(context, record, site_root), repositories) as (sandbox, listing):
-        tools = swe_tools(sandbox, style=context.tool_style, timeout=context.tool_timeout)
-        messages = opening(record.problem_statement, WORKDIR, context.tool_style)
+        interface = context.interface
+        tools = interface.tools(sandbox, style=context.tool_style, timeout=context.tool_timeout)
+        messages = interface.opening(record.problem_statement, WORKDIR, context.tool_style)
         yield SweEpisode(context, record, sandbox, listing, messages, tools, site_root)

@@ -1,9 +1,10 @@
-"""The opening messages of a software-engineering task."""
+"""This project's own interface: its prompts and the tools of :mod:`tools.swe`; calls in the config's own format."""
 
 from __future__ import annotations
 
-from envs.context import ToolStyle
+from envs.interface import OWN, Interface
 from envs.types import Message
+from tools import Style, ToolCall, swe_tools
 
 _SYSTEM = (
     "You are a programming agent. You work in a repository and solve the issue you are given by calling tools. "
@@ -21,10 +22,19 @@ problem, fix its cause, check the fix, think of edge cases, and call the submitt
 _SYSTEM_CONCISE = "Fix the bug in {workdir}, then submit."
 
 
-def opening(statement: str, workdir: str, style: ToolStyle) -> tuple[Message, Message]:
+def opening(statement: str, workdir: str, style: Style) -> tuple[Message, Message]:
     """The system and the user message."""
     if style == "concise":
         system, user = _SYSTEM_CONCISE.format(workdir=workdir), statement
     else:
         system, user = _SYSTEM, _USER.format(workdir=workdir, statement=statement)
     return {"role": "system", "content": system}, {"role": "user", "content": user}
+
+
+def shell(cmd: str) -> ToolCall:
+    return ToolCall("execute_bash", {"cmd": cmd})
+
+
+AGENT_RL = Interface(
+    name=OWN, opening=opening, tools=swe_tools, shell=shell, submit=ToolCall("finish", {"command": "submit"})
+)
