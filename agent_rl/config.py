@@ -669,6 +669,12 @@ class RunConfig(Section):
         return self.runs_dir / self.name
 
     @property
+    def wants_routes(self) -> bool:
+        """Whether a rollout brings its routes: only what replays the rollout's asks for them, and needs an engine that
+        captures."""
+        return self.train.replay == "r3"
+
+    @property
     def reference_folder(self) -> Path | None:
         """The checkpoint of the KL penalty's reference model; None without a penalty."""
         kl = self.train.kl

@@ -75,8 +75,10 @@ class ModelFacts:
         return self.kv_heads * self.head_dim
 
     @property
-    def layout(self) -> RouteLayout:
-        """The shape of its routes as an engine sends them."""
+    def layout(self) -> RouteLayout | None:
+        """The shape of its routes as an engine sends them; None for a dense model, which has none."""
+        if not any(self.moe):
+            return None
         return RouteLayout(self.num_layers, self.moe_layer_ids, self.num_experts, self.top_k)
 
 

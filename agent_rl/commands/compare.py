@@ -74,6 +74,7 @@ async def run_compare(
     some (of an earlier comparison, or of a run: all its steps). Raises ConfigError for what cannot be compared.
     """
     config = config_of(source, overrides)
+    config = config.model_copy(update={"train": config.train.model_copy(update={"replay": "r3"})})  # to be replayed
     check_model(config.model)
     check_lengths(config, read_facts(config.model))
     out = out or _folder(source, config) / "compare"

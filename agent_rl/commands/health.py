@@ -72,7 +72,8 @@ async def _check(name: str, look: Callable[[], Awaitable[str]]) -> Check:
 async def _model(config: RunConfig) -> str:
     preflight.check_model(config.model)
     facts = read_facts(config.model)
-    return f"{config.model}: {facts.num_layers} layers, {facts.num_experts} experts, top-{facts.top_k}"
+    experts = f"{facts.num_experts} experts, top-{facts.top_k}" if facts.num_experts else "dense"
+    return f"{config.model}: {facts.num_layers} layers, {experts}"
 
 
 async def _engine(config: RunConfig) -> str:
@@ -80,7 +81,8 @@ async def _engine(config: RunConfig) -> str:
 
 
 async def _running(config: RunConfig) -> str:
-    async with open_engine(config.engine, config.model, read_facts(config.model), config.runs_dir) as engine:
+    facts, routes = read_facts(config.model), config.wants_routes
+    async with open_engine(config.engine, config.model, facts, config.runs_dir, routes=routes) as engine:
         found = [await engine.info(url) for url in engine.urls]
     return ", ".join(f"{info.url}: {info.model}, {info.dtype}" for info in found)
 

@@ -104,7 +104,7 @@ async def open_policy(
     rules = choice.rules(config)
     if choice.name == "engine":
         facts = preflight.check(config)
-        async with open_world(config, facts, log_dir, display) as world:
+        async with open_world(config, facts, log_dir, display, routes=False) as world:
             yield Policy(world.workshop, world.runner(rules))
     elif (endpoint := choice.endpoint) is not None:
         engine = ChatEngine(endpoint, timeout=config.engine.request_timeout, retries=config.engine.retries)

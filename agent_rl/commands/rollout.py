@@ -30,8 +30,9 @@ async def run_rollout(config: RunConfig, *, tasks: int, split: str) -> None:
 async def roll_out(config: RunConfig, folder: Path, display: Display, *, tasks: int, split: str) -> Rollout:
     """Collect groups of ``tasks`` tasks with the config's model; write their trajectories as step 0 of ``folder``."""
     facts = preflight.check(config)
+    preflight.check_replay(config, facts)
     with hold_folder(folder):
-        async with open_world(config, facts, folder / "logs", display) as world:
+        async with open_world(config, facts, folder / "logs", display, routes=config.wants_routes) as world:
             policy = Policy(world.workshop, world.runner(EpisodeRules.of(config)))
             chosen = await pick_tasks(policy, split, tasks)
             display.stage("rollout", total=len(chosen))

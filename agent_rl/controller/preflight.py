@@ -55,6 +55,15 @@ def check_trainer() -> None:
         raise UserError(f"not installed: {', '.join(missing)}; `agent-rl install trainer` installs them")
 
 
+def check_replay(config: RunConfig, facts: ModelFacts) -> None:
+    """Raises UserError where replay is asked of a dense model."""
+    if config.train.replay != "off" and facts.layout is None:
+        raise UserError(
+            f"train.replay is {config.train.replay} and {config.model} has no MoE layer (model_type {facts.kind}), so "
+            "it has no routes to replay: set train.replay to off"
+        )
+
+
 def check_lengths(config: RunConfig, facts: ModelFacts) -> None:
     """Raises UserError where a trajectory may grow beyond what the trainer's micro-batch or the model's context holds.
 

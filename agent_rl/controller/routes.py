@@ -18,7 +18,7 @@ async def probe_engines(config: RunConfig, engine: SGLangEngine, display: Displa
 
     Raises RoutesMissingError, one line, where a failed check makes replay wrong.
     """
-    if config.train.replay != "r3" or not config.r3.probe:
+    if not (config.wants_routes and config.r3.probe):
         return
     display.stage("probing the engine's routes")
     for url in engine.urls:

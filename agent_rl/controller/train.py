@@ -66,6 +66,7 @@ class Clock:
 async def train(config: RunConfig) -> None:
     """Run ``config`` to its last step, from its last checkpoint if it has one; write and show the summary."""
     facts = preflight.check(config)
+    preflight.check_replay(config, facts)
     preflight.check_lengths(config, facts)
     display = Display(config.name)
     with hold_folder(config.run_dir), display:
@@ -92,7 +93,9 @@ async def _parts(
         stack.push_async_callback(trainer.close)
         async with asyncio.TaskGroup() as starting:
             starting.create_task(trainer.start())
-            world = await stack.enter_async_context(open_world(config, facts, state.dir / "logs", display))
+            world = await stack.enter_async_context(
+                open_world(config, facts, state.dir / "logs", display, routes=config.wants_routes)
+            )
             await probe_engines(config, world.engine, display)
             display.stage("starting the trainer")
         cancel_on_signals()
@@ -159,12 +162,13 @@ class TrainingRun:
             async with clock.stage("rollout"):
                 batch = await self._rollout(step, collector)
             values = batch.values | {"data/position": float(batch.position)}
-            check_budget(step, batch.groups, self.config.r3)
+            if self.config.wants_routes:
+                check_budget(step, batch.groups, self.config.r3)
             prepared = samples_of(
                 batch.groups,
                 baseline=self.config.train.baseline,
                 scale=self.config.train.scale,
-                drop_missing=self.config.r3.missing == "drop_sample",
+                drop_missing=self.config.wants_routes and self.config.r3.missing == "drop_sample",
                 masked=masked_stops(self.config.train.filter),
                 penalty=partial(
                     overlong_penalty,

@@ -204,11 +204,11 @@ def refuse_unservable(facts: ModelFacts, model: Path, device: str) -> None:
     """Raises ConfigError for the checkpoint in folder ``model`` where SGLang 0.5.23 on ``device`` would go wrong.
 
     It takes every layer of a qwen2_moe or qwen3_moe for one with experts: a dense layer's weights are dropped without a
-    word, and whatever lies in memory routes its tokens. It adds a shared expert with a Triton kernel, also on a CPU,
-    and dies of it with the first request.
+    word, and whatever lies in memory routes its tokens; models of dense families are served as they are. It adds a
+    shared expert with a Triton kernel, also on a CPU, and dies of it with the first request.
     """
     dense = [layer for layer, moe in enumerate(facts.moe) if not moe]
-    if dense:
+    if dense and facts.family.experts:
         raise ConfigError(f"model: {model} has dense layers {dense}, which SGLang would not load")
     if device == "cpu" and facts.family.shared_expert:
         raise ConfigError(

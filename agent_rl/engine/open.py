@@ -21,26 +21,28 @@ ANSWER_SECONDS = 15.0
 
 @asynccontextmanager
 async def open_engine(
-    config: EngineConfig, model: Path, facts: ModelFacts, run_dir: Path
+    config: EngineConfig, model: Path, facts: ModelFacts, run_dir: Path, *, routes: bool = True
 ) -> AsyncIterator[SGLangEngine]:
     """A checked client of the engine(s) in ``config``, which serve the checkpoint in folder ``model``.
 
-    A launched server logs to ``run_dir/engine.log`` and is stopped on the way out.
+    ``routes``: whether they are to capture the routes. A launched server logs to ``run_dir/engine.log`` and is stopped
+    on the way out.
 
     Raises ConfigError for a model that cannot be served or a wrong interpreter, EngineStartError when a launched server
     does not come up, UserError when a given one does not answer, RoutesMissingError when one does not capture
     routes.
     """
-    refuse_dense(facts, model)
+    if routes:
+        refuse_dense(facts, model)
     async with AsyncExitStack() as stack:
         if not config.urls:
-            server = EngineServer(config, model, run_dir / "engine.log")
+            server = EngineServer(config, model, run_dir / "engine.log", capture_routes=routes)
             refuse_unservable(facts, model, server.device)
             await stack.enter_async_context(server)
-            engine = SGLangEngine(server.url, facts, config, death=server.death)
+            engine = SGLangEngine(server.url, facts, config, death=server.death, routes=routes)
         else:
             await check_engines(config.urls)
-            engine = SGLangEngine(config.urls, facts, config)
+            engine = SGLangEngine(config.urls, facts, config, routes=routes)
         entered = await stack.enter_async_context(engine)
         gc.freeze()  # what is loaded by now stays: full collections need not go through it, which stops the loop
         yield entered

@@ -14,11 +14,13 @@ Server = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """``option`` as it is set on the server's command line, where it does harm, and the harm."""
+    """``option`` as it is set on the server's command line, where it does harm, and the harm: only to ``routes``, or
+    also to a run that asks for none."""
 
     option: str
     holds: Callable[[Server], bool]
     reason: str
+    routes: bool = True
 
 
 def _more_than_one(key: str) -> Callable[[Server], bool]:
@@ -30,12 +32,15 @@ def _is(key: str, *values: object) -> Callable[[Server], bool]:
 
 
 REFUSED = (
-    Refusal("--pp-size above 1", _more_than_one("pp_size"), "routes and weights reach its first stage alone"),
+    Refusal(
+        "--pp-size above 1", _more_than_one("pp_size"), "routes and weights reach its first stage alone", routes=False
+    ),
     Refusal(
         "--dp-size above 1",
         _more_than_one("dp_size"),
         "turns go round its ranks, none of which then holds their prefix, and a weight update reaches the first alone; "
         "start one engine a rank",
+        routes=False,
     ),
     Refusal(
         "--enable-dp-attention",
@@ -65,7 +70,8 @@ REFUSED = (
     Refusal(
         "--disaggregation-mode",
         _is("disaggregation_mode", "prefill", "decode"),
-        "the routes of prompt and answer come from two servers and are not put together",
+        "the routes of prompt and answer come from two servers and are not put together, nor do both get the weights",
+        routes=False,
     ),
     Refusal(
         "--moe-runner-backend flashinfer_trtllm",
@@ -75,7 +81,11 @@ REFUSED = (
 )
 
 
-def refusal(server: Server) -> str | None:
-    """Why a server that reports this of itself must not be used, in one line; None where nothing is known."""
-    found = [f"{each.option}: {each.reason}" for each in REFUSED if each.holds(server)]
+def refusal(server: Server, *, routes: bool = True) -> str | None:
+    """Why a server that reports this of itself must not be used, in one line; None where nothing is known.
+
+    ``routes``: whether it will be asked for them.
+    """
+    harmful = [each for each in REFUSED if (routes or not each.routes) and each.holds(server)]
+    found = [f"{each.option}: {each.reason}" for each in harmful]
     return "; ".join(found) or None

@@ -48,7 +48,8 @@ class SGLangEngine:
     ``facts`` describe the model served. Of ``config``, ``request_timeout`` bounds one request and ``retries`` how often
     one that met an infrastructure failure is tried again. ``death`` is asked why a server that we launched is dead:
     once it answers, nothing is retried. Entering it as an async context manager refuses servers with options that
-    do harm (:mod:`.options`) and checks that every engine captures routes (:meth:`check_capture`); leaving closes it.
+    do harm (:mod:`.options`) and, where ``routes`` will be asked for, checks that every engine captures them
+    (:meth:`check_capture`); leaving closes it.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class SGLangEngine:
         config: EngineConfig | None = None,
         *,
         death: Callable[[], str | None] = lambda: None,
+        routes: bool = True,
         backoff: float = 0.5,
     ) -> None:
         config = config or EngineConfig()
@@ -65,6 +67,7 @@ class SGLangEngine:
             url.rstrip("/") for url in ((urls,) if isinstance(urls, str) else tuple(urls))
         )
         self.facts = facts
+        self._routes = routes
         self._homes = SessionHomes(self.urls)
         self._slots: dict[str, asyncio.Semaphore] = {}
         self._retries = config.retries
@@ -76,7 +79,8 @@ class SGLangEngine:
         try:
             await self._refuse_options()
             await self.resume()  # a trainer that was killed within a weight update left it paused
-            await self.check_capture()
+            if self._routes:
+                await self.check_capture()
             await self._read_limits()
         except BaseException:
             await self.close()
@@ -259,7 +263,7 @@ class SGLangEngine:
         """Raise UserError for servers started in a way that gives wrong routes or keeps old weights."""
         for url in self.urls:
             try:
-                reason = refusal(await self._http.get_json(f"{url}/server_info"))
+                reason = refusal(await self._http.get_json(f"{url}/server_info"), routes=self._routes)
             except EngineRejected:
                 continue  # a router in front of it, perhaps: the probe and each answer's checks remain
             if reason is not None:

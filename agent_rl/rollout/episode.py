@@ -44,7 +44,7 @@ class EpisodeRules:
     @classmethod
     def of(cls, config: RunConfig) -> EpisodeRules:
         """The rules of a training rollout under ``config``."""
-        return cls(config.rollout, config.env, config.r3)
+        return cls(config.rollout, config.env, config.r3 if config.wants_routes else None)
 
     def for_evaluation(self, *, greedy: bool) -> EpisodeRules:
         """The same without routes; ``greedy`` also sets the temperature to 0."""

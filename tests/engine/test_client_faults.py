@@ -548,4 +548,6 @@ async def test_server_options_that_do_harm_are_refused(harmful: dict[str, Any], 
 def test_every_refused_option_is_tried() -> None:
     assert len(REFUSED) == 9
     assert refusal(SERVER_INFO) is None
+    assert refusal(SERVER_INFO | {"enable_hierarchical_cache": True}, routes=False) is None
+    assert refusal(SERVER_INFO | {"pp_size": 2}, routes=False) is not None
     assert refusal(SERVER_INFO | {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1}) is None

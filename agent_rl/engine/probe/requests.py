@@ -176,6 +176,7 @@ def _wire(payload: str, facts: ModelFacts) -> tuple[int, NDArray[np.int32] | Non
         raw = pybase64.b64decode(payload, validate=True)
     except (binascii.Error, ValueError):
         return -1, None
-    if len(raw) % facts.layout.wire_bytes_per_row:
+    layout = facts.layout
+    if layout is None or len(raw) % layout.wire_bytes_per_row:
         return len(raw), None
     return len(raw), np.frombuffer(raw, dtype="<i4").reshape(-1, facts.num_layers, facts.top_k)

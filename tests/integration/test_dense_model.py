@@ -1,0 +1,85 @@
+"""A dense model in the loop of the others: rolled out by real SGLang without capture, trained by real Megatron."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from integration_run import Run
+
+from agent_rl.config import RunConfig
+from agent_rl.controller.preflight import check_replay
+from agent_rl.errors import UserError
+from agent_rl.model_facts import read_facts
+from agent_rl.observe.metrics_log import read_metrics
+from agent_rl.packaged import MODELS
+from agent_rl.rollout.records import read_trajectories
+
+LUCKY = ("env.name=lucky_env:Lucky", "env.options={}", "eval.tasks=0", "train.steps=1", "train.checkpoint_every=0")
+SHORT = ("rollout.max_turns=2", "rollout.max_new_tokens=24")
+
+
+TINY = json.loads((MODELS["tiny-moe"] / "config.json").read_text())
+EXPERTS = [key for key in TINY if "expert" in key or "router" in key or "moe" in key]
+EXPERTS += ["norm_topk_prob", "decoder_sparse_step", "mlp_only_layers"]
+
+
+def dense(moe: Path) -> Path:
+    """A Qwen3 beside ``moe``: a layer's first expert in place of its experts."""
+    from safetensors.torch import load_file, save_file  # numpy knows no bfloat16
+
+    folder = moe.with_name("dense")
+    shutil.copytree(moe, folder)
+    kept = {key: value for key, value in TINY.items() if key not in EXPERTS}
+    kept |= {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+    kept["intermediate_size"] = TINY["moe_intermediate_size"]
+    (folder / "config.json").write_text(json.dumps(kept))
+    weights = {
+        name.replace("experts.0.", ""): tensor
+        for name, tensor in load_file(moe / "model.safetensors").items()
+        if ".experts." not in name or ".experts.0." in name
+        if ".mlp.gate." not in name
+    }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.sglang
+@pytest.mark.megatron
+@pytest.mark.bubblewrap
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_dense_model_is_rolled_out_and_trained(start: Callable[..., Run], tmp_path: Path) -> None:
+    model = dense(tmp_path / "model")
+    run = start(f"model={model}", "train.replay=off", *LUCKY, *SHORT)
+    assert run.finish() == 0, run.text
+    (row,) = read_metrics(tmp_path / "small")
+    assert row["train/updates"] == 1
+    assert row["train/grad_norm"] > 0
+    assert row["mismatch/logprob_abs_diff"] < 0.3, "trainer and engine compute the same model, bf16 and float32"
+    assert (row["weight_sync/verified"], row["weight_sync/retries"]) == (1, 0)
+    assert row["weight_sync/logprob_abs_diff"] < 0.3
+    assert "r3/router_mismatch" not in row
+    trajectories = [t for group in read_trajectories(tmp_path / "small", 1) for t in group.trajectories]
+    assert all(trajectory.routing is None for trajectory in trajectories)
+    assert (tmp_path / "small" / "model" / "config.json").read_text().count("qwen3")
+    log = (tmp_path / "small" / "logs" / "engine.log").read_text()
+    assert "enable_return_routed_experts=True" not in log
+
+
+@pytest.mark.parametrize("replay", ["r3", "r2"])
+def test_replay_of_a_dense_model_is_refused_in_a_line(tmp_path: Path, replay: str) -> None:
+    model = tmp_path / "dense"
+    model.mkdir()
+    config = {key: value for key, value in TINY.items() if key not in EXPERTS} | {"model_type": "qwen3"}
+    (model / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError) as refused:
+        check_replay(RunConfig(name="x", model=model, train={"replay": replay}), read_facts(model))
+    assert str(refused.value) == (
+        f"train.replay is {replay} and {model} has no MoE layer (model_type qwen3), so it has no routes to replay: "
+        "set train.replay to off"
+    )
+    check_replay(RunConfig(name="x", model=model, train={"replay": "off"}), read_facts(model))
