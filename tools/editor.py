@@ -11,7 +11,7 @@ from sandbox import SandboxFileError
 from tools.box import ToolBox
 from tools.errors import ToolError
 from tools.outline import outline
-from tools.text import number_lines, split_lines
+from tools.text import DOS, line_end, number_lines, split_lines, with_line_ends
 
 Command = Literal["view", "create", "str_replace", "insert", "undo_edit"]
 
@@ -127,8 +127,8 @@ class FileEditor:
         if old == new:
             raise ToolError("old_str and new_str are the same; nothing would change")
         text = await self._read(path)
-        if "\r\n" in text and old not in text:  # a file with DOS line ends, and a model that writes plain ones
-            old, new = old.replace("\n", "\r\n"), new.replace("\n", "\r\n")
+        end = line_end(text) if old in text else DOS if DOS in text else "\n"  # a model writes plain line ends
+        old, new = with_line_ends(old, end), with_line_ends(new, end)
         count = text.count(old)
         if count != 1:
             raise ToolError(self._not_unique(path, text, old, count))
@@ -150,16 +150,17 @@ class FileEditor:
 
     async def _insert(self, path: str, line: int, new: str) -> str:
         text = await self._read(path)
-        lines = text.split("\n")
+        end = line_end(text)
+        lines, new = text.split(end), with_line_ends(new, end)
         count = len(split_lines(text))
         if not 0 <= line <= count:
             raise ToolError(f"insert_line must be from 0 to {count}, the number of lines of {path}; got {line}")
         if line == count and text and not text.endswith("\n"):
-            edited = f"{text}\n{new}"
+            edited = f"{text}{end}{new}"
         else:
-            edited = "\n".join([*lines[:line], *new.removesuffix("\n").split("\n"), *lines[line:]])
+            edited = end.join([*lines[:line], new.removesuffix(end), *lines[line:]])
         await self._write(path, text, edited)
-        return self._edited(path, edited, line + 1, line + 1 + new.removesuffix("\n").count("\n"))
+        return self._edited(path, edited, line + 1, line + 1 + new.removesuffix(end).count("\n"))
 
     async def _undo(self, path: str) -> str:
         history = self._history.get(path)

@@ -10,6 +10,7 @@ Style = Literal["full", "concise"]
 MAX_CHARS = 10_000
 """Characters one answer may hold unless told otherwise."""
 
+DOS = "\r\n"
 _NOTE_ROOM = 60
 
 
@@ -33,6 +34,16 @@ def split_lines(text: str) -> list[str]:
     if lines[-1] == "":
         lines.pop()
     return lines
+
+
+def line_end(text: str) -> str:
+    """What ends the lines of ``text``: ``DOS`` where that ends each of them, else a newline."""
+    return DOS if 0 < text.count(DOS) == text.count("\n") else "\n"
+
+
+def with_line_ends(text: str, end: str) -> str:
+    """``text`` with the line ends of a file that has DOS's; for another it stays as it is."""
+    return text.replace(DOS, "\n").replace("\n", DOS) if end == DOS else text
 
 
 def number_lines(lines: list[str], first: int = 1) -> str:

@@ -109,7 +109,13 @@ INSERTS = [
     (b"1\n2\n", 1, "", b"1\n\n2\n"),
     (b"1\n2\n", 2, "a", b"1\n2\na\n"),
     (b"1\n2", 2, "a", b"1\n2\na"),
+    (b"1\n2", 2, "a\n", b"1\n2\na\n"),
     (b"1\n2", 1, "a", b"1\na\n2"),
+    (b"1\r\n2\r\n", 1, "a\nb\n", b"1\r\na\r\nb\r\n2\r\n"),
+    (b"1\r\n2\r\n", 0, "a", b"a\r\n1\r\n2\r\n"),
+    (b"1\r\n2\r\n", 2, "a\r\nb\n", b"1\r\n2\r\na\r\nb\r\n"),
+    (b"1\r\n2", 2, "a\nb", b"1\r\n2\r\na\r\nb"),
+    (b"1\r\n2\n", 1, "a", b"1\r\na\n2\n"),  # mixed already: what is put in stays as it was given
 ]
 
 
@@ -117,6 +123,22 @@ async def test_insert(full) -> None:
     for before, line, new, after in INSERTS:
         await full.box.write_files({"/testbed/a": before})
         assert not (await full.edit("insert", "a", insert_line=line, new_str=new)).failed
+        assert await full.file("a") == after
+
+
+REPLACED = [
+    (b"one\r\ntwo\r\n", "one", "1\n1b", b"1\r\n1b\r\ntwo\r\n"),
+    (b"one\r\ntwo\r\n", "one\r\ntwo", "1\n2", b"1\r\n2\r\n"),
+    (b"one\r\ntwo\r\n", "e\nt", "e\n\nt", b"one\r\n\r\ntwo\r\n"),
+    (b"one\r\ntwo\nsix\n", "two\nsix", "2\n6", b"one\r\n2\n6\n"),
+    (b"one\r\ntwo\nsix\n", "one\ntwo", "1\n2", b"1\r\n2\nsix\n"),
+]
+
+
+async def test_replaced_text_has_the_line_ends_of_its_file(full) -> None:
+    for before, old, new, after in REPLACED:
+        await full.box.write_files({"/testbed/a": before})
+        assert not (await full.edit("str_replace", "a", old_str=old, new_str=new)).failed
         assert await full.file("a") == after
 
 
