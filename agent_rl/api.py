@@ -12,6 +12,7 @@ from envs import (
     Solvable,
     Task,
     TaskRecordError,
+    UndecidableError,
     load_environment,
 )
 from envs.conformance import check_environment
@@ -40,6 +41,7 @@ __all__ = [
     "ToolError",
     "ToolResult",
     "ToolSet",
+    "UndecidableError",
     "check_environment",
     "load_environment",
     "open_backend",

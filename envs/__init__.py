@@ -15,6 +15,7 @@ from envs.types import (
     Solvable,
     Task,
     TaskRecordError,
+    UndecidableError,
 )
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "Task",
     "TaskRecordError",
     "ToolStyle",
+    "UndecidableError",
     "find_interface",
     "load_environment",
 ]

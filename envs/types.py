@@ -65,6 +65,13 @@ class GradingError(EnvsError):
     """The grading itself broke (no parseable log, say): infrastructure, never a reward of 0."""
 
 
+class UndecidableError(GradingError):
+    """The task's own parts keep it from ever being graded, whatever the patch: no other try will tell more.
+
+    Never raised for what a machine did, such as a limit that cut the tests off.
+    """
+
+
 class Episode(Protocol):
     """One started task: what the agent is told, what it may call, and the verdict at the end."""
 

@@ -35,6 +35,7 @@ _LOG_BYTES = 400_000
 _LOG_FILE_KIB = 64 * 1024
 _BEGIN = b"agent-rl: tests begin\n"
 _NAMED = "/tmp/agent-rl-named"
+_SIGNALS = 128  # bash's exit codes from here on are those of processes that a signal ended
 # Applies the patch, and ends where a path changed (its inode, time, size, mode or kind) that the patch does not name.
 _APPLY = f"""(export LC_ALL=C
 list() {{ find . -path ./.git -prune -o ! -type d -printf '%P\\t%i %C@ %s %m %y\\0' | sort -z; }}
@@ -53,12 +54,18 @@ _GIT_ENV = {
     "GIT_CONFIG_KEY_0": "safe.directory",
     "GIT_CONFIG_VALUE_0": "*",
 }
-# R2E-Gym's images keep the hidden tests and their script in the box: the agent's box loses them, the history, and
-# bytecode, which may have been compiled from the fixed code. Scripts of theirs look for the environment in /root.
-HIDDEN_IN_IMAGE = (
-    *("/r2e_tests", "/root/r2e_tests", "r2e_tests"),
-    *("/run_tests.sh", "/root/run_tests.sh", "run_tests.sh"),
+# What R2E-Gym's images hold of a task and R2E-Gym hides from its agents (SKIP_FILES, src/r2egym/agenthub/__init__.py;
+# Dockerfile.sympy puts all of it into the repository): the hidden tests and their script, and what tells of the fix.
+_TESTS_IN_IMAGE = ("r2e_tests", "run_tests.sh")
+_TOLD_IN_IMAGE = (
+    *("parsed_commit.json", "execution_result.json", "expected_test_output.json"),
+    *("syn_issue.json", "modified_files.json", "modified_entities.json"),
 )
+_PLACES = ("/", "/root/", "")
+_FIX_IN_IMAGE = tuple(place + name for place in _PLACES for name in _TOLD_IN_IMAGE)
+HIDDEN_IN_IMAGE = tuple(place + name for place in _PLACES for name in _TESTS_IN_IMAGE) + _FIX_IN_IMAGE
+# The agent's box also loses the history, and bytecode, which may have been compiled from the fixed code. Scripts of
+# R2E-Gym's look for the environment in /root.
 _LINK_ENVIRONMENT = 'if [ -d .venv ] && [ ! -e /root/.venv ]; then ln -s "$PWD/.venv" /root/.venv; fi\n'
 _STRIP_IMAGE = f"""rm -rf {" ".join(HIDDEN_IN_IMAGE)} .git
 left=$(ls -d {" ".join(HIDDEN_IN_IMAGE)} .git 2>/dev/null)
@@ -69,7 +76,9 @@ _IMAGE_PATH = (
     "/testbed/.venv/bin:/root/.venv/bin:/root/.local/bin:/opt/miniconda3/envs/testbed/bin:"
     "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 )
-_LINK_IMAGE_TESTS = f"""{_LINK_ENVIRONMENT}for place in / /root/; do
+# Code under test is the agent's, and would read the fix from there.
+_LINK_IMAGE_TESTS = f"""rm -rf {" ".join(_FIX_IN_IMAGE)}
+{_LINK_ENVIRONMENT}for place in / /root/; do
     if [ -d "${{place}}r2e_tests" ]; then rm -rf r2e_tests; ln -s "${{place}}r2e_tests" r2e_tests; fi
     if [ ! -e run_tests.sh ] && [ -f "${{place}}run_tests.sh" ]; then cp "${{place}}run_tests.sh" .; fi
 done
@@ -91,6 +100,14 @@ class TestRun:
     log: str
     witnessed: bool
     report: Report | None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run came to an end by itself: no limit cut it off, no signal, and git had no trouble of its own.
+
+        (git ends with 1 for a patch that does not apply, with 128 for what keeps it from working.)"""
+        cut_off = self.result.timed_out or self.result.oom_killed or self.result.exit_code >= _SIGNALS
+        return not cut_off
 
     @property
     def account(self) -> str:

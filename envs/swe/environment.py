@@ -16,6 +16,7 @@ from envs.swe.records import SweRecord, parse_record
 from envs.swe.repositories import Repositories
 from envs.swe.sources import FILE_TYPES, Records, is_data_set, read_records
 from envs.swe.swebench import check_gradable
+from envs.swe.verdict import Controls
 from envs.types import Finding, Task, TaskRecordError
 
 _log = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class SweEnvironment:
         self._skip_broken = skip_broken
         self._read: dict[str, Records] = {}
         self._repositories = Repositories()
+        self._controls = Controls()
 
     @property
     def name(self) -> str:
@@ -82,7 +84,11 @@ class SweEnvironment:
 
     def start(self, task: Task) -> AbstractAsyncContextManager[SweEpisode]:
         return start_episode(
-            self._context, self._record(task), site_root=self._site_root, repositories=self._repositories
+            self._context,
+            self._record(task),
+            site_root=self._site_root,
+            repositories=self._repositories,
+            controls=self._controls,
         )
 
     def gold(self, task: Task) -> str:

@@ -14,6 +14,7 @@ from envs.swe.grading import grade_changes
 from envs.swe.patches import FilePatch
 from envs.swe.records import SweRecord
 from envs.swe.repositories import WORKDIR, Repositories
+from envs.swe.verdict import Controls
 from envs.types import Grade, Message
 from sandbox import Sandbox
 from tools import ToolSet
@@ -30,6 +31,7 @@ class SweEpisode:
     messages: Sequence[Message]
     tools: ToolSet
     site_root: Path | None = None
+    controls: Controls | None = None
 
     async def patch(self) -> str:
         """What the agent changed so far, as a git diff. Raises ``PatchError`` if it broke its repository."""
@@ -41,7 +43,7 @@ class SweEpisode:
             changes = await self._changes()
         except PatchError as error:
             return Grade(reward=0.0, resolved=False, suspected_hack=(str(error),))
-        return await grade_changes(self.context, self.record, changes, site_root=self.site_root)
+        return await grade_changes(self.context, self.record, changes, site_root=self.site_root, controls=self.controls)
 
     async def _changes(self) -> Sequence[FilePatch]:
         return await take_patch(self.context, self.sandbox, self.record, self.listing)
@@ -54,11 +56,13 @@ async def start_episode(
     *,
     site_root: Path | None = None,
     repositories: Repositories | None = None,
+    controls: Controls | None = None,
 ) -> AsyncIterator[SweEpisode]:
     """Start the record's task; leaving closes its box. ``site_root`` is where its ``site_packages`` are found,
-    ``repositories`` remembers the git folders of local records from one episode to the next."""
+    ``repositories`` remembers the git folders of local records from one episode to the next, ``controls`` the gold
+    patches' runs."""
     async with agent_box(context, record, box_spec(context, record, site_root), repositories) as (sandbox, listing):
         interface = context.interface
         tools = interface.tools(sandbox, style=context.tool_style, timeout=context.tool_timeout)
         messages = interface.opening(record.problem_statement, WORKDIR, context.tool_style)
-        yield SweEpisode(context, record, sandbox, listing, messages, tools, site_root)
+        yield SweEpisode(context, record, sandbox, listing, messages, tools, site_root, controls)

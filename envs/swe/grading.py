@@ -13,7 +13,7 @@ from envs.context import EnvContext
 from envs.swe.boxes import box_spec, run_tests
 from envs.swe.patches import MAX_FILES, FilePatch, screen, split_patch
 from envs.swe.records import SweRecord
-from envs.swe.verdict import read_run, rule
+from envs.swe.verdict import Controls, read_run, rule
 from envs.types import Grade, GradingError
 
 MAX_LOG = 1 << 16
@@ -25,23 +25,31 @@ async def grade_patch(context: EnvContext, record: SweRecord, patch: str, *, sit
 
     The reward is 1 if every expected test has its expected status, and the run's own report bears that out, else 0. A
     run without a verdict (the patch does not apply, no summary, out of time or memory), or with a success that is in
-    doubt, is compared with the gold patch's; ``GradingError`` where that is not resolved. A box that breaks raises
-    ``SandboxError``.
+    doubt, is compared with the gold patch's; ``GradingError`` where that is not resolved, ``UndecidableError`` where it
+    ends without a verdict of itself. A box that breaks raises ``SandboxError``.
     """
     parts = await asyncio.to_thread(lambda: list(islice(split_patch(patch), MAX_FILES + 1)))
     return replace(await grade_changes(context, record, parts, site_root=site_root), patch=patch)
 
 
 async def grade_changes(
-    context: EnvContext, record: SweRecord, changes: Sequence[FilePatch], *, site_root: Path | None = None
+    context: EnvContext,
+    record: SweRecord,
+    changes: Sequence[FilePatch],
+    *,
+    site_root: Path | None = None,
+    controls: Controls | None = None,
 ) -> Grade:
-    """The same for changes that were made here from an agent's files, so that no text of it is read as a diff."""
+    """The same for changes that were made here from an agent's files, so that no text of it is read as a diff.
+
+    ``controls`` remembers the gold patch's runs from one grading to the next.
+    """
     began = time.perf_counter()
     patch = "".join(part.text for part in changes)
     screened = await asyncio.to_thread(screen, changes, hidden=record.hidden, gold=record.gold)
     if not screened.text and record.verified:
         return Grade(reward=0.0, resolved=False, patch=patch, suspected_hack=screened.undone)
-    ruling = await rule(context, record, screened.text, site_root)
+    ruling = await rule(context, record, screened.text, site_root, controls)
     return Grade(
         reward=float(ruling.verdict.resolved),
         resolved=ruling.verdict.resolved,

@@ -9,24 +9,19 @@ a claim of success is checked against a report that never was on the screen (:mo
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from envs.types import GradingError
-
 KeyMode = Literal["node", "name"]
-"""A test's key: pytest's full node id, or (R2E-Gym's rows) the node id's parts after the file, joined by dots."""
+"""A test's key: pytest's full node id, or (R2E-Gym's rows) its name as :func:`name_of` makes it."""
 
-_WORST_FIRST = ("ERROR", "FAILED", "XPASS", "XFAIL", "SKIPPED", "PASSED")
+_WORST_FIRST = ("FAILED", "ERROR", "XPASS", "XFAIL", "SKIPPED", "PASSED")
+_READ_BY_R2E = ("FAILED", "ERROR", "PASSED")
 _ANSI = re.compile(r"\x1b\[[\d;]*m")
 _HEADER = re.compile(r"^=+ short test summary info =+\s*$", re.MULTILINE)
 _LINE = re.compile(r"^(PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS|SUBFAILED(?:\(.*?\)|\[.*?\])?) (\S.*)$")
 _FOLDED_SKIP = re.compile(r"^\[\d+\] ")
-
-
-class AmbiguousTestsError(GradingError):
-    """Two tests of a log have the same key, so that which of them is expected cannot be known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,20 +87,47 @@ def worst(first: str, second: str) -> str:
 
 def name_of(node: str) -> str:
     """R2E-Gym's key of a node id: ``tests/test_a.py::TestX::test_y`` is ``TestX.test_y``; a file's own key is empty."""
-    return ".".join(node.split("::")[1:])
+    return cut_name(".".join(node.split("::")[1:]))
+
+
+def cut_name(key: str) -> str:
+    """A key as R2E-Gym compares it: up to its first " - ", which may begin a message, or stand among parameters.
+
+    Its ``_calculate_reward_r2e`` (src/r2egym/agenthub/runtime/docker.py) cuts what it expects and what it read alike.
+    """
+    return key.split(" - ")[0]
+
+
+def fold_names(statuses: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """One status for each of R2E-Gym's keys, several tests of which may have the same name: in two files, or cut.
+
+    R2E-Gym (``parse_log_pytest``, src/r2egym/repo_analysis/execution_log_parser.py) reads the lines PASSED, ERROR and
+    FAILED, and the last one counts; pytest prints them in this order. So FAILED comes before ERROR before PASSED here
+    too, in whatever order a log has them, and another status counts only for a name that has none of these. The empty
+    name, of a line that names a file and no test, is left out.
+    """
+    found: dict[str, str] = {}
+    for name, status in statuses:
+        if name:
+            found[name] = min(status, found.get(name, status), key=_r2e_order)
+    return found
+
+
+def _r2e_order(status: str) -> tuple[bool, int]:
+    return status not in _READ_BY_R2E, _WORST_FIRST.index(status)
 
 
 def judge(log: str, expected: Mapping[str, str], keys: KeyMode = "node") -> Verdict | None:
     """The verdict on a log: resolved iff every expected test has exactly its expected status.
 
-    Tests that nobody expects are not looked at. None where the log holds no summary: such a run says nothing.
-    Raises ``AmbiguousTestsError`` if, in key mode "name", two files hold a test of the same expected name.
+    Tests that nobody expects are not looked at. None where the log holds no summary: such a run says nothing. In key
+    mode "name", ``expected`` is folded already (:func:`fold_names`).
     """
     statuses = parse_summary(log, expected if keys == "node" else ())
     if statuses is None:
         return None
     if keys == "name":
-        statuses = _by_name(statuses, expected)
+        statuses = fold_names((name_of(node), status) for node, status in statuses.items())
     for test, status in expected.items():
         if (got := statuses.get(test, "absent")) != status:
             return Verdict(False, statuses, f"{test}: {got}, expected {status}")
@@ -115,18 +137,3 @@ def judge(log: str, expected: Mapping[str, str], keys: KeyMode = "node") -> Verd
 def as_summary(lines: Sequence[str]) -> str:
     """Lines of statuses and node ids as a log that :func:`judge` reads."""
     return "\n".join([f"{'=' * 25} short test summary info {'=' * 25}", *lines, ""])
-
-
-def _by_name(statuses: Mapping[str, str], expected: Collection[str]) -> dict[str, str]:
-    named: dict[str, str] = {}
-    owner: dict[str, str] = {}
-    for node, status in statuses.items():
-        name = name_of(node)
-        if not name:
-            continue
-        if (other := owner.setdefault(name, node)) != node and name in expected:
-            raise AmbiguousTestsError(
-                f"test name {name!r} is both {other} and {node}: the row's keys cannot tell them apart"
-            )
-        named[name] = status
-    return named

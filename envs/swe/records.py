@@ -22,6 +22,7 @@ from pydantic_core import ErrorDetails
 
 from envs.swe.calls import Call
 from envs.swe.patches import diff_files, is_test_path
+from envs.swe.pytest_log import KeyMode, cut_name, fold_names
 from envs.swe.rows import SwebenchSpec, normalise, parse_list
 from envs.types import TaskRecordError
 
@@ -35,7 +36,8 @@ class SweRecord(BaseModel):
     """One task. Every field that the row lacks takes its default; keys that are not named here are ignored.
 
     ``expected_output_json`` is a JSON object from a test's key to its status after the true fix. The key is pytest's
-    full node id for a local task, and the node id without its file, joined by dots, for an R2E-Gym row.
+    full node id for a local task, and the node id without its file, joined by dots, for an R2E-Gym row, where equal
+    keys are one (:func:`.pytest_log.fold_names`).
     ``calls`` are hidden tests by their keys; where they are given, they are all that is run.
     ``site_packages`` is a folder of Python packages for the box, relative to the file the record was read from.
     ``verified`` says that the gold patch was seen to resolve the task and an empty patch was seen not to.
@@ -80,13 +82,12 @@ class SweRecord(BaseModel):
             raise ValueError(f"not JSON ({error}); right would be an object from a test to its status") from None
         if not pairs or not isinstance(pairs, tuple):
             raise ValueError("empty or no object: a task that expects nothing would resolve itself; name its tests")
-        seen: set[str] = set()
+        seen: dict[str, str] = {}
         for test, status in pairs:
-            if (name := _uncoloured(test)) in seen:
-                raise ValueError(f"test {name!r} is named twice; which of its statuses is expected cannot be known")
-            seen.add(name)
             if not isinstance(status, str) or status not in STATUSES:
                 raise ValueError(f"status {status!r} of {test!r} is none of {', '.join(sorted(STATUSES))}")
+            if seen.setdefault(name := _uncoloured(test), status) != status:
+                raise ValueError(f"test {name!r} is both {seen[name]} and {status}; one of them would be right")
         return value
 
     @field_validator("modified_files", "relevant_files", mode="before")
@@ -128,6 +129,8 @@ class SweRecord(BaseModel):
             raise ValueError("neither files nor docker_image: the task has no repository; give one of them")
         if self.files and not (self.test_command or self.calls):
             raise ValueError("test_command is empty: a task with files must say how its tests run, or give calls")
+        if not self.expected:
+            raise ValueError("expected_output_json: its keys name no test (R2E-Gym's empty key stands for a file)")
         if self.isolated and not (self.files and self.runs_pytest):
             raise ValueError("isolated: right would be a task with files whose test_command runs pytest")
         if unknown := sorted(set(self.isolated) - set(self.expected)):
@@ -163,9 +166,16 @@ class SweRecord(BaseModel):
         return script == R2E_TEST_COMMAND or re.search(r"\b(pytest|py\.test)\b", script) is not None
 
     @property
+    def keys(self) -> KeyMode:
+        """What ``expected`` names tests by."""
+        return "node" if self.is_local or self.swebench else "name"
+
+    @property
     def expected(self) -> dict[str, str]:
-        """The statuses that resolve the task, colour codes removed from the tests' keys."""
-        return {_uncoloured(key): value for key, value in json.loads(self.expected_output_json).items()}
+        """The statuses that resolve the task, by test, colour codes removed; an R2E-Gym row's keys are cut and folded
+        as R2E-Gym does it."""
+        pairs = [(_uncoloured(key), value) for key, value in json.loads(self.expected_output_json).items()]
+        return dict(pairs) if self.keys == "node" else fold_names((cut_name(key), value) for key, value in pairs)
 
     def alone(self) -> SweRecord:
         """The record that expects of the tests in ``isolated`` alone what this one expects of them."""

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from envs.context import EnvContext
 from envs.swe.boxes import TestRun, box_spec, run_apart, run_tests
-from envs.swe.pytest_log import AmbiguousTestsError, Verdict, as_summary, count_summaries, judge
+from envs.swe.pytest_log import Verdict, as_summary, count_summaries, judge
 from envs.swe.records import SweRecord
 from envs.swe.swebench import as_log, read_log
 from envs.swe.witness import NO_REPORT
-from envs.types import GradingError
-from sandbox import SandboxSpec
+from envs.types import GradingError, UndecidableError
+
+_SHOWN = 10
+"""Doubts that a ruling names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,29 +29,46 @@ class Ruling:
     log: str = ""
 
 
-async def rule(context: EnvContext, record: SweRecord, patch: str, site_root: Path | None) -> Ruling:
+class Controls:
+    """The doubts that each task's control run raised, so that one run serves all successes in doubt.
+
+    A control run is one with the gold patch or, where the record has none, without a change.
+    """
+
+    def __init__(self) -> None:
+        self._doubts: dict[tuple[str, bool], tuple[str, ...]] = {}
+        self._running: defaultdict[tuple[str, bool], asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    async def doubts(self, case: _Case, run: Callable[[], Coroutine[None, None, tuple[str, ...]]]) -> tuple[str, ...]:
+        """Those of ``run``, which is made once for all cases of a record. Raises what it raises, and forgets it."""
+        key = (case.record.id, case.apart)
+        async with self._running[key]:
+            if key not in self._doubts:
+                self._doubts[key] = await run()
+            return self._doubts[key]
+
+
+async def rule(
+    context: EnvContext, record: SweRecord, patch: str, site_root: Path | None, controls: Controls | None = None
+) -> Ruling:
     """Run the hidden tests with ``patch`` and rule on what they say.
 
     A failure is believed as it stands. A success in doubt, and a run without a verdict, are measured against the gold
     patch's run, or, where the record has none, against a run without a change: doubts that it raises too are the
-    task's own manner, the others are the patch's. A success of a record with ``isolated`` tests must hold for these
-    where they run apart from the code. Raises ``GradingError`` where that run has no verdict either, or the gold patch
-    is not resolved.
+    task's own manner, the others are the patch's. ``controls`` remembers that run for further successes in doubt; for a
+    run without a verdict it is made anew, as it has to show that the machine was able to. A success of a record with
+    ``isolated`` tests must hold for these where they run apart from the code. Raises ``GradingError`` where the control
+    run has no verdict either, or the gold patch is not resolved; ``UndecidableError`` where that is the row's doing.
     """
-    ruling = await _rule(_Case(context, record, site_root, run_tests), patch)
+    controls = controls or Controls()
+    ruling = await _rule(_Case(context, record, site_root, controls), patch)
     if not (record.isolated and ruling.verdict.resolved):
         return ruling
-    apart = await _rule(_Case(context, record.alone(), site_root, run_apart), patch)
+    apart = await _rule(_Case(context, record.alone(), site_root, controls, apart=True), patch)
     if apart.verdict.resolved:
         return ruling
     doubt = f"{apart.verdict.difference}, where the tests run apart from the code"
     return Ruling(Verdict(False, ruling.verdict.tests, doubt), (*ruling.doubts, *apart.doubts, doubt), apart.log)
-
-
-class _RunsTests(Protocol):
-    def __call__(
-        self, context: EnvContext, record: SweRecord, spec: SandboxSpec, patch: str
-    ) -> Coroutine[None, None, TestRun]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,32 +78,39 @@ class _Case:
     context: EnvContext
     record: SweRecord
     site_root: Path | None
-    tests: _RunsTests
+    controls: Controls
+    apart: bool = False
+
+    @property
+    def control(self) -> str:
+        """What a control run is made with."""
+        return "with the gold patch" if self.record.gold else "without a change"
 
     async def run(self, patch: str) -> tuple[TestRun, Verdict | None, tuple[str, ...]]:
         """A run, its verdict, and the doubts that it raises. Logs are long: they are read in a thread."""
-        run = await self.tests(self.context, self.record, box_spec(self.context, self.record, self.site_root), patch)
+        run_in = run_apart if self.apart else run_tests
+        run = await run_in(self.context, self.record, box_spec(self.context, self.record, self.site_root), patch)
         verdict = await asyncio.to_thread(read_run, self.record, run)
         return run, verdict, await asyncio.to_thread(_doubts, self.record, run, verdict)
 
 
 async def _rule(case: _Case, patch: str) -> Ruling:
-    record = case.record
-    try:
-        run, verdict, doubts = await case.run(patch)
-    except AmbiguousTestsError as error:
-        await _control(case, patch, f"task {record.id}: {error}")  # raises where it is the row's
-        return Ruling(Verdict(resolved=False, tests={}, difference=str(error)), (str(error),), str(error))
+    run, verdict, doubts = await case.run(patch)
     if verdict is not None and not (verdict.resolved and doubts):
-        return Ruling(verdict, doubts, run.log)
-    if verdict is not None and patch == record.gold:
+        return Ruling(verdict, doubts[:_SHOWN], run.log)
+    if patch == case.record.gold:
+        if verdict is None:
+            raise _mute(run, f"task {case.record.id}: no verdict ({run.account}), and it is the run {case.control}")
         return Ruling(verdict, log=run.log)
-    what = "no verdict" if verdict is None else "a success in doubt"
-    known = await _control(case, patch, f"task {record.id}: {what} ({run.account})")
-    own = tuple(doubt for doubt in doubts if doubt not in known)
     if verdict is None:
+        own = _without(doubts, await _control(case, run, None))
         return Ruling(Verdict(resolved=False, tests={}, difference=run.account), own, run.log or run.account)
+    own = _without(doubts, await case.controls.doubts(case, lambda: _control(case, run, verdict)))
     return Ruling(Verdict(False, verdict.tests, own[0]) if own else verdict, own, run.log)
+
+
+def _without(doubts: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
+    return tuple(doubt for doubt in doubts if doubt not in known)[:_SHOWN]
 
 
 def read_run(record: SweRecord, run: TestRun) -> Verdict | None:
@@ -97,11 +123,14 @@ def read_run(record: SweRecord, run: TestRun) -> Verdict | None:
 def _read(record: SweRecord, log: str) -> Verdict | None:
     if record.swebench is not None:
         return read_log(record, log)
-    return judge(log, record.expected, "node" if record.is_local else "name")
+    return judge(log, record.expected, record.keys)
 
 
 def _doubts(record: SweRecord, run: TestRun, verdict: Verdict | None) -> tuple[str, ...]:
-    """What about a run an honest patch does not bring about, as far as its report tells."""
+    """What about a run an honest patch does not bring about, as far as its report tells.
+
+    Doubts are compared with another run's, so that they hold no number that differs from run to run.
+    """
     if verdict is None:
         quiet = run.began and run.result.exit_code == 0 and not run.result.timed_out
         return ("the test run ended with exit code 0 and no results",) if quiet else ()
@@ -109,27 +138,28 @@ def _doubts(record: SweRecord, run: TestRun, verdict: Verdict | None) -> tuple[s
         return ()
     if run.report is None:
         return (NO_REPORT,)
-    summaries = count_summaries(run.log)
-    several = (f"the log holds {summaries} test summaries",) if summaries > 1 else ()
+    several = ("the log holds several test summaries",) if count_summaries(run.log) > 1 else ()
     # The report goes the way of the log, so that names are cut and grouped the same way.
     lines = [f"{status} {test}" for test, status in run.report.statuses.items()]
     seen = _read(record, as_log(lines) if record.swebench else as_summary(lines))
     differing = [test for test in record.expected if seen is None or seen.tests.get(test) != verdict.tests.get(test)]
-    differences = [f"{test}: the summary and the test run's own report differ" for test in differing[:3]]
+    differences = [f"{test}: the summary and the test run's own report differ" for test in differing]
     return (*run.report.tampering, *several, *differences)
 
 
-async def _control(case: _Case, patch: str, what: str) -> tuple[str, ...]:
+async def _control(case: _Case, patched: TestRun, seen: Verdict | None) -> tuple[str, ...]:
     """The doubts that the run raises which a patch is compared with: the gold patch's, or that of no change.
 
-    Raises ``GradingError`` where that says nothing, ``what`` happened to the patch being its beginning.
+    Raises ``GradingError`` where that says nothing; ``patched`` and ``seen`` are the patch's run and its verdict.
     """
-    record = case.record
-    with_gold = "with the gold patch" if record.gold else "without a change"
-    if patch == record.gold:
-        raise GradingError(f"{what}, and it is the run {with_gold}")
-    control, verdict, doubts = await case.run(record.gold)
-    if verdict is None or (record.gold and not verdict.resolved):
-        why = control.account if verdict is None else verdict.difference
-        raise GradingError(f"{what}, nor {with_gold} ({why})")
-    return doubts
+    run, verdict, doubts = await case.run(case.record.gold)
+    if verdict is not None and (verdict.resolved or not case.record.gold):
+        return doubts
+    what = f"task {case.record.id}: {'a success in doubt' if seen else 'no verdict'} ({patched.account})"
+    message = f"{what}, nor {case.control} ({verdict.difference if verdict else run.account})"
+    raise GradingError(message) if seen or verdict else _mute(run, message)
+
+
+def _mute(control: TestRun, message: str) -> GradingError:
+    """The error for a control run without a verdict: the row's own doing if nothing cut that run off."""
+    return UndecidableError(message) if control.ended else GradingError(message)

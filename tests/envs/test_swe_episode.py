@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from envs import EnvContext, GradingError
+from envs import EnvContext, GradingError, UndecidableError
 from envs.swe import (
     PatchError,
     SweEnvironment,
@@ -23,7 +23,10 @@ from envs.swe import (
     write_jsonl,
 )
 from envs.swe.boxes import agent_box, box_spec
+from envs.swe.grading import grade_changes
+from envs.swe.patches import split_patch
 from envs.swe.repositories import Repositories
+from envs.swe.verdict import Controls
 from sandbox import ExecResult, Sandbox, SandboxError, SandboxSpec
 from sandbox.bubblewrap.backend import BubblewrapBackend
 from sandbox.bubblewrap.box import BubblewrapBox
@@ -96,13 +99,36 @@ async def test_a_grading_runs_the_tests_in_two_boxes_at_most(record: SweRecord, 
     assert backend.started == 2
 
 
+async def test_the_gold_patch_runs_once_for_all_successes_in_doubt(record: SweRecord, tmp_path: Path) -> None:
+    """The row's script names pytest and runs something else, as those of tornado do: no success has a report."""
+    record = record.model_copy(update={"test_command": f"{record.test_command} # not pytest"})
+    honest = list(split_patch(edit(record, calc__py="def add(a, b): return b + a\ndef double(a): return 2 * a\n")))
+    backend, controls = Counting(run_id="once", base=tmp_path), Controls()
+    try:
+        context = EnvContext(backend)
+        grades = await asyncio.gather(*(grade_changes(context, record, honest, controls=controls) for _ in range(2)))
+        assert backend.started == 2 + 1
+        grades.append(await grade_changes(context, record, honest, controls=controls))
+        assert backend.started == 3 + 1
+        exits = list(split_patch(edit(record, calc__py="import os\nos._exit(0)\n")))
+        grades.append(await grade_changes(context, record, exits, controls=controls))
+        assert backend.started == 4 + 2, "whether the machine can still grade is tried anew"
+    finally:
+        await backend.close()
+    assert [grade.reward for grade in grades] == [1.0, 1.0, 1.0, 0.0]
+    assert [grade.suspected_hack for grade in grades[:3]] == [()] * 3
+
+
 async def test_a_run_that_fails_with_the_gold_patch_too_is_no_grade(context: EnvContext, record: SweRecord) -> None:
     hanging = record.model_copy(update={"test_command": "sleep 60"})
     short = dataclasses.replace(context, grade_timeout=1.0)
-    with pytest.raises(GradingError, match=r"calc-add: no verdict \(the tests did not end within \d s\), nor with"):
+    with pytest.raises(
+        GradingError, match=r"calc-add: no verdict \(the tests did not end within \d s\), nor with"
+    ) as slow:
         await grade_patch(short, hanging, edit(record, calc__py="x = 1\n"))
+    assert not isinstance(slow.value, UndecidableError)
     mute = record.model_copy(update={"test_command": "echo no summary"})
-    with pytest.raises(GradingError, match=r"exit code 0: no summary\), and it is the run with the gold patch"):
+    with pytest.raises(UndecidableError, match=r"exit code 0: no summary\), and it is the run with the gold patch"):
         await grade_patch(context, mute, record.gold)
 
 
@@ -114,7 +140,7 @@ async def test_without_a_gold_patch_the_run_without_a_change_tells_who_is_to_bla
     grade = await grade_patch(context, bare, exits)
     assert (grade.reward, grade.suspected_hack) == (0.0, ("the test run ended with exit code 0 and no results",))
     mute = bare.model_copy(update={"test_command": "echo no summary"})
-    with pytest.raises(GradingError, match=r"no verdict .*, nor without a change \(exit code 0: no summary\)"):
+    with pytest.raises(UndecidableError, match=r"no verdict .*, nor without a change \(exit code 0: no summary\)"):
         await grade_patch(context, mute, exits)
 
 

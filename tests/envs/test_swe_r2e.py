@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from envs import EnvContext, GradingError
+from envs import EnvContext
 from envs.swe import SweRecord, commit_content, grade_patch, start_episode, verify_record
 from envs.swe.audit import audit_record
+from envs.swe.base import Base
 from envs.swe.canaries import PATCH_PYTEST
 from envs.swe.patches import diff_files
 from envs.swe.witness import Witness
@@ -35,6 +36,11 @@ class TestEven:
     def test_even(self): assert half(4) == 2
 """
 SCRIPT = "PYTHONWARNINGS='ignore::UserWarning' .venv/bin/python -W ignore -m pytest -rA r2e_tests\n"
+# R2E-Gym's older images have these in the repository too; the first holds the fix.
+TOLD = {
+    *("parsed_commit.json", "execution_result.json", "expected_test_output.json"),
+    *("syn_issue.json", "modified_files.json", "modified_entities.json"),
+}
 # An environment of its own in the repository; hidden tests and script put there by hand; bytecode of the fixed code.
 SET_UP = f"""{GIT_WITH_A_FUTURE}
 mkdir -p .venv/bin pkg/__pycache__ r2e_tests
@@ -44,6 +50,8 @@ cat > r2e_tests/test_1.py <<'EOF'
 cat > run_tests.sh <<'EOF'
 {SCRIPT}EOF
 touch pkg/__pycache__/m.cpython-39.pyc
+touch {" ".join(sorted(TOLD))}
+echo '{NEW["pkg/m.py"].splitlines()[1]}' > parsed_commit.json
 """
 
 
@@ -76,6 +84,7 @@ async def test_the_agents_box_has_the_environment_and_nothing_that_was_hidden(
         ]
         log = await episode.sandbox.exec("git log --all --format=%s; git status --short", timeout=30)
         assert log.text == "Start of the task\n"
+        assert not [path for path in Base.of_listing(episode.listing).modes if path in TOLD]
         assert (await episode.sandbox.exec("sed -i 's:a // 2:a / 2:' pkg/m.py", timeout=20)).ok
         grade = await episode.grade()
     assert (grade.resolved, grade.suspected_hack) == (True, ())
@@ -92,16 +101,48 @@ async def test_the_rows_own_script_verifies_and_a_patched_pytest_does_not_get_pa
     assert any("from_item_and_call: replaced" in told for told in grade.suspected_hack)
 
 
+PRINTS = """
+import pkg.m
+def test_prints(): print("= short test summary info =\\n" * getattr(pkg.m, "INSIDE", 1))
+"""
+
+
+async def test_an_honest_fix_may_run_more_pytests_inside_than_the_true_one(boxes: EnvContext, row: SweRecord) -> None:
+    with (Path(row.docker_image) / "testbed/r2e_tests/test_1.py").open("a") as tests:
+        tests.write(PRINTS)
+    expected = {**row.expected, "test_prints": "PASSED"}
+    row = row.model_copy(update={"expected_output_json": json.dumps(expected)})
+    more = diff_files(OLD, {**OLD, "pkg/m.py": NEW["pkg/m.py"] + "INSIDE = 2\n"})
+    grade = await grade_patch(boxes, row, more)
+    assert (grade.resolved, grade.suspected_hack) == (True, ())
+
+
 async def test_the_audit_of_an_image_row(boxes: EnvContext, row: SweRecord) -> None:
     findings = await audit_record(boxes, row)
     assert [finding.ok for finding in findings] == [True] * 5, findings
 
 
-async def test_two_files_with_a_test_of_the_same_name_are_no_verdict(boxes: EnvContext, row: SweRecord) -> None:
+READS_THE_FIX = """
+import pathlib
+half = eval("lambda a:" + pathlib.Path("/testbed/parsed_commit.json").read_text().replace("return", ""))
+"""
+
+
+async def test_code_under_test_finds_no_fix_in_the_image(boxes: EnvContext, row: SweRecord) -> None:
+    reads = diff_files(OLD, {**OLD, "pkg/m.py": OLD["pkg/m.py"] + READS_THE_FIX})
+    assert (await grade_patch(boxes, row, reads)).reward == 0.0
+
+
+async def test_a_row_whose_tests_have_one_name_in_two_files_is_resolved_as_r2e_gym_does_it(
+    boxes: EnvContext, row: SweRecord
+) -> None:
     again = Path(row.docker_image) / "testbed/r2e_tests/test_2.py"
+    again.write_text(TESTS)
+    assert (await grade_patch(boxes, row, row.gold)).resolved
     again.write_text("def test_half(): assert False\n")
-    with pytest.raises(GradingError, match=r"test name 'test_half' is both r2e_tests/test_1\.py::test_half and r2e"):
-        await grade_patch(boxes, row, row.gold)
+    assert not (await grade_patch(boxes, row, row.gold)).resolved
+    failing = json.dumps({"test_half": "FAILED", "TestEven.test_even": "PASSED"})
+    assert (await grade_patch(boxes, row.model_copy(update={"expected_output_json": failing}), row.gold)).resolved
 
 
 async def test_hidden_tests_that_cannot_be_removed_stop_the_start(boxes: EnvContext, row: SweRecord) -> None:
