@@ -438,6 +438,11 @@ class TrainConfig(Section):
     parallel: ParallelConfig = ParallelConfig()
     balance: BalanceConfig = BalanceConfig()
     ray_address: str | None = Field(None, description="A Ray cluster's address; None starts a local one.")
+    restarts: int = Field(
+        3,
+        ge=0,
+        description="How often dead ranks are started again, from the last checkpoint, before the next is complete.",
+    )
     native_every: int = Field(1, ge=0, description="Measure mismatch_native/* every so many steps; 0 never.")
     checkpoint_every: int = Field(5, ge=0, description="Steps between checkpoints; 0 keeps only the last.")
     keep_checkpoints: int = Field(2, gt=0, description="The newest checkpoints kept.")

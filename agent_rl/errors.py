@@ -15,6 +15,7 @@
     │   └── RoutesMissingError   routes absent, of the wrong shape or out of range: stops the run
     ├── WeightSyncError          a weight update was not taken
     ├── TrainerError             the trainer failed
+    │   └── TrainerDied          a process of it ended: started again, it goes on from its last checkpoint
     ├── GuardStop                the run's guard ended it, a checkpoint is there; exit code 3
     └── RolloutFailed            a group could not be collected within its retry budget
 """
@@ -72,6 +73,10 @@ class WeightSyncError(AgentRlError):
 
 class TrainerError(AgentRlError):
     """The trainer failed."""
+
+
+class TrainerDied(TrainerError):
+    """A process of the trainer ended."""
 
 
 class GuardStop(AgentRlError):

@@ -66,6 +66,11 @@ class Checkpoints:
         found = checkpoint.complete_checkpoints(self._state.checkpoints)
         return max((f for f in found if checkpoint.checkpoint_step(f) <= until), key=lambda f: f.name, default=None)
 
+    def newest_step(self) -> int:
+        """The step of the newest complete checkpoint; 0 without."""
+        latest = checkpoint.latest_checkpoint(self._state.checkpoints)
+        return 0 if latest is None else checkpoint.checkpoint_step(latest)
+
     async def save(self, progress: Progress, *, good: int | None = None) -> None:
         """Begin the checkpoint of a step; returns when training may go on. Raises what the former one failed with.
 
@@ -90,7 +95,7 @@ class Checkpoints:
         """Give up the checkpoint under way, if any; it leaves nothing. Idempotent."""
         if self._writing is not None:
             self._writing.cancel()
-            await asyncio.wait([self._writing])
+            await asyncio.gather(self._writing, return_exceptions=True)
 
     async def _complete(self, saved: asyncio.Task[None], step: int, good: int | None) -> None:
         await saved

@@ -45,6 +45,7 @@ MAY_CHANGE = (
     {"train", "parallel"},
     {"train", "balance"},
     {"train", "ray_address"},
+    {"train", "restarts"},
 )
 
 

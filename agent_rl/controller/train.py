@@ -8,14 +8,14 @@
 
 On-policy: a step's episodes are all sampled with the weights the step before published. What a step consumed and
 produced is on disk before the next begins, and every episode as soon as it ends; a killed run goes on from its last
-checkpoint with the episodes that had finished since.
+checkpoint with the episodes that had finished since, and so does one whose trainer died, by itself.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -29,11 +29,13 @@ from agent_rl.controller.checkpoints import Checkpoints, Progress
 from agent_rl.controller.guard import Guard
 from agent_rl.controller.idle_steps import why_idle
 from agent_rl.controller.journal import Journal
+from agent_rl.controller.restarts import Restarts
 from agent_rl.controller.routes import check_budget, probe_engines
 from agent_rl.controller.schedule import check_enough
 from agent_rl.controller.state import RunState
 from agent_rl.controller.summary import summarize, summary_table
 from agent_rl.controller.world import World, open_world
+from agent_rl.errors import TrainerDied
 from agent_rl.evaluation.evaluate import evaluate
 from agent_rl.evaluation.report import EvalReport
 from agent_rl.model_facts import ModelFacts
@@ -73,11 +75,8 @@ async def train(config: RunConfig) -> None:
         await preflight.ask_elsewhere(config)
         state = RunState(config)
         async with _parts(config, facts, state, display) as (world, trainer):
-            run = TrainingRun(config, state, display, world, trainer)
-            try:
-                summary = await run.run()
-            finally:
-                await run.close()
+            begin = partial(TrainingRun, config, state, display, world, trainer)
+            summary = await run_to_the_end(begin, Restarts(config.train.restarts))
     display.note(f"{state.dir}/summary.json   {state.dir}/run.png")
     display.table(summary_table(summary))
     display.next("show", state.dir)
@@ -102,8 +101,25 @@ async def _parts(
         yield world, trainer
 
 
+async def run_to_the_end(begin: Callable[[], TrainingRun], restarts: Restarts) -> dict[str, object]:
+    """Run to the last step, begun again from the last checkpoint whenever a rank of the trainer has died. Returns the
+    summary; raises TrainerDied where ``restarts`` allows no more."""
+    death: TrainerDied | None = None
+    while True:
+        run = begin()
+        try:
+            if death is not None:
+                await run.trainer.restart()
+            return await run.run()
+        except TrainerDied as error:
+            death = error
+        finally:
+            await run.close()
+        run.display.note(restarts.count(death, run.checkpoints.newest_step()))
+
+
 class TrainingRun:
-    """One start of a run, between its resume point and its last step."""
+    """A run from its last checkpoint on, to its last step."""
 
     def __init__(self, config: RunConfig, state: RunState, display: Display, world: World, trainer: RayTrainer) -> None:
         self.config, self.state, self.display = config, state, display

@@ -133,6 +133,10 @@ class Display:
             self._refresh()
 
     def start_steps(self, done: int, total: int) -> None:
+        """The steps begin after ``done``; what is shown of them begins anew."""
+        if self._steps is not None:
+            self._progress.remove_task(self._steps)
+        self._rows.clear()
         self._steps = self._progress.add_task("steps", total=total, completed=done)
 
     def step(self, step: int, values: Mapping[str, float]) -> None:

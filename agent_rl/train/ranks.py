@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from agent_rl.aio import shielded
 from agent_rl.config import RunConfig
-from agent_rl.errors import AgentRlError, TrainerError, WeightSyncError
-from agent_rl.train.answers import gather, rank_died
+from agent_rl.errors import AgentRlError, TrainerDied, TrainerError, WeightSyncError
+from agent_rl.train.answers import gather
 from agent_rl.train.cluster import check_ray
 from agent_rl.train.launch import start_actors
 from agent_rl.train.orders import OptimizerSpec, RankOrder
@@ -40,7 +40,7 @@ class Ranks:
         self.infos: list[RankInfo] = []
         self._actors: list[ActorProxy[RankActor]] = []
         self._stack = ExitStack()
-        self._ended: str | None = None
+        self._ended: TrainerError | None = None
 
     async def start(self, config: RunConfig, optimizer: OptimizerSpec) -> None:
         """Start Ray and the actors, and build the model in each. Raises TrainerError or UserError."""
@@ -71,7 +71,7 @@ class Ranks:
             return await gather([call(*rank) for rank in zip(self._actors, self.infos, strict=True)], timeout)
         except AgentRlError as error:
             if not isinstance(error, WeightSyncError):
-                self.end(str(error))
+                self._end(error)
             raise
 
     async def written(self) -> tuple[int, ...]:
@@ -79,9 +79,8 @@ class Ranks:
         failure ends the ranks only where one of them died."""
         try:
             return tuple(await gather([actor.written.remote() for actor in self._actors], CALL_SECONDS))
-        except AgentRlError as error:
-            if rank_died(error):
-                self.end(str(error))
+        except TrainerDied as error:
+            self._end(error)
             raise
 
     def put(self, value: T) -> ObjectRef[T]:
@@ -92,13 +91,20 @@ class Ranks:
         return ray.put(value)
 
     def check_running(self) -> None:
-        """Raises TrainerError, with the reason, where the ranks were not started or have ended."""
-        if self._ended is not None or not self.infos:
-            raise TrainerError(self._ended or "the trainer was not started")
+        """Raises TrainerError, with the reason, where the ranks were not started or have ended; TrainerDied where one
+        died."""
+        if self._ended is not None:
+            raise type(self._ended)(str(self._ended))
+        if not self.infos:
+            raise TrainerError("the trainer was not started")
 
     def end(self, reason: str) -> None:
         """Refuse all further calls with ``reason``, or with an earlier one."""
-        self._ended = self._ended or reason
+        self._end(TrainerError(reason))
+
+    def _end(self, error: AgentRlError) -> None:
+        error = error if isinstance(error, TrainerError) else TrainerError(str(error))
+        self._ended = self._ended or error
 
     def kill(self) -> None:
         """End the actors, and Ray where it is ours; blocks. Idempotent."""

@@ -61,9 +61,9 @@ class RayTrainer:
     def __init__(self, config: RunConfig, *, optimizer: OptimizerSpec | None = None) -> None:
         check_layout(config)
         check_trace(config)
-        self.config, self.ranks = config, Ranks()
+        self.config = config
         self._optimizer = optimizer or OptimizerSpec.of(config.train)
-        self._checkpoints = CheckpointDriver(self.ranks, config.train)
+        self._hold(Ranks())
         self._cost = TOKENS  # the model's own once it is known, in start()
 
     async def start(self) -> RayTrainer:
@@ -75,6 +75,16 @@ class RayTrainer:
             await self.close()
             raise
         return self
+
+    async def restart(self) -> RayTrainer:
+        """End what is left of the ranks and start others, with the weights that the config names. Raises as start()."""
+        await self.close()
+        self._hold(Ranks())
+        return await self.start()
+
+    def _hold(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self._checkpoints = CheckpointDriver(ranks, self.config.train)
 
     @property
     def data_size(self) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from marked import processes
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -55,14 +56,7 @@ class Run:
 
     def alive(self) -> list[str]:
         """The command lines of this run's processes that still live: engine, Ray, trainer ranks, boxes."""
-        mark, found = f"TEST_MARK={self.mark}".encode(), []
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                if mark in (folder / "environ").read_bytes().split(b"\0"):
-                    found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:100])
-            except (FileNotFoundError, ProcessLookupError, PermissionError):
-                continue  # it ended while we looked, or is a zombie
-        return [command for command in found if command]
+        return list(processes(self.mark).values())
 
     def none_alive(self, timeout: float = 20.0) -> None:
         wait(lambda: not self.alive(), timeout, lambda: f"still alive: {self.alive()}")

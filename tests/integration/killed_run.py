@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import yaml
+from marked import processes
 
 from agent_rl.observe.metrics_log import read_metrics
 from agent_rl.train.checkpoint import folder as checkpoint
@@ -93,15 +94,8 @@ class Life:
 
     def left(self) -> list[str]:
         """What of it still lives, or lies about in the folder of temporary files."""
-        mark, found = f"TEST_MARK={self.mark}".encode(), []
-        for entry in Path("/proc").glob("[0-9]*"):
-            try:
-                if mark in (entry / "environ").read_bytes().split(b"\0"):
-                    found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:100])
-            except (FileNotFoundError, ProcessLookupError, PermissionError):
-                continue  # it ended while we looked
         folders = Path(tempfile.gettempdir()).glob(f"agent-rl-ray-{self.process.pid}-*")
-        return [*filter(None, found), *map(str, folders)]
+        return [*processes(self.mark).values(), *map(str, folders)]
 
 
 def step_reached(run: Path) -> int:

@@ -29,8 +29,9 @@ from numpy.typing import NDArray
 
 from agent_rl.config import RunConfig
 from agent_rl.config_files import load_config
+from agent_rl.controller.restarts import Restarts
 from agent_rl.controller.state import RunState
-from agent_rl.controller.train import TrainingRun
+from agent_rl.controller.train import TrainingRun, run_to_the_end
 from agent_rl.model_facts import read_facts
 from agent_rl.observe.display import Display
 from agent_rl.rollout.episode import EpisodeRules
@@ -130,13 +131,14 @@ async def main(folder: Path, overrides: Sequence[str]) -> None:
     with Display(config.name) as display:
         async with RayTrainer(config) as trainer:
             world: Any = RecordedWorld(config, tasks)
-            run = TrainingRun(config, state, display, world, trainer)
-            run.sync = NoEngine()  # type: ignore[assignment]
+
+            def begin() -> TrainingRun:
+                run = TrainingRun(config, state, display, world, trainer)
+                run.sync = NoEngine()  # type: ignore[assignment]
+                return run
+
             (state.dir / BEGUN).write_text(str(time.time()))
-            try:
-                await run.run()
-            finally:
-                await run.close()
+            await run_to_the_end(begin, Restarts(config.train.restarts))
 
 
 if __name__ == "__main__":

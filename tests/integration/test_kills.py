@@ -4,12 +4,16 @@ points, at random."""
 from __future__ import annotations
 
 import os
+import random
 import signal
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from journal_rows import read_journal
 from killed_run import Life, broken, episodes, exact, step_saved, write_config
+from marked import kill_rank
 
 from agent_rl.model.shipped import install_model
 from agent_rl.observe.metrics_log import read_metrics
@@ -19,51 +23,124 @@ pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.timeout(600)]
 STEPS = 4
 
 
-def test_killed_at_chosen_points_it_goes_on_bit_for_bit(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def lives() -> Iterator[list[Life]]:
+    """All that were begun; none outlives the tests."""
     lives: list[Life] = []
-    install_model(tmp_path / "model")
+    yield lives
+    for life in lives:
+        if not life.ended:
+            os.killpg(life.process.pid, signal.SIGKILL)
+            life.process.wait()
 
-    def live(folder: Path) -> Life:
-        write_config(folder, tmp_path / "model", steps=STEPS, checkpoint_every=2)
-        lives.append(Life(folder))
+
+@pytest.fixture(scope="module")
+def live(lives: list[Life], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Life]:
+    """Begin the run of a name, or go on with it."""
+    folder = tmp_path_factory.mktemp("runs")
+    install_model(folder / "model")
+
+    def begin(name: str, *overrides: str) -> Life:
+        write_config(folder / name, folder / "model", steps=STEPS, checkpoint_every=2)
+        lives.append(Life(folder / name, *overrides))
         return lives[-1]
 
-    try:
-        unkilled, first = live(tmp_path / "unkilled"), live(tmp_path / "killed")
-        run = first.run
-        journal = run / "journal" / "step-000001.journal"
-        assert first.until(lambda: len(read_journal(journal)) >= 3), first.text
-        first.kill()
-        assert step_saved(run) == 0
+    return begin
 
-        second = live(tmp_path / "killed")  # learns step 1 from the journal and the rest of it
-        assert second.until(lambda: writing(run) or step_saved(run) == 2), second.text
-        second.kill()
-        assert "step 1: " in second.text
-        assert "finished trajectories are in the journal" in second.text
 
-        third = live(tmp_path / "killed")
-        assert third.until(lambda: len(read_metrics(run)) == 3), third.text
-        third.kill()
+@pytest.fixture(scope="module")
+def reference(live: Callable[..., Life]) -> dict[int, dict[str, float]]:
+    """The metrics by step of a run that nobody killed."""
+    return metrics_of(live("unkilled"))
 
-        last = live(tmp_path / "killed")
-        for life in (last, unkilled):
-            life.finish()
-            assert life.process.returncode == 0, life.text
-        assert f"resuming from {run}/checkpoints/step-000002" in last.text
-        reference = {int(row["step"]): exact(row) for row in read_metrics(unkilled.run)}
-        assert len(reference) == len(read_metrics(run)) == STEPS
-        assert any(row["train/updates"] for row in reference.values())
-        assert broken(run, reference) == []
-        assert step_saved(run) == STEPS
-        assert len(episodes(run)) - len(set(episodes(run))) <= 3 * 8, "more was sampled again than was under way"
-        assert [left for life in lives for left in life.left()] == []
-        assert os.listdir(run / "journal") == []
-    finally:
-        for life in lives:
-            if not life.ended:
-                os.killpg(life.process.pid, signal.SIGKILL)
-                life.process.wait()
+
+def metrics_of(life: Life) -> dict[int, dict[str, float]]:
+    life.finish()
+    assert life.process.returncode == 0, life.text
+    return {int(row["step"]): exact(row) for row in read_metrics(life.run)}
+
+
+def test_killed_at_chosen_points_it_goes_on_bit_for_bit(
+    lives: list[Life], live: Callable[..., Life], reference: dict[int, dict[str, float]]
+) -> None:
+    first = live("killed")
+    run = first.run
+    journal = run / "journal" / "step-000001.journal"
+    assert first.until(lambda: len(read_journal(journal)) >= 3), first.text
+    first.kill()
+    assert step_saved(run) == 0
+
+    second = live("killed")  # learns step 1 from the journal and the rest of it
+    assert second.until(lambda: writing(run) or step_saved(run) == 2), second.text
+    second.kill()
+    assert "step 1: " in second.text
+    assert "finished trajectories are in the journal" in second.text
+
+    third = live("killed")
+    assert third.until(lambda: len(read_metrics(run)) == 3), third.text
+    third.kill()
+
+    last = live("killed")
+    assert metrics_of(last) == reference
+    assert f"resuming from {run}/checkpoints/step-000002" in last.text
+    assert len(reference) == STEPS
+    assert any(row["train/updates"] for row in reference.values())
+    check_finished(run, reference)
+    assert len(episodes(run)) - len(set(episodes(run))) <= 3 * 8, "more was sampled again than was under way"
+    assert [left for life in lives for left in life.left()] == []
+
+
+def test_a_rank_that_dies_is_started_again_within_the_run(
+    live: Callable[..., Life], reference: dict[int, dict[str, float]]
+) -> None:
+    life = live("rank-killed")
+    for stage in ("step 1: update ...", "step 2: checkpoint ..."):
+        assert life.until(lambda stage=stage: stage in life.text), life.text
+        kill_rank(life.mark)
+    assert metrics_of(life) == reference
+    assert life.text.count("a trainer rank died: ") == 2
+    assert "starting the trainer again from the start: no checkpoint is complete yet (restart 1 of 3)" in life.text
+    check_finished(life.run, reference)
+    assert len(episodes(life.run)) == len(set(episodes(life.run))), "a finished episode was sampled again"
+    assert life.left() == []
+
+
+@pytest.mark.exhaustive
+def test_of_two_ranks_one_dies_at_random_again_and_again(live: Callable[..., Life]) -> None:
+    pair = "train.parallel.world_size=2"
+    reference, draw = metrics_of(live("two-unkilled", pair)), random.Random(0)
+    life = live("two-killed", pair, "train.restarts=20")
+    for death in range(10):
+        assert life.until(lambda death=death: life.text.count("step 1: rollout ...") + resumed(life) > death), life.text
+        time.sleep(draw.uniform(0, 4))
+        if step_saved(life.run) == STEPS or life.ended:
+            break
+        kill_rank(life.mark, draw.randrange(2))
+        assert life.until(lambda death=death: life.text.count("starting the trainer again") > death), life.text
+    assert metrics_of(life) == reference
+    check_finished(life.run, reference)
+    assert life.left() == []
+
+
+def resumed(life: Life) -> int:
+    """How often it went on from a checkpoint."""
+    return life.text.count("resuming from")
+
+
+def test_a_trainer_that_dies_too_often_ends_the_run_in_one_line(live: Callable[..., Life]) -> None:
+    life = live("given-up", "train.restarts=0")
+    assert life.until(lambda: "step 1: update ..." in life.text), life.text
+    kill_rank(life.mark)
+    life.finish()
+    assert life.process.returncode != 0
+    assert "given up: train.restarts is 0. The same command goes on from there" in life.text
+
+
+def check_finished(run: Path, reference: dict[int, dict[str, float]]) -> None:
+    """The run is whole and complete, and nothing of its way lies about."""
+    assert broken(run, reference) == []
+    assert step_saved(run) == STEPS
+    assert os.listdir(run / "journal") == []
 
 
 def writing(run: Path) -> bool:

@@ -11,6 +11,7 @@ import pytest
 from integration_run import Run, wait
 from journal_rows import read_journal
 from killed_run import exact
+from marked import kill_rank
 
 from agent_rl.observe.metrics_log import read_metrics
 from agent_rl.rollout.records import read_trajectories
@@ -50,6 +51,21 @@ def test_killed_in_the_middle_of_a_step_it_resumes_and_loses_nothing(start: Star
     assert rows[:2] == before[:2], "the steps before the checkpoint were not done again"
     assert learned(rows[2]) == learned(before[2])
     assert finished <= sampled(t for group in read_trajectories(tmp_path / "small", 4) for t in group.trajectories)
+
+
+@pytest.mark.exhaustive
+def test_a_trainer_that_dies_while_it_publishes_is_started_again(start: Start, tmp_path: Path) -> None:
+    """Before a checkpoint, and with one: the engine, left paused with an open update, gets the weights anew."""
+    run = start()
+    for death, stage in enumerate(("step 1: weights to the engine ...", "step 3: weights to the engine ...")):
+        run.until(stage)
+        kill_rank(run.mark)
+        wait(lambda death=death: run.text.count("starting the trainer again") > death, 60, lambda: run.text)
+    assert run.finish() == 0, run.text
+    run.none_alive()
+    assert_complete(tmp_path / "small")
+    assert [row["step"] for row in read_metrics(tmp_path / "small")] == [1, 2, 3, 4]
+    assert "step 3: 12 finished trajectories are in the journal" in run.text
 
 
 def learned(row: Mapping[str, float]) -> dict[str, float]:
