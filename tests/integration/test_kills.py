@@ -127,6 +127,7 @@ def resumed(life: Life) -> int:
     return life.text.count("resuming from")
 
 
+@pytest.mark.exhaustive
 def test_a_trainer_that_dies_too_often_ends_the_run_in_one_line(live: Callable[..., Life]) -> None:
     life = live("given-up", "train.restarts=0")
     assert life.until(lambda: "step 1: update ..." in life.text), life.text
