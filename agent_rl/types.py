@@ -31,13 +31,25 @@ class StopReason(StrEnum):
     PARSE_FAILURES = "parse_failures"  # too many turns in a row held no well-formed tool call
     SANDBOX_FAILURE = "sandbox_failure"  # infrastructure: the sandbox or the grading broke
     ENGINE_FAILURE = "engine_failure"  # infrastructure: the engine failed past its retry budget
+    UNDECIDABLE = "undecidable"  # the task's own parts keep it from ever being graded
     STALE = "stale"  # reserved for asynchronous training: dropped, as its weights are too old
     CANCELLED = "cancelled"  # reserved for asynchronous training: stopped by the controller
 
     @property
     def infrastructure(self) -> bool:
         """Whether the ending says nothing about the policy: such a trajectory has no reward."""
-        return self in (StopReason.SANDBOX_FAILURE, StopReason.ENGINE_FAILURE, StopReason.STALE, StopReason.CANCELLED)
+        return self in _WITHOUT_REWARD
+
+
+_WITHOUT_REWARD = frozenset(
+    {
+        StopReason.SANDBOX_FAILURE,
+        StopReason.ENGINE_FAILURE,
+        StopReason.UNDECIDABLE,
+        StopReason.STALE,
+        StopReason.CANCELLED,
+    }
+)
 
 
 class FinishReason(StrEnum):

@@ -2,7 +2,9 @@
 
 For each task the gold patch must be rewarded and doing nothing must not, several times over with the same outcome, and
 where the environment can audit itself (:class:`envs.Audited`) no leak and no hack may win. What fails is written to a
-quarantine file. A doctor that was stopped goes on where it was: each of its parts is resumable by itself.
+quarantine file, and so is a task that can't be graded for a reason of its own, each time again; what the infrastructure
+did is no such reason, and none is believed where no task at all was graded. A doctor that was stopped goes on where it
+was: each of its parts is resumable by itself.
 """
 
 from __future__ import annotations
@@ -16,7 +18,13 @@ from pathlib import Path
 from typing import cast
 
 from rich.table import Table
-from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
+from tenacity import (
+    AsyncRetrying,
+    retry_if_exception_type,
+    retry_if_not_exception_type,
+    stop_after_attempt,
+    wait_random_exponential,
+)
 
 from agent_rl.commands.health import Check, check_parts, checks_table
 from agent_rl.commands.policy import advance
@@ -34,8 +42,8 @@ from agent_rl.observe.folder_lock import hold_folder
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.rollout.solvers import has_gold, solver_runner
-from agent_rl.types import Trajectory
-from envs import Audited, Finding, GradingError, Task
+from agent_rl.types import StopReason, Trajectory
+from envs import Audited, Environment, Finding, GradingError, Task, TaskRecordError, UndecidableError
 from sandbox import SandboxError
 
 SHOWN = 20
@@ -48,11 +56,11 @@ class Diagnosis:
     found out. ``gold`` and ``noop``: whether each run was resolved."""
 
     task_id: str
-    gold: tuple[bool | None, ...]
-    noop: tuple[bool | None, ...]
-    findings: tuple[Finding, ...]
-    reasons: tuple[str, ...]
-    undecided: tuple[str, ...]
+    gold: tuple[bool | None, ...] = ()
+    noop: tuple[bool | None, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    reasons: tuple[str, ...] = ()
+    undecided: tuple[str, ...] = ()
 
 
 async def run_doctor(
@@ -73,13 +81,30 @@ async def run_doctor(
             chosen = list(workshop.env.tasks(split))[:tasks]
             if not chosen:
                 raise ConfigError(f"--split {split}: environment {workshop.env.name!r} has no tasks there")
+            broken = _broken(workshop.env, chosen)
+            whole = [task for task in chosen if task.id not in broken]
             runs = {
-                policy: await _repeat(config, workshop, policy, chosen, repeats, folder, display)
+                policy: await _repeat(config, workshop, policy, whole, repeats, folder, display)
                 for policy in ("gold", "noop")
             }
-            findings = await _audit_all(config, workshop, chosen, folder, display) if audit else {}
-    diagnoses = [diagnose(task.id, runs["gold"], runs["noop"], findings.get(task.id)) for task in chosen]
+            findings = await _audit_all(config, workshop, whole, folder, display) if audit else {}
+    able = any(r.resolved is not None for tasks_ in runs.values() for results in tasks_.values() for r in results)
+    diagnoses = [
+        broken.get(task.id) or diagnose(task.id, runs["gold"], runs["noop"], findings.get(task.id), machine_grades=able)
+        for task in chosen
+    ]
     return _tell(display, folder, checks, diagnoses)
+
+
+def _broken(env: Environment, tasks: Sequence[Task]) -> dict[str, Diagnosis]:
+    """The diagnoses of tasks whose true fix can't be read: their record is what is wrong with them."""
+    found: dict[str, Diagnosis] = {}
+    for task in tasks:
+        try:
+            has_gold(env, task)
+        except TaskRecordError as error:
+            found[task.id] = Diagnosis(task.id, reasons=(str(error),))
+    return found
 
 
 async def _repeat(
@@ -143,7 +168,7 @@ async def _audit_all(
     display.stage("audit", total=len(tasks) - len(found))
     limiter = Limiter(config.rollout.concurrency)
     retrying = AsyncRetrying(
-        retry=retry_if_exception_type((SandboxError, GradingError)),
+        retry=retry_if_exception_type((SandboxError, GradingError)) & retry_if_not_exception_type(UndecidableError),
         stop=stop_after_attempt(config.rollout.sandbox_retries + 1),
         wait=wait_random_exponential(multiplier=0.2, max=5.0),
         reraise=True,
@@ -185,8 +210,10 @@ def diagnose(
     gold: Mapping[str, Sequence[EpisodeResult]],
     noop: Mapping[str, Sequence[EpisodeResult]],
     findings: Sequence[Finding] | str | None,
+    *,
+    machine_grades: bool = True,
 ) -> Diagnosis:
-    """Put together what was found of a task."""
+    """Put together what was found of a task. ``machine_grades``: whether any task at all could be graded."""
     reasons: list[str] = []
     undecided: list[str] = []
     if task_id not in gold:
@@ -194,7 +221,9 @@ def diagnose(
     for name, results, right in (("gold", gold.get(task_id, ()), True), ("no-op", noop.get(task_id, ()), False)):
         outcomes = [result.resolved for result in results]
         broken = next((result.error for result in results if result.resolved is None), None)
-        if broken is not None:
+        if results and machine_grades and all(result.stop == StopReason.UNDECIDABLE for result in results):
+            reasons.append(f"{name} can never be graded: {broken}")
+        elif broken is not None:
             undecided.append(f"{name} could not be graded: {broken}")
         if {True, False} <= set(outcomes):
             reasons.append(f"flaky: {name} resolved in {outcomes.count(True)} of {len(outcomes)} runs")

@@ -6,6 +6,8 @@
         ▲                                              └─ rewards all equal ──▶ discarded ─┐
         └────────────── one further task (dynamic sampling, up to max_draws) ◀─────────────┘
 
+A task that proves undecidable is left out from then on, and one further task is drawn for it.
+
 Without dynamic sampling every group is kept. With it a step draws the shortest stretch of the data that holds
 ``tasks_per_step`` groups which teach something: since exactly one task is drawn for each group thrown away, which
 stretch that is depends on how the groups end, and not on when.
@@ -14,7 +16,7 @@ stretch that is depends on how the groups end, and not on when.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 
 from agent_rl.config import RunConfig
@@ -51,10 +53,20 @@ class Batch:
 
 
 class Collector:
-    """Collects the batches of a run. ``engine`` rescores, where ``train.old_logprob.source`` says so."""
+    """Collects the batches of a run. ``engine`` rescores, where ``train.old_logprob.source`` says so; tasks whose id is
+    in ``left_out`` by the time are not drawn."""
 
-    def __init__(self, config: RunConfig, tasks: Sequence[Task], *, limiter: Limiter, engine: Scorer) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        tasks: Sequence[Task],
+        *,
+        limiter: Limiter,
+        engine: Scorer,
+        left_out: Container[str] = (),
+    ) -> None:
         self._config, self._tasks, self._limiter, self._engine = config, tasks, limiter, engine
+        self._left_out = left_out
         self._masked = masked_stops(config.train.filter)
 
     async def collect(self, position: int, run: EpisodeRunner, on_event: Callable[[RolloutEvent], None]) -> Batch:
@@ -63,7 +75,7 @@ class Collector:
         Raises RolloutFailed where the infrastructure failed too often, or where ``max_draws`` was not enough and
         ``when_short`` is stop.
         """
-        draws = Draws(self._tasks, position, self._config, self.keeps)
+        draws = Draws(self._tasks, position, self._config, self.keeps, self._left_out)
         rescorer, ended = self._rescorer(), _LastEpisode(on_event)
         rollout = await collect_groups(
             draws.first(),
@@ -112,9 +124,16 @@ def _in_order(group: Group) -> Group:
 class Draws:
     """The tasks that a step draws from ``position`` of the data on; ``position`` moves as they are drawn."""
 
-    def __init__(self, tasks: Sequence[Task], position: int, config: RunConfig, keeps: Callable[[Group], bool]) -> None:
-        self.position = self._begin = position
-        self._tasks, self._seed, self._keeps = tasks, config.seed, keeps
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        position: int,
+        config: RunConfig,
+        keeps: Callable[[Group], bool],
+        left_out: Container[str] = (),
+    ) -> None:
+        self.position, self.drawn = position, 0
+        self._tasks, self._seed, self._keeps, self._left_out = tasks, config.seed, keeps, left_out
         self._settings, self._wanted = config.rollout.dynamic_sampling, config.rollout.tasks_per_step
         self._kept = 0
         self._positions: dict[str, int] = {}
@@ -123,17 +142,15 @@ class Draws:
         return [self._draw() for _ in range(self._wanted)]
 
     def refill(self, ended: Group | DroppedGroup) -> Task | None:
-        """A further task for a group that is not kept, while any may be drawn."""
+        """A further task for one that is undecidable, and for a group that is not kept, while any may be drawn."""
+        if isinstance(ended, DroppedGroup) and ended.undecidable:
+            return self._draw()
         if isinstance(ended, Group) and self._keeps(ended):
             self._kept += 1
             return None
         if not self._settings.enabled or self.drawn >= self._settings.max_draws * self._wanted:
             return None
         return self._draw()
-
-    @property
-    def drawn(self) -> int:
-        return self.position - self._begin
 
     def check(self) -> None:
         """Raises RolloutFailed for a step that lacks groups, where that is to end the run."""
@@ -149,9 +166,13 @@ class Draws:
         return self._positions[group.task_id]
 
     def _draw(self) -> Task:
-        task = task_at(self._tasks, self.position, self._seed)
-        self._positions.setdefault(task.id, self.position)
-        self.position += 1
+        epochs = range(self.position, self.position + 2 * len(self._tasks))  # two hold all tasks, wherever they begin
+        drawn = ((at, task_at(self._tasks, at, self._seed)) for at in epochs)
+        at, task = next(((at, task) for at, task in drawn if task.id not in self._left_out), (0, None))
+        if task is None:
+            raise RolloutFailed("none of the tasks can be graded: the run's quarantine.json has the reasons")
+        self._positions.setdefault(task.id, at)
+        self.position, self.drawn = at + 1, self.drawn + 1
         return task
 
 

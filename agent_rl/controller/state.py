@@ -7,6 +7,7 @@
       state.json                       the run's id; evaluations made so far, by step
       metrics.jsonl  tensorboard/      one object a step
       balance.jsonl                    expert loads before and after balancing, where experts are borrowed
+      quarantine.json                  tasks that were found to be undecidable, and are drawn no more
       trajectories/step-NNNNNN.jsonl   what the agents did
       journal/step-NNNNNN.journal      episodes that finished since the last checkpoint
       checkpoints/step-NNNNNN/         what training resumes from

@@ -37,6 +37,7 @@ from agent_rl.controller.summary import summarize, summary_table
 from agent_rl.controller.world import World, open_world
 from agent_rl.errors import TrainerDied
 from agent_rl.evaluation.evaluate import evaluate
+from agent_rl.evaluation.quarantine import Quarantine
 from agent_rl.evaluation.report import EvalReport
 from agent_rl.model_facts import ModelFacts
 from agent_rl.observe.display import Display
@@ -131,6 +132,7 @@ class TrainingRun:
         self.journal = Journal(state.dir / "journal", state.run_id)
         self.checkpoints = Checkpoints(config.train, state, trainer, self.journal)
         self.progress = Progress(state.run_id)
+        self.quarantine = Quarantine(state.dir / "quarantine.json")
 
     async def run(self) -> dict[str, object]:
         """All remaining steps, with the evaluations before, between and after them. Returns the summary."""
@@ -145,7 +147,9 @@ class TrainingRun:
         await self._evaluate(done, total)
         tasks = self.world.workshop.tasks("train")
         check_enough(tasks, self.config.rollout.tasks_per_step)
-        collector = Collector(self.config, tasks, limiter=self.world.limiter, engine=self.world.engine)
+        collector = Collector(
+            self.config, tasks, limiter=self.world.limiter, engine=self.world.engine, left_out=self.quarantine
+        )
         for step in range(done + 1, total + 1):
             await self._step(step, collector)
             await self._checkpoint(step)
@@ -230,6 +234,8 @@ class TrainingRun:
     def _on_event(self, event: RolloutEvent) -> None:
         if event.trajectory is not None and not event.trajectory.stop.infrastructure:
             self.display.advance()
+        if line := self.quarantine.learn(event):
+            self.display.note(line)
 
     def _measure_native(self, step: int) -> bool:
         every = self.config.train.native_every
@@ -262,7 +268,8 @@ class TrainingRun:
                 self.state.record_evaluation(key, asdict(report))
 
     async def _evaluate_once(self, what: str, *, greedy: bool) -> EvalReport:
-        tasks = self.world.workshop.tasks(self.config.eval.split)[: self.config.eval.tasks]
+        chosen = self.world.workshop.tasks(self.config.eval.split)[: self.config.eval.tasks]
+        tasks = [task for task in chosen if task.id not in self.quarantine]
         self.display.stage(what, total=len(tasks))
         report = await evaluate(
             tasks,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from agent_rl.evaluation.report import EpisodeResult, EvalReport, report
 from agent_rl.rollout.group import EpisodeRunner, GroupSettings, RolloutEvent, collect_groups
 from agent_rl.rollout.limiter import Limiter
-from agent_rl.types import Trajectory
+from agent_rl.types import StopReason, Trajectory
 from envs import Task
 
 
@@ -56,8 +56,9 @@ def _result(event: RolloutEvent, sample: int) -> EpisodeResult:
     if event.group is None:
         assert event.dropped is not None
         errors = event.dropped.errors
+        stop = StopReason.UNDECIDABLE.value if event.dropped.undecidable else ""
         return EpisodeResult(
-            event.dropped.task_id, sample, None, "", 0, 0.0, failures=len(errors), error=errors[-1] if errors else ""
+            event.dropped.task_id, sample, None, stop, 0, 0.0, failures=len(errors), error=errors[-1] if errors else ""
         )
     (trajectory,) = event.group.trajectories
     return EpisodeResult(

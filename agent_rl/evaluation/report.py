@@ -22,8 +22,9 @@ Z95 = 1.959963984540054
 
 @dataclass(frozen=True, slots=True)
 class EpisodeResult:
-    """How one sample of a task ended. ``resolved`` is None where the infrastructure failed past its retry budget;
-    ``failures`` counts the infrastructure failures met on the way."""
+    """How one sample of a task ended. ``resolved`` is None where the infrastructure failed past its retry budget, and,
+    with ``stop`` "undecidable", where the task itself cannot be graded; ``failures`` counts the infrastructure failures
+    met on the way."""
 
     task_id: str
     sample: int

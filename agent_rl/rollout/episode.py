@@ -21,7 +21,7 @@ from agent_rl.errors import EngineAborted, EngineError, RoutesMissingError
 from agent_rl.rollout.opening import Renderer, open_conversation
 from agent_rl.rollout.transcript import Transcript
 from agent_rl.types import FinishReason, SamplingParams, StopReason, Trajectory, Turn
-from envs import Environment, Episode, Grade, GradingError, Task, find_interface
+from envs import Environment, Episode, Grade, GradingError, Task, UndecidableError, find_interface
 from sandbox import ImageMissingError, SandboxError, SandboxUnavailableError, bounded
 from tools import ParseFailure, ToolCall, ToolCallFormat, ToolSet
 
@@ -115,6 +115,8 @@ class _Run:
             raise
         except EngineError as error:
             return self._trajectory(StopReason.ENGINE_FAILURE, None, error)
+        except UndecidableError as error:
+            return self._trajectory(StopReason.UNDECIDABLE, None, error)
         except (SandboxError, GradingError) as error:
             return self._trajectory(StopReason.SANDBOX_FAILURE, None, error)
 

@@ -5,6 +5,7 @@ What holds:
 - at most ``limiter.limit`` episodes are in flight, however many groups there are;
 - every group is reported exactly once, as finished or as dropped, in the order they end;
 - an infrastructure failure is run again at most ``retries`` times a group, and never enters a group as a reward;
+- a task that cannot be graded whatever the patch is not tried again;
 - a finished trajectory is rescored at once, while other episodes still run, but only in a group that teaches something;
 - leaving :func:`collect_groups` by any way (return, error, cancellation) leaves no episode running.
 """
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from agent_rl.errors import EngineError, RolloutFailed
 from agent_rl.rollout.filters import contrasting
 from agent_rl.rollout.limiter import Limiter
-from agent_rl.types import Group, Trajectory
+from agent_rl.types import Group, StopReason, Trajectory
 from envs import Task
 
 EpisodeRunner = Callable[[Task], Awaitable[Trajectory]]
@@ -32,10 +33,13 @@ Rescore = Callable[[Trajectory], Awaitable[Trajectory]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DroppedGroup:
-    """A task whose group could not be completed, and why each of its failed episodes failed."""
+    """A task whose group could not be completed, and why each of its failed episodes failed.
+
+    ``undecidable``: the task itself is the cause, and will be the next time."""
 
     task_id: str
     errors: tuple[str, ...]
+    undecidable: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,8 +69,9 @@ class GroupSettings:
 
     A group that ends with fewer than ``min_size`` trajectories is dropped (an advantage needs two to compare), and
     more than ``max_dropped`` dropped groups fail the rollout; None allows a quarter of the tasks, so that one task with
-    a broken image doesn't end a long run and a broken host does. ``rescore_uniform``: rescore groups also while all
-    their rewards are equal (for advantages that are not taken within the group).
+    a broken image doesn't end a long run and a broken host does. Undecidable tasks have that bound, at least one, for
+    themselves. ``rescore_uniform``: rescore groups also while all their rewards are equal (for advantages that are not
+    taken within the group).
     """
 
     size: int
@@ -133,6 +138,7 @@ class _Forming:
     failures: list[str] = field(default_factory=list)
     asked: int = 0
     lost: set[int] = field(default_factory=set)
+    undecidable: bool = False
 
 
 class _Collector:
@@ -157,14 +163,17 @@ class _Collector:
         members = [member for at, member in enumerate(forming.members) if at not in forming.lost]
         if len(members) >= min(self.settings.min_size, self.settings.size):
             return self._finish(Group(task.id, tuple(members), infrastructure_failures=len(forming.failures)))
-        return self._drop(DroppedGroup(task.id, tuple(forming.failures)))
+        return self._drop(DroppedGroup(task.id, tuple(forming.failures), forming.undecidable))
 
     async def _member(self, task: Task, forming: _Forming, scope: asyncio.TaskGroup) -> None:
         """Run one trajectory of the group, again after an infrastructure failure while the group's budget lasts."""
         while True:
             async with self.limiter:
+                if forming.undecidable:
+                    return
                 trajectory = await self.run(task)
             if trajectory.stop.infrastructure:
+                forming.undecidable |= trajectory.stop is StopReason.UNDECIDABLE
                 forming.failures.append(trajectory.error or trajectory.stop.value)
             else:
                 forming.members.append(trajectory)
@@ -197,10 +206,11 @@ class _Collector:
     def _drop(self, dropped: DroppedGroup) -> DroppedGroup:
         self.dropped.append(dropped)
         self._tell(dropped=dropped)
+        count = sum(other.undecidable is dropped.undecidable for other in self.dropped)
         bound = self.settings.max_dropped
-        if bound is not None and len(self.dropped) > bound:
+        if bound is not None and count > max(bound, dropped.undecidable):
             raise RolloutFailed(
-                f"{len(self.dropped)} group(s) could not be collected (at most {bound} may be "
+                f"{count} group(s) could not be collected (at most {bound} may be "
                 f"dropped); task {dropped.task_id} failed {len(dropped.errors)} times, last: {dropped.errors[-1]}"
             )
         return dropped

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import shlex
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -35,6 +37,9 @@ _LOG_BYTES = 400_000
 _LOG_FILE_KIB = 64 * 1024
 _BEGIN = b"agent-rl: tests begin\n"
 _NAMED = "/tmp/agent-rl-named"
+# What a machine or a box's limits are short of, in the words of Python and of libc's programs.
+_LACKS = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.EIO, errno.EROFS)
+_TROUBLE = ("MemoryError", *map(os.strerror, _LACKS))
 _SIGNALS = 128  # bash's exit codes from here on are those of processes that a signal ended
 # Applies the patch, and ends where a path changed (its inode, time, size, mode or kind) that the patch does not name.
 _APPLY = f"""(export LC_ALL=C
@@ -103,11 +108,11 @@ class TestRun:
 
     @property
     def ended(self) -> bool:
-        """Whether the run came to an end by itself: no limit cut it off, no signal, and git had no trouble of its own.
-
-        (git ends with 1 for a patch that does not apply, with 128 for what keeps it from working.)"""
+        """Whether the run came to an end by itself: no limit or signal cut it off, nothing says that the machine lacked
+        anything, and git had no trouble of its own (it ends with 1 for a patch that does not apply, else with 128)."""
         cut_off = self.result.timed_out or self.result.oom_killed or self.result.exit_code >= _SIGNALS
-        return not cut_off
+        text = self.log + self.result.text
+        return not cut_off and not any(trouble in text for trouble in _TROUBLE)
 
     @property
     def account(self) -> str:

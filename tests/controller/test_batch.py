@@ -17,12 +17,14 @@ from agent_rl.controller.batch import Batch, Collector
 from agent_rl.controller.schedule import task_at
 from agent_rl.engine.types import Scores
 from agent_rl.errors import RolloutFailed
+from agent_rl.evaluation.quarantine import Quarantine, read_quarantine
+from agent_rl.rollout.group import DroppedGroup, RolloutEvent
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.types import StopReason, TokenIds, Trajectory
 from envs import Task
 
 TASKS = [Task(f"task-{index}", "memory", {}) for index in range(40)]
-SOLVED, UNSOLVED, MIXED, BROKEN = "all", "none", "some", "broken"
+SOLVED, UNSOLVED, MIXED, BROKEN, UNDECIDABLE = "all", "none", "some", "broken", "undecidable"
 
 
 def config(*, wanted: int = 3, size: int = 2, train: dict[str, object] | None = None, **dynamic: object) -> RunConfig:
@@ -43,8 +45,9 @@ class Ends:
         self.run.append(task.id)
         for _ in range(self._delays[number % len(self._delays)]):
             await asyncio.sleep(0)
-        if outcome == BROKEN:
-            return replace(trajectory(0.0, task_id=task.id, stop=StopReason.SANDBOX_FAILURE), reward=None)
+        if outcome in (BROKEN, UNDECIDABLE):
+            stop = StopReason.SANDBOX_FAILURE if outcome == BROKEN else StopReason.UNDECIDABLE
+            return replace(trajectory(0.0, task_id=task.id, stop=stop), reward=None, error=f"{outcome}: {task.id}")
         reward = {SOLVED: 1.0, UNSOLVED: 0.0, MIXED: float(self.run[:number].count(task.id) == 0)}[outcome]
         return trajectory(reward, task_id=task.id)
 
@@ -109,6 +112,52 @@ async def test_the_next_step_begins_where_the_last_one_ended() -> None:
     second = await collect(chosen, again, first.position)
     assert set(ends.run) == set(ids(0, first.position))
     assert set(again.run) == set(ids(first.position, second.position))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+async def test_an_undecidable_task_is_drawn_once_and_another_in_its_place(tmp_path: Path, dynamic: bool) -> None:
+    outcomes = [MIXED, UNDECIDABLE, MIXED, MIXED, UNDECIDABLE] + [MIXED] * 35
+    chosen, told = config(enabled=dynamic), list[str]()
+
+    def learn(event: RolloutEvent) -> None:
+        if line := quarantine.learn(event):
+            told.append(line)
+
+    async def collect_from(position: int, ends: Ends) -> Batch:
+        collector = Collector(chosen, TASKS, limiter=Limiter(1), engine=Scorer(), left_out=quarantine)
+        return await collector.collect(position, ends, learn)
+
+    quarantine = Quarantine(tmp_path / "quarantine.json")
+    first = await collect_from(0, ends := Ends(outcomes))
+    assert [group.task_id for group in first.groups] == [ids(0, 1)[0], *ids(2, 4)]
+    assert first.position == 4
+    second = await collect_from(first.position, ends)
+    assert second.position == 8
+    quarantine = Quarantine(tmp_path / "quarantine.json")  # another start of the run
+    again = await collect_from(0, resumed := Ends(outcomes))
+    assert [group.task_id for group in again.groups] == [group.task_id for group in first.groups]
+    left_out = [ids(1, 2)[0], ids(4, 5)[0]]
+    assert [ends.run.count(task) for task in left_out] == [1, 1]
+    assert [resumed.run.count(task) for task in left_out] == [0, 0]
+    assert told == [f"left out from now on ({tmp_path}/quarantine.json): undecidable: {task}" for task in left_out]
+    assert read_quarantine(tmp_path / "quarantine.json") == {task: [f"undecidable: {task}"] for task in left_out}
+
+
+async def test_a_machine_that_has_graded_nothing_leaves_nothing_out(tmp_path: Path) -> None:
+    quarantine = Quarantine(tmp_path / "quarantine.json")
+    quarantine.learn(RolloutEvent(dropped=DroppedGroup("a", ("no",), undecidable=True)))
+    quarantine.learn(RolloutEvent(trajectory=trajectory(1.0)))
+    quarantine.learn(RolloutEvent(dropped=DroppedGroup("b", ("SandboxLostError: gone",))))
+    assert "a" not in quarantine
+    assert "b" not in quarantine
+    quarantine.learn(RolloutEvent(dropped=DroppedGroup("a", ("no",), undecidable=True)))
+    assert "a" in quarantine
+
+
+async def test_a_run_whose_tasks_are_all_left_out_ends(tmp_path: Path) -> None:
+    collector = Collector(config(), TASKS, limiter=Limiter(1), engine=Scorer(), left_out={task.id for task in TASKS})
+    with pytest.raises(RolloutFailed, match=r"none of the tasks can be graded: .*quarantine\.json"):
+        await collector.collect(7, Ends([MIXED]), lambda event: None)
 
 
 async def test_what_is_thrown_away_is_counted_with_its_lengths() -> None:

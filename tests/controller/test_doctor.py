@@ -35,6 +35,11 @@ def runs(*outcomes: bool | None) -> list[EpisodeResult]:
     ]
 
 
+def undecidable(count: int) -> list[EpisodeResult]:
+    return [EpisodeResult("t", at, None, "undecidable", 0, 0.0, error="UndecidableError: x") for at in range(count)]
+
+
+NEVER = "gold can never be graded: UndecidableError: x"
 LEAK = Finding("history", False, "commits: 2")
 FINE = Finding("history", True, "one commit")
 
@@ -49,6 +54,8 @@ FINE = Finding("history", True, "one commit")
         (runs(True), runs(True, False), None, ("flaky: no-op resolved in 1 of 2 runs",), ()),
         (runs(True), runs(False), [FINE, LEAK], ("history: commits: 2",), ()),
         (runs(True, None), runs(False), [], (), ("gold could not be graded: SandboxError: x",)),
+        (undecidable(2), runs(False, False), None, (NEVER,), ()),
+        (undecidable(1) + runs(None), runs(False), None, (), ("gold could not be graded: UndecidableError: x",)),
         (runs(True), runs(False), "SandboxError: gone", (), ("audit: SandboxError: gone",)),
         (None, runs(False), [], (), ("the environment knows no true fix or solution to try",)),
     ],
@@ -58,15 +65,23 @@ def test_a_diagnosis(gold: Any, noop: Any, findings: Any, reasons: Any, undecide
     assert (found.reasons, found.undecided) == (reasons, undecided)
 
 
+def test_a_machine_that_grades_nothing_quarantines_nothing() -> None:
+    found = diagnose("t", {"t": undecidable(2)}, {"t": undecidable(2)}, None, machine_grades=False)
+    assert (found.reasons, len(found.undecided)) == ((), 2)
+
+
 def sick_and_healthy(folder: Path) -> Path:
-    """Three tasks: a healthy one, one whose gold patch mends nothing, one that is mended already."""
-    healthy, other, solved = (to_record(task) for task in generate("heldout", 3, 0))
+    """Five tasks: a healthy one, one whose gold patch mends nothing, one that is mended already, one whose tests print
+    no summary, and one whose true fix can't be read."""
+    healthy, other, solved, silent, torn = (to_record(task) for task in generate("heldout", 5, 0))
     comment = {path: f"# a comment\n{text}" for path, text in other.files.items()}
     wrong = other.model_copy(update={"gold_patch": diff_files(other.files, comment)})
     fixed = fixed_files(solved)
     again = {path: f"# a comment\n{text}" for path, text in fixed.items()}
     done = solved.model_copy(update={"files": fixed, "gold_patch": diff_files(fixed, again), "verified": True})
-    write_jsonl(folder / "heldout.jsonl", [healthy, wrong, done])
+    mute = silent.model_copy(update={"calls": {}, "test_command": "echo nothing"})
+    unread = torn.model_copy(update={"parsed_commit_content": "{", "gold_patch": ""})
+    write_jsonl(folder / "heldout.jsonl", [healthy, wrong, done, mute, unread])
     return folder
 
 
@@ -96,21 +111,30 @@ async def test_sick_tasks_are_found_once_and_left_out_afterwards(
     config = load_config(Path("configs/quickstart.yaml"), overrides)
     out, options = tmp_path / "doctor", {"tasks": None, "split": "heldout", "repeats": 2, "audit": True}
     assert not await run_doctor(config, out=out, **options)  # type: ignore[arg-type]
-    healthy, wrong, done = (json.loads(line)["task_id"] for line in (tasks / "heldout.jsonl").read_text().splitlines())
+    rows = map(json.loads, (tasks / "heldout.jsonl").read_text().splitlines())
+    healthy, wrong, done, mute, unread = (row["task_id"] for row in rows)
     quarantined = read_quarantine(out / "quarantine.json")
     assert quarantined[wrong] == ["its true fix or solution does not resolve it"]
     assert quarantined[done][0] == "resolved by doing nothing"
     assert healthy not in quarantined
+    assert [reason.partition(": ")[0] for reason in quarantined[mute]] == [
+        "gold can never be graded",
+        "no-op can never be graded",
+    ]
+    assert quarantined[unread][0].startswith(f"task {unread}: parsed_commit_content: no commit")
     told = json.loads((out / "doctor.json").read_text())
     assert {check["name"] for check in told["checks"]} == {"model", "engine", "trainer", "sandbox", "disk"}
     (row,) = [row for row in told["tasks"] if row["task_id"] == healthy]
     assert (row["gold"], row["noop"]) == ([True, True], [False, False])
     assert row["findings"]
-    assert "1 of 3 tasks healthy, 2 sick" in capsys.readouterr().out
+    assert "1 of 5 tasks healthy, 4 sick" in capsys.readouterr().out
 
     lines = {file: file.read_bytes() for file in out.rglob("*.jsonl")}
     assert not await run_doctor(config, out=out, **options)  # type: ignore[arg-type]
-    assert {file: file.read_bytes() for file in out.rglob("*.jsonl")} == lines, "nothing was run again"
+    again = {file: file.read_bytes() for file in out.rglob("*.jsonl")}
+    assert all(again[file].startswith(before) for file, before in lines.items())
+    ids = {json.loads(line)["task_id"] for file in lines for line in again[file][len(lines[file]) :].splitlines()}
+    assert ids == {mute}, "nothing that was decided was run again"
 
     config = load_config(
         Path("configs/quickstart.yaml"),

@@ -19,7 +19,7 @@ from agent_rl.errors import EngineUnreachable, RoutesMissingError
 from agent_rl.rollout.episode import EpisodeRules, run_episode
 from agent_rl.rollout.solvers import ByteRenderer
 from agent_rl.types import Completion, FinishReason, StopReason, Trajectory
-from envs import GradingError, Task, TaskRecordError
+from envs import GradingError, Task, TaskRecordError, UndecidableError
 from sandbox import ImageMissingError, SandboxLostError
 from tools.formats import tool_format
 
@@ -198,6 +198,15 @@ async def test_a_broken_sandbox_is_no_reward(task: Task, kit: SimpleNamespace, w
     assert trajectory.error == f"{type(error).__name__}: {error}"
     assert env.open == 0
     check_aligned(trajectory, kit.row_of)
+
+
+async def test_a_task_that_can_never_be_graded_is_no_reward(task: Task, kit: SimpleNamespace) -> None:
+    async def breaks() -> None:
+        raise UndecidableError("no summary")
+
+    trajectory = await drive(kit.MemoryEnvironment(on_grade=breaks), task, kit.ToldEngine([kit.FIX, kit.SUBMIT]))
+    assert (trajectory.stop, trajectory.reward) == (StopReason.UNDECIDABLE, None)
+    assert trajectory.error == "UndecidableError: no summary"
 
 
 async def test_a_broken_engine_is_no_reward(env: Any, task: Task, kit: SimpleNamespace) -> None:

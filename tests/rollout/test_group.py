@@ -119,6 +119,23 @@ async def test_retries_are_counted_over_the_whole_group() -> None:
     assert started == 8 + 3
 
 
+async def test_an_undecidable_task_is_not_tried_again_and_has_a_bound_of_its_own() -> None:
+    ran: list[str] = []
+    undecidable = {"task-1"}
+
+    async def run(task: Task) -> Trajectory:
+        ran.append(task.id)
+        return trajectory(task, StopReason.UNDECIDABLE if task.id in undecidable else StopReason.SUBMITTED)
+
+    settings = GroupSettings(size=4, retries=3, max_dropped=0)
+    rollout = await collect_groups(TASKS, run, settings, limiter=Limiter(1))
+    assert [(dropped.task_id, dropped.undecidable) for dropped in rollout.dropped] == [("task-1", True)]
+    assert ran.count("task-1") == 1
+    undecidable.add("task-2")
+    with pytest.raises(RolloutFailed, match=r"^2 group"):
+        await collect_groups(TASKS, run, settings, limiter=Limiter(1))
+
+
 async def test_groups_are_dropped_up_to_the_bound() -> None:
     async def run(task: Task) -> Trajectory:
         return trajectory(task, StopReason.SANDBOX_FAILURE if task.id == "task-1" else StopReason.SUBMITTED)
