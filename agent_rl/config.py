@@ -152,7 +152,7 @@ class EnvConfig(Section):
     options: dict[str, Any] = Field(default_factory=dict, description="Arguments of the environment's constructor.")
     interface: Annotated[str, AfterValidator(_interface)] = Field(
         OWN_INTERFACE,
-        description="How agents meet the tasks of swe and mini: agent-rl, r2egym, or one of your own "
+        description="How agents meet the tasks of swe and mini: agent-rl, r2egym, mini-swe-agent, or one of your own "
         "(docs/interfaces.md). It decides keys of rollout that the config leaves out.",
     )
     tool_style: Literal["full", "concise"] = Field(
@@ -194,7 +194,8 @@ class RolloutConfig(Section):
     temperature: float = Field(1.0, ge=0, description="Sampling temperature.")
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; below 1 the log-probs are not renormalised.")
     tool_format: ToolFormat = Field(
-        "hermes", description="Text format of tool calls: hermes, xml, or one of your own (docs/tools.md)."
+        "hermes",
+        description="Text format of tool calls: hermes, xml, or one of your own (docs/tools.md).",
     )
     describe_tools: bool = Field(
         True, description="Tell the agent its tools in the opening prompt; off for a model trained on these very tools."

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -82,9 +83,16 @@ INTERFACES = Registry(
     "agent_rl.interfaces",
     {
         OWN: "envs.interfaces.own:AGENT_RL",
+        "r2egym": "envs.interfaces.r2egym:R2EGYM",
+        "mini-swe-agent": "envs.interfaces.mini_swe_agent:MINI_SWE_AGENT",
     },
     InterfaceError,
 )
+
+
+def shipped_text(name: str) -> str:
+    """A prompt that stands in a file of its own, since a model must see it to the character; NOTICE.txt says whose."""
+    return (Path(__file__).parent / "interfaces" / name).read_text(encoding="utf-8")
 
 
 def find_interface(name: str) -> Interface:

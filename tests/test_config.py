@@ -57,7 +57,10 @@ def test_overrides_reach_nested_keys_as_yaml_values(quickstart: Path) -> None:
         ("train.correction={mask: token, mask_low: 3}", "mask_low is 3, above mask_high 2: swap them"),
         ("train.correction.normalise=true", "divides weights by their mean: set weight to token or sequence"),
         ("train.overlong.buffer=99999", "every trajectory would be punished; take a smaller buffer"),
-        ("rollout.tool_format=xlm", "unknown tool-call format 'xlm': did you mean 'xml'? (registered: hermes, xml)"),
+        (
+            "rollout.tool_format=xlm",
+            "unknown tool-call format 'xlm': did you mean 'xml'? (registered: hermes, mini-swe-agent, r2egym, xml)",
+        ),
         (
             "sandbox.backend=dokcer",
             "sandbox.backend: unknown sandbox backend 'dokcer': did you mean 'docker'? "

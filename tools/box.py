@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import posixpath
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sandbox import ExecResult, Sandbox
@@ -34,9 +35,10 @@ class ToolBox:
             raise ToolError("path is longer than 4000 bytes")
         return posixpath.normpath(posixpath.join(self.sandbox.spec.workdir, path))
 
-    async def run(self, *command: str, stdin: bytes | None = None) -> ExecResult:
-        """Run ``command``, an argument a string, in the working directory."""
+    async def run(self, *command: str, stdin: bytes | None = None, env: Mapping[str, str] | None = None) -> ExecResult:
+        """Run ``command``, an argument a string, in the working directory, with ``env`` beside the box's variables."""
         longest = max(len(argument.encode()) for argument in command)
         if longest > _ARGUMENT_BYTES:
             raise ToolError(f"an argument of {longest} bytes is too long; {_ARGUMENT_BYTES} is the most")
-        return await self.sandbox.exec(list(command), timeout=self.timeout, cwd=self.sandbox.spec.workdir, stdin=stdin)
+        workdir = self.sandbox.spec.workdir
+        return await self.sandbox.exec(list(command), timeout=self.timeout, cwd=workdir, env=env, stdin=stdin)

@@ -117,7 +117,12 @@ class XmlFormat:
 TOOL_FORMATS = Registry(
     "tool-call format",
     "agent_rl.tool_formats",
-    {"hermes": "tools.formats:HermesFormat", "xml": "tools.formats:XmlFormat"},
+    {
+        "hermes": "tools.formats:HermesFormat",
+        "xml": "tools.formats:XmlFormat",
+        "r2egym": "tools.r2egym:R2EGymFormat",
+        "mini-swe-agent": "tools.mini_swe_agent:MiniSweAgentFormat",
+    },
     ToolFormatError,
 )
 

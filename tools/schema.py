@@ -52,7 +52,7 @@ class Argument:
     def read(self, value: Any) -> Any:
         """``value`` in the argument's type. Raises ``ToolError``: one line that says what would be right."""
         if isinstance(value, str):
-            _check_text(self.name, value)
+            check_text(self.name, value)
         if isinstance(value, str) and not _accepts_string(self.schema):
             value = _from_text(value)
         try:
@@ -202,7 +202,7 @@ def _accepts_string(schema: Mapping[str, Any]) -> bool:
     return schema.get("type", "string") == "string" and "$ref" not in schema
 
 
-def _check_text(name: str, value: str) -> None:
+def check_text(name: str, value: str) -> None:
     """Refuse what no command line and no file name can hold."""
     if "\0" in value:
         raise ToolError(f"argument {name!r} holds a NUL character; leave it out")

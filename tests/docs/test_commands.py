@@ -113,6 +113,7 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
     "needs a server or an endpoint": (
         "agent-rl r3 probe http://127.0.0.1:30000",
         "agent-rl eval configs/quickstart.yaml --policy https://host/v1 --model NAME",
+        "agent-rl eval configs/swebench-verified.yaml env.interface=r2egym model=PATH engine.urls=[http://host:30000]",
     ),
     "needs the trajectories of a finished run": (
         "agent-rl eval configs/quickstart.yaml --policy replay:runs/quickstart/trajectories/step-000010.jsonl",

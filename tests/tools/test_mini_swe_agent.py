@@ -1,0 +1,92 @@
+"""mini-swe-agent's calls and answers, against what its own templates make of the same outputs (recorded)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from sandbox import Sandbox, SandboxSpec, open_backend
+from tools import ParseFailure, ToolCall, tool_format
+from tools.mini_swe_agent import mini_swe_agent_tools
+
+RECORDED = json.loads((Path(__file__).parent / "mini-swe-agent-recorded.json").read_text())
+BLOCK = "```mswea_bash_command\n{}\n```"
+FORMAT = tool_format("mini-swe-agent")
+
+
+@pytest.mark.parametrize(
+    ("text", "command"),
+    [
+        (f"THOUGHT: look.\n\n{BLOCK.format('ls -la')}", "ls -la"),
+        (BLOCK.format("\n  ls\npwd  \n"), "ls\npwd"),
+        ("```mswea_bash_command  \n\nls\n``` and more", "ls"),
+        (BLOCK.format("cat <<'EOF'\n``\nEOF"), "cat <<'EOF'\n``\nEOF"),
+    ],
+)
+def test_one_block_is_a_call(text: str, command: str) -> None:
+    assert FORMAT.parse(text) == ToolCall("bash", {"command": command})
+    assert FORMAT.parse(FORMAT.render(ToolCall("bash", {"command": command}))) == ToolCall("bash", {"command": command})
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("no block", 0),
+        ("```bash\nls\n```", 0),
+        ("```mswea_bash_command ls```", 0),
+        (BLOCK.format("a") + BLOCK.format("b"), 2),
+    ],
+)
+def test_any_other_number_of_blocks_is_answered_as_there(text: str, count: int) -> None:
+    assert FORMAT.parse(text) == ParseFailure(RECORDED["format_errors"][str(count)])
+
+
+@pytest.fixture
+async def box() -> AsyncIterator[Sandbox]:
+    backend = open_backend("bubblewrap", run_id="tests-mini-swe-agent")
+    try:
+        yield await backend.start(SandboxSpec(workdir="/testbed"))
+    finally:
+        await backend.close()
+
+
+@pytest.mark.bubblewrap
+async def test_answers_are_worded_as_there(box: Sandbox) -> None:
+    tools = mini_swe_agent_tools(box, timeout=20.0)
+    for case in RECORDED["observations"]:
+        result = await tools.call(ToolCall("bash", {"command": case["command"]}))
+        assert result.text == case["text"]
+        assert result.failed == (case["returncode"] != 0)
+    result = await tools.call(ToolCall("bash", {"command": "echo $PAGER $LESS; nothing-such; echo after"}))
+    assert result.text == (
+        "<returncode>0</returncode>\n<output>\ncat -R\nbash: line 1: nothing-such: command not found\nafter\n</output>"
+    )
+    late = await mini_swe_agent_tools(box, timeout=0.5).call(ToolCall("bash", {"command": "echo begun; sleep 60"}))
+    named = "Command ['bash', '-c', 'echo begun; sleep 60'] timed out after 0.5 seconds"
+    assert late.text == RECORDED["late"].replace("LATE", named)
+
+
+@pytest.mark.bubblewrap
+@pytest.mark.parametrize(
+    ("command", "submitted"),
+    [
+        ("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && echo diff", True),
+        ("printf '\\n  COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT  '", True),
+        ("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; false", False),
+        ("echo well; echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT", False),
+    ],
+)
+async def test_a_first_line_submits(box: Sandbox, command: str, submitted: bool) -> None:
+    assert (await mini_swe_agent_tools(box).call(ToolCall("bash", {"command": command}))).submitted is submitted
+
+
+async def test_there_is_one_tool() -> None:
+    class NoBox:
+        id, spec = "none", SandboxSpec()
+
+    tools = mini_swe_agent_tools(NoBox())  # type: ignore[arg-type]
+    result = await tools.call(ToolCall("python", {"command": "1"}))
+    assert (result.failed, result.text) == (True, "there is one tool, bash, with the argument 'command'")

@@ -1,0 +1,127 @@
+"""mini-swe-agent's one tool and its form of calls, as its text-based models meet them.
+
+github.com/SWE-agent/mini-swe-agent at a83fcae (MIT): ``src/minisweagent/models/utils/actions_text.py`` and
+``models/litellm_textbased_model.py`` (calls), ``environments/docker.py`` (the shell, and the line that submits), and
+``config/benchmarks/swebench_backticks.yaml`` (what is answered). A turn has exactly one block of one command.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sandbox import ExecResult, Sandbox
+from tools.box import ToolBox
+from tools.errors import ToolError
+from tools.schema import check_text
+from tools.text import Style
+from tools.types import ParseFailure, ToolCall, ToolResult, ToolSet
+
+SUBMIT = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+"""The first line of the output of a command that ends the task, if it succeeds."""
+
+_BLOCK = re.compile(r"```mswea_bash_command\s*\n(.*?)\n```", re.DOTALL)
+_FORMAT_ERROR = """Format error:
+
+<error>
+Expected exactly 1 action, found {count}.
+</error>
+
+Here is general guidance on how to format your response:
+
+Please always provide EXACTLY ONE action in triple backticks, found {count} actions.
+
+Please format your action in triple backticks as shown in <response_example>.
+
+<response_example>
+Here are some thoughts about why you want to perform the action.
+
+```mswea_bash_command
+<action>
+```
+</response_example>
+
+If you have completed your assignment, please consult the first message about how to
+submit your solution (you will not be able to continue working on this task after that)."""
+
+_MOST_CHARS = 10_000
+_TOO_LONG = """<warning>
+The output of your last command was too long.
+Please try a different command that produces less output.
+If you're looking at a file you can try use head, tail or sed to view a smaller number of lines selectively.
+If you're using grep or find and it produced too much output, you can use a more selective search pattern.
+If you really need to see something from the full command's output, you can redirect output to a file and then search in that file.
+</warning>"""  # noqa: E501
+
+# Both streams go one way, as they come; the inner shell names itself as it does when it is started alone.
+_MERGED = 'exec bash -c "$1" 2>&1'
+_VARIABLES = {"PAGER": "cat", "MANPAGER": "cat", "LESS": "-R", "PIP_PROGRESS_BAR": "off", "TQDM_DISABLE": "1"}
+
+
+class MiniSweAgentFormat:
+    """Implements :class:`tools.types.ToolCallFormat`: one block a turn, whose text is the command."""
+
+    name = "mini-swe-agent"
+
+    def parse(self, text: str) -> ToolCall | ParseFailure:
+        commands = _BLOCK.findall(text)
+        if len(commands) != 1:
+            return ParseFailure(_FORMAT_ERROR.format(count=len(commands)))
+        return ToolCall("bash", {"command": commands[0].strip()})
+
+    def render(self, call: ToolCall) -> str:
+        return f"```mswea_bash_command\n{call.arguments['command']}\n```"
+
+    def describe(self, schemas: Sequence[Mapping[str, Any]]) -> str:
+        """Nothing: the interface's prompts describe the block."""
+        return ""
+
+
+def mini_swe_agent_tools(sandbox: Sandbox, *, style: Style = "full", timeout: float = 60.0) -> ToolSet:
+    """``bash`` on ``sandbox``. ``timeout`` is in seconds for each command; there is one style of answer."""
+    return MiniSweAgentTools(ToolBox(sandbox, style, timeout))
+
+
+class MiniSweAgentTools:
+    """Implements :class:`tools.types.ToolSet`: every command is a new shell in the working directory."""
+
+    def __init__(self, box: ToolBox) -> None:
+        self._box = box
+
+    def schemas(self) -> Sequence[Mapping[str, Any]]:
+        properties = {"command": {"type": "string", "description": "The bash command to execute"}}
+        parameters = {"type": "object", "properties": properties, "required": ["command"]}
+        function = {"name": "bash", "description": "Execute a bash command", "parameters": parameters}
+        return [{"type": "function", "function": function}]
+
+    async def call(self, call: ToolCall) -> ToolResult:
+        if call.name != "bash" or set(call.arguments) != {"command"}:
+            return ToolResult("there is one tool, bash, with the argument 'command'", failed=True)
+        command = str(call.arguments["command"])
+        try:
+            check_text("command", command)
+            result = await self._box.run("bash", "-c", _MERGED, "-", command, env=_VARIABLES)
+        except ToolError as error:
+            return ToolResult(str(error), failed=True)
+        output = result.stdout.decode("utf-8", errors="replace").replace("\r\n", "\n").replace("\r", "\n")
+        lines = output.lstrip().splitlines()
+        submitted = bool(lines) and lines[0].strip() == SUBMIT and result.ok
+        return ToolResult(self._observation(command, result, output), submitted, failed=not result.ok)
+
+    def _observation(self, command: str, result: ExecResult, output: str) -> str:
+        late = f"Command {['bash', '-c', command]} timed out after {self._box.timeout:g} seconds"
+        problem = f"<exception>An error occurred while executing the command: {late}</exception>\n"
+        code = -1 if result.timed_out else result.exit_code
+        return f"{problem if result.timed_out else ''}<returncode>{code}</returncode>\n{_shown(output)}"
+
+
+def _shown(output: str) -> str:
+    if len(output) < _MOST_CHARS:
+        return f"<output>\n{output}</output>"
+    half, left_out = _MOST_CHARS // 2, len(output) - _MOST_CHARS
+    return (
+        f"{_TOO_LONG}<output_head>\n{output[:half]}\n</output_head>\n"
+        f"<elided_chars>\n{left_out} characters elided\n</elided_chars>\n"
+        f"<output_tail>\n{output[-half:]}\n</output_tail>"
+    )
