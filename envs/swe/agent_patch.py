@@ -8,10 +8,10 @@ from functools import partial
 
 from envs.context import EnvContext
 from envs.swe.base import SKIPPED, Base, look_up
+from envs.swe.boxes import task_box
 from envs.swe.changes import changed_paths, changes, needed
 from envs.swe.patches import FilePatch
 from envs.swe.records import SweRecord
-from envs.swe.repositories import WORKDIR
 from envs.types import EnvsError
 from sandbox import Sandbox, SandboxFileError, TreeFile
 
@@ -32,11 +32,12 @@ async def take_patch(context: EnvContext, sandbox: Sandbox, record: SweRecord, l
     base = await asyncio.to_thread(_base, record, listing)
     try:
         limits = base.limits(MAX_PATCH_BYTES)
-        found = await sandbox.read_tree(WORKDIR, skip=SKIPPED, limits=limits, known=base.known)
+        found = await sandbox.read_tree(record.workdir, skip=SKIPPED, limits=limits, known=base.known)
     except SandboxFileError as error:
         raise PatchError(f"no patch can be taken: {error}") from None
     paths = await asyncio.to_thread(changed_paths, base, found)
-    contents = await look_up(context, sandbox, base, needed(base, found, paths))
+    fresh = partial(task_box, context, record, sandbox.spec)
+    contents = await look_up(fresh, sandbox, base, needed(base, found, paths))
     return await asyncio.to_thread(partial(_bounded, base, found, paths, contents))
 
 

@@ -39,9 +39,11 @@ _HIDDEN_HASHES = """
 git apply --whitespace=nowarn - 2>/dev/null
 for place in {places}; do [ -e "$place" ] && find -L "$place" -type f -size +0; done | sort -u | while read -r file; do
     hash=$(git hash-object --no-filters "$file")
-    git ls-tree -r HEAD | grep -qF "$hash" || echo "$hash $(stat -L -c %s "$file")"
+    git ls-tree -r {shown} | grep -qF "$hash" || echo "$hash $(stat -L -c %s "$file")"
 done
 """
+_EMPTY_TREE = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"
+"""Git's name of a tree without files: what the agent sees of hidden tests that its repository is cleared of."""
 # Copies of the hidden tests anywhere in the box, under whatever name: files of a hidden test's size, then their hashes.
 _COPIES = """
 find / "$PWD" /tmp "$HOME" -xdev -type f \\( {sizes} \\) 2>/dev/null | sort -u | head -n 20000 > /tmp/.agent-rl-found
@@ -82,9 +84,12 @@ async def _hidden_contents(context: EnvContext, record: SweRecord, site_root: Pa
         new = [text.encode() for path, text in record.tests.items() if record.files.get(path) != text]
         return {_blob(content): len(content) for content in new if content.strip()}
     places = sorted(record.hidden) if record.swebench else HIDDEN_IN_IMAGE
+    shown = _EMPTY_TREE if record.swebench and record.swebench.hidden_files else "HEAD"
     patch = record.swebench.test_patch if record.swebench else ""
     async with context.box(box_spec(context, record, site_root)) as sandbox:
-        lines = (await _run(sandbox, _HIDDEN_HASHES.format(places=shlex.join(places)), stdin=patch)).splitlines()
+        lines = (
+            await _run(sandbox, _HIDDEN_HASHES.format(places=shlex.join(places), shown=shown), stdin=patch)
+        ).splitlines()
     return {digest: int(size) for digest, size in (line.split() for line in lines)}
 
 

@@ -12,11 +12,11 @@ import os
 import re
 import stat
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import cached_property
 
-from envs.context import EnvContext
 from sandbox import Sandbox, SandboxFileError, TreeFile, TreeLimits, blob_name
 
 SKIPPED = frozenset({".git", "__pycache__", ".pytest_cache", ".venv"})
@@ -111,11 +111,13 @@ def _is_looked_at(path: str) -> bool:
     return SKIPPED.isdisjoint(path.split("/"))
 
 
-async def look_up(context: EnvContext, sandbox: Sandbox, base: Base, blobs: Collection[str]) -> Mapping[str, bytes]:
+async def look_up(
+    fresh_box: Callable[[], AbstractAsyncContextManager[Sandbox]], sandbox: Sandbox, base: Base, blobs: Collection[str]
+) -> Mapping[str, bytes]:
     """The contents named ``blobs``, as far as they are no larger than 8 MiB.
 
     They are read from the objects of the git folder in the agent's box, without its git. What isn't there any more is
-    read from a fresh box. Raises ``SandboxError``.
+    read from a box as ``fresh_box`` opens them. Raises ``SandboxError``.
     """
     found = {blob: base.contents[blob] for blob in blobs if blob in base.contents}
     missing = {blob for blob in blobs if blob not in found}
@@ -123,7 +125,7 @@ async def look_up(context: EnvContext, sandbox: Sandbox, base: Base, blobs: Coll
         for contents in await asyncio.gather(*(_of_object(sandbox, blob) for blob in missing)):
             found |= contents
     missing -= found.keys()
-    return {**found, **(await _of_fresh_box(context, sandbox, base, missing) if missing else {})}
+    return {**found, **(await _of_fresh_box(fresh_box, base, missing) if missing else {})}
 
 
 async def _of_object(sandbox: Sandbox, blob: str) -> Mapping[str, bytes]:
@@ -139,10 +141,10 @@ async def _of_object(sandbox: Sandbox, blob: str) -> Mapping[str, bytes]:
 
 
 async def _of_fresh_box(
-    context: EnvContext, sandbox: Sandbox, base: Base, blobs: Collection[str]
+    fresh_box: Callable[[], AbstractAsyncContextManager[Sandbox]], base: Base, blobs: Collection[str]
 ) -> Mapping[str, bytes]:
     known = {path: blob for path, blob in base.known.items() if blob not in blobs}
-    async with context.box(sandbox.spec) as fresh:
-        found = await fresh.read_tree(sandbox.spec.workdir, skip=SKIPPED, limits=base.limits(_MOST_BYTES), known=known)
+    async with fresh_box() as fresh:
+        found = await fresh.read_tree(fresh.spec.workdir, skip=SKIPPED, limits=base.limits(_MOST_BYTES), known=known)
     contents = {blob_name(file.data): file.data for file in found.values() if file.data is not None}
     return {blob: contents[blob] for blob in blobs if blob in contents}

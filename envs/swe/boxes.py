@@ -16,8 +16,8 @@ from envs.swe.apart import UNANSWERED, Link
 from envs.swe.base import LIST, LISTING, MAX_LISTING, Base
 from envs.swe.calls import SECONDS, CallRun
 from envs.swe.patches import patched_paths
-from envs.swe.records import SWEBENCH_SCRIPT, SweRecord
-from envs.swe.repositories import WORKDIR, Repositories, first_commit, in_workdir
+from envs.swe.records import SWEBENCH_SCRIPT, WORKDIR, SweRecord
+from envs.swe.repositories import SETUP_TIMEOUT, Repositories, first_commit, in_workdir
 from envs.swe.swebench import eval_script
 from envs.swe.witness import Report, Witness
 from envs.types import TaskRecordError
@@ -134,7 +134,7 @@ def _end(text: str) -> str:
 def box_spec(context: EnvContext, record: SweRecord, site_root: Path | None) -> SandboxSpec:
     """The box of a task: the context's limits, the record's image, its site packages (found below ``site_root``)."""
     env = {"PYTHONDONTWRITEBYTECODE": "1", **_GIT_ENV}
-    if not record.is_local:
+    if not record.is_local and record.workdir == WORKDIR:  # other images keep their own
         env["PATH"] = _IMAGE_PATH
     if record.swebench:
         env["PIP_NO_INDEX"] = "1"  # its scripts install again what is installed: fail at once, not after retries
@@ -144,7 +144,7 @@ def box_spec(context: EnvContext, record: SweRecord, site_root: Path | None) -> 
         binds[str(site_folder(record, site_root))] = SITE
         env["PYTHONPATH"] = SITE
     image = record.docker_image if not record.is_local else context.limits.image
-    return replace(context.limits, image=image, workdir=WORKDIR, env=env, ro_binds=binds)
+    return replace(context.limits, image=image, workdir=record.workdir, env=env, ro_binds=binds)
 
 
 def site_folder(record: SweRecord, site_root: Path | None) -> Path:
@@ -164,6 +164,21 @@ def site_folder(record: SweRecord, site_root: Path | None) -> Path:
 
 
 @asynccontextmanager
+async def task_box(context: EnvContext, record: SweRecord, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
+    """A fresh box with what the task starts from: its image's repository, broken where ``bug_patch`` breaks it.
+
+    Raises ``SandboxStartError`` where that does not apply.
+    """
+    async with context.box(spec) as sandbox:
+        if record.bug_patch:
+            bug = record.bug_patch.encode(errors="replace")
+            done = await sandbox.exec("git apply --whitespace=nowarn -", timeout=SETUP_TIMEOUT, stdin=bug)
+            if not done.ok:
+                raise SandboxStartError(f"task {record.id}: the bug does not apply to the image: {_end(done.text)}")
+        yield sandbox
+
+
+@asynccontextmanager
 async def agent_box(
     context: EnvContext, record: SweRecord, spec: SandboxSpec, repositories: Repositories | None = None
 ) -> AsyncIterator[tuple[Sandbox, bytes]]:
@@ -174,20 +189,26 @@ async def agent_box(
     """
     async with AsyncExitStack() as stack:
         try:
-            sandbox = await stack.enter_async_context(context.box(spec))
+            sandbox = await stack.enter_async_context(task_box(context, record, spec))
         except ImageMissingError as error:
             raise ImageMissingError(f"task {record.id}: docker_image: {error}") from None
         if record.is_local:
             await (repositories or Repositories()).set_up(sandbox, record.files)
             yield sandbox, b""
         else:
-            await first_commit(sandbox, before=_STRIP_IMAGE, after=LIST)
+            await first_commit(sandbox, before=_STRIP_IMAGE + _strip_tests(record), after=LIST)
             yield sandbox, await _listing(sandbox)
+
+
+def _strip_tests(record: SweRecord) -> str:
+    """Bash that removes the hidden tests which the image's repository has."""
+    files = record.swebench.hidden_files if record.swebench else ()
+    return f"rm -rf -- {shlex.join(files)}\n" if files else ""
 
 
 async def _listing(sandbox: Sandbox) -> bytes:
     try:
-        listing = await sandbox.read_file(f"{WORKDIR}/{LISTING}", max_bytes=MAX_LISTING)
+        listing = await sandbox.read_file(LISTING, max_bytes=MAX_LISTING)
         await asyncio.to_thread(Base.of_listing, listing)
         return listing
     except (SandboxFileError, ValueError) as error:
@@ -200,7 +221,7 @@ async def run_tests(context: EnvContext, record: SweRecord, spec: SandboxSpec, p
     calls = CallRun(record.calls) if record.calls else None
     script = await asyncio.to_thread(eval_script, record) if record.swebench else ""
     named = await asyncio.to_thread(_sorted_paths, patch)
-    async with context.box(spec) as sandbox:
+    async with task_box(context, record, spec) as sandbox:
         # Hidden tests may be written first: a screened patch touches none of them.
         files = {**in_workdir({**record.files, **record.tests}), **(witness.files() if witness else {})}
         files |= calls.files() if calls else {}
@@ -210,7 +231,7 @@ async def run_tests(context: EnvContext, record: SweRecord, spec: SandboxSpec, p
         tests = f"{witness.exports if witness else ''}{calls.command if calls else record.command}"
         timeout = min(context.grade_timeout, SECONDS) if calls else context.grade_timeout
         command = _grade_command(record, patch, tests)
-        result = await sandbox.exec(command, timeout=timeout, cwd=WORKDIR, stdin=patch.encode())
+        result = await sandbox.exec(command, timeout=timeout, stdin=patch.encode())
         began = result.stdout.startswith(_BEGIN)
         report = await witness.read(sandbox) if witness and began else None
         log = result.stdout[len(_BEGIN) :] if began else b""

@@ -122,6 +122,9 @@ class SweEnvironment:
             if found.broken:
                 rows = len({problem.partition(":")[0] for problem in found.broken})
                 _log.warning("%s: %d broken rows skipped, %d left", source, rows, len(found.records))
+            if found.pictured:
+                pictured = f"{found.pictured} of {len(found.records)} rows come with images (image_assets)"
+                _log.warning("%s: %s, which are dropped: the agent gets their text alone", source, pictured)
             self._read[source] = found
         return self._read[source].records
 

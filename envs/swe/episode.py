@@ -13,7 +13,7 @@ from envs.swe.boxes import agent_box, box_spec
 from envs.swe.grading import grade_changes
 from envs.swe.patches import FilePatch
 from envs.swe.records import SweRecord
-from envs.swe.repositories import WORKDIR, Repositories
+from envs.swe.repositories import Repositories
 from envs.swe.verdict import Controls
 from envs.types import Grade, Message
 from sandbox import Sandbox
@@ -64,5 +64,5 @@ async def start_episode(
     async with agent_box(context, record, box_spec(context, record, site_root), repositories) as (sandbox, listing):
         interface = context.interface
         tools = interface.tools(sandbox, style=context.tool_style, timeout=context.tool_timeout)
-        messages = interface.opening(record.problem_statement, WORKDIR, context.tool_style)
+        messages = interface.opening(record.problem_statement, record.workdir, context.tool_style)
         yield SweEpisode(context, record, sandbox, listing, messages, tools, site_root, controls)

@@ -50,6 +50,8 @@ _HEAD = re.compile(
     rf"(?:index [0-9a-f]{{3,64}}\.\.[0-9a-f]{{3,64}}(?: {_MODE})?\n)?"
     r"(?:--- (?P<before>[^\n]+)\n\+\+\+ (?P<after>[^\n]+)\n)?"
 )
+_OPPOSITE = {"": "", "new": "deleted", "deleted": "new"}
+_HUNK_RANGES = re.compile(r"@@ -(\S+) \+(\S+) @@")
 _HUNK = re.compile(r"@@ -[0-9]{1,9}(?:,([0-9]{1,9}))? \+[0-9]{1,9}(?:,([0-9]{1,9}))? @@")
 _QUOTED = r'"(?:[^"\\\x00-\x1f\x7f-\U0010ffff]|\\(?:[abtnvfr"\\]|[0-3][0-7]{2}))*"'
 _QUOTED_HEADER = re.compile(rf"({_QUOTED}) ({_QUOTED})")
@@ -125,6 +127,51 @@ def _lines(text: str) -> list[str]:
     # Only \n ends a line in git; str.splitlines would also break at \r, form feeds and more.
     parts = text.split("\n")
     return [f"{part}\n" for part in parts[:-1]] + ([parts[-1]] if parts[-1] else [])
+
+
+def reversed_patch(patch: str) -> str:
+    """The git diff that takes back what ``patch`` does. Raises ``ValueError`` where that is not understood whole."""
+    parts = list(islice(split_patch(patch), MAX_FILES + 1))
+    if not parts or len(parts) > MAX_FILES:
+        raise ValueError(f"patch: {len(parts)} file patches; right would be a git diff of 1 to {MAX_FILES} files")
+    if odd := next((part for part in parts if not part.rebuilt), None):
+        raise ValueError(f"patch: {odd.path}: {odd.unusable}; right would be changes to text, as git diff shows them")
+    return "".join(_reversed(part) for part in parts)
+
+
+def _reversed(part: FilePatch) -> str:
+    lines = _lines(part.rebuilt)
+    start = next((index for index, line in enumerate(lines) if line.startswith("@@ ")), len(lines))
+    head = _HEAD.fullmatch("".join(lines[1:start]))
+    assert head is not None, "what was rebuilt is understood"
+    return "".join([_head(part.path, _reversed_mode(head["mode"] or ""), start < len(lines)), *_back(lines[start:])])
+
+
+def _reversed_mode(mode: str) -> str:
+    """A head's lines on modes, taken back: a new file is deleted, and the old mode is the new one."""
+    if mode.startswith("old"):
+        old, new = (line.split()[-1] for line in mode.splitlines())
+        return f"old mode {new}\nnew mode {old}\n"
+    kind, space, rest = mode.partition(" ")
+    return f"{_OPPOSITE[kind]}{space}{rest}"
+
+
+def _back(lines: Iterable[str]) -> Iterator[str]:
+    """Hunks taken back: within each run of changed lines those that come back stand before those that go."""
+    gone: list[str] = []
+    new: list[str] = []
+    into = gone
+    for line in lines:
+        if line[0] in "+-":
+            into = gone if line[0] == "+" else new
+            into.append(f"{'-' if line[0] == '+' else '+'}{line[1:]}")
+        elif line[0] == "\\" and (gone or new):
+            into.append(line)
+        else:
+            yield from (*gone, *new)
+            gone, new = [], []
+            yield _HUNK_RANGES.sub(r"@@ -\2 +\1 @@", line) if line.startswith("@@ ") else line
+    yield from (*gone, *new)
 
 
 def split_patch(patch: str) -> Iterator[FilePatch]:

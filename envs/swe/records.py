@@ -21,13 +21,22 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_core import ErrorDetails
 
 from envs.swe.calls import Call
+from envs.swe.datasets import normalise
+from envs.swe.datasets.spec import SwebenchSpec, parse_list
 from envs.swe.patches import diff_files, is_test_path
 from envs.swe.pytest_log import KeyMode, cut_name, fold_names
-from envs.swe.rows import SwebenchSpec, normalise, parse_list
 from envs.types import TaskRecordError
 
 STATUSES = frozenset({"PASSED", "FAILED", "ERROR", "SKIPPED", "XFAIL", "XPASS"})
 R2E_TEST_COMMAND = "bash run_tests.sh"
+WORKDIR = "/testbed"
+SYSTEM_FOLDERS = frozenset(
+    {
+        *("bin", "boot", "dev", "etc", "home", "lib", "lib32", "lib64", "libx32"),
+        *("media", "mnt", "opt", "proc", "root", "run", "sbin", "srv", "sys", "tmp", "usr", "var"),
+    }
+)
+_FOLDER = re.compile(r"(?!\.)[A-Za-z0-9._-]+")
 SWEBENCH_SCRIPT = "/tmp/agent-rl-eval.sh"
 SWEBENCH_TEST_COMMAND = f"bash {SWEBENCH_SCRIPT}"
 
@@ -42,8 +51,10 @@ class SweRecord(BaseModel):
     ``site_packages`` is a folder of Python packages for the box, relative to the file the record was read from.
     ``verified`` says that the gold patch was seen to resolve the task and an empty patch was seen not to.
     ``isolated`` names expected tests that a success is tried with once more, in a box of their own (:mod:`.apart`).
-    ``swebench`` is there in SWE-bench's rows, which are graded by swebench's rules; their expected output says PASSED
-    of every test in FAIL_TO_PASS and PASS_TO_PASS.
+    ``swebench`` is there in rows of SWE-bench's kind (:mod:`envs.swe.datasets`), which a script in the image grades;
+    their expected output says PASSED of every test in FAIL_TO_PASS and PASS_TO_PASS.
+    ``bug_patch`` is a git diff that breaks the image's healthy repository before anything else happens in a box.
+    ``workdir`` is where an image has its repository.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -72,6 +83,8 @@ class SweRecord(BaseModel):
     verified: bool = False
     isolated: tuple[str, ...] = ()
     swebench: SwebenchSpec | None = None
+    bug_patch: str = ""
+    workdir: str = WORKDIR
 
     @field_validator("expected_output_json")
     @classmethod
@@ -123,6 +136,14 @@ class SweRecord(BaseModel):
             raise ValueError(f"{value!r}: right would be a name without control characters")
         return value
 
+    @field_validator("workdir")
+    @classmethod
+    def _workdir_is_no_system_folder(cls, value: str) -> str:
+        name = value.removeprefix("/")
+        if value != f"/{name}" or not _FOLDER.fullmatch(name) or name in SYSTEM_FOLDERS:
+            raise ValueError(f"{value!r}: right would be a folder of the repository's own at the image's top")
+        return value
+
     @model_validator(mode="after")
     def _has_a_repository(self) -> SweRecord:
         if not self.files and not self.docker_image:
@@ -131,6 +152,8 @@ class SweRecord(BaseModel):
             raise ValueError("test_command is empty: a task with files must say how its tests run, or give calls")
         if not self.expected:
             raise ValueError("expected_output_json: its keys name no test (R2E-Gym's empty key stands for a file)")
+        if self.files and (self.bug_patch or self.workdir != WORKDIR):
+            raise ValueError(f"bug_patch, workdir: are for images; a task with files starts as these, in {WORKDIR}")
         if self.isolated and not (self.files and self.runs_pytest):
             raise ValueError("isolated: right would be a task with files whose test_command runs pytest")
         if unknown := sorted(set(self.isolated) - set(self.expected)):
@@ -278,10 +301,12 @@ def problems_of(error: ValidationError) -> list[str]:
 
 
 def _explain(problem: ErrorDetails) -> str:
-    field = ".".join(str(part) for part in problem["loc"]) or "record"
+    field = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "missing":
         return f"{field}: required, and not given"
     message = problem["msg"].removeprefix("Value error, ")
+    if not field:  # a fault of the whole row, which names its fields
+        return message
     got = "" if problem["type"] == "value_error" else f", got {_short(problem['input'])}"
     return f"{field}: {message}{got}"
 

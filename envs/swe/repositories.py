@@ -16,9 +16,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from envs.swe.changes import LITTER
+from envs.swe.records import WORKDIR
 from sandbox import Sandbox, SandboxStartError
 
-WORKDIR = "/testbed"
 SETUP_TIMEOUT = 120.0
 _DATE = "2000-01-01T00:00:00+0000"
 
@@ -35,11 +35,11 @@ git -c gc.auto=0 commit -q --no-verify --allow-empty -m 'Start of the task'"""
 
 
 async def first_commit(sandbox: Sandbox, *, before: str = "", after: str = "") -> None:
-    """Make the working folder a repository of one commit, between two shell texts.
+    """Make the box's working folder a repository of one commit, between two shell texts.
 
     Raises ``SandboxStartError`` with git's last words.
     """
-    result = await sandbox.exec(f"{before}{_COMMIT}\n{after}", timeout=SETUP_TIMEOUT, cwd=WORKDIR)
+    result = await sandbox.exec(f"{before}{_COMMIT}\n{after}", timeout=SETUP_TIMEOUT)
     if not result.ok:
         raise SandboxStartError(f"the repository could not be set up: {result.text.strip()[-300:]}")
 

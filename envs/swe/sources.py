@@ -14,8 +14,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from envs.swe.datasets import says_how, with_spec
+from envs.swe.datasets.swebench import shows_images
 from envs.swe.records import SweRecord, problems_of
-from envs.swe.rows import with_spec
 from envs.types import TaskRecordError
 
 FILE_TYPES = (".jsonl", ".json", ".parquet")
@@ -30,10 +31,12 @@ Row = tuple[int, Mapping[str, Any] | str]
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """What was read. ``broken`` has a line for every field that was wrong in a row that was skipped."""
+    """What was read. ``broken`` has a line for every field that was wrong in a row that was skipped; ``pictured`` is
+    the number of records whose problem statement comes with images, which no record holds."""
 
     records: Sequence[SweRecord]
     broken: Sequence[str] = ()
+    pictured: int = 0
 
 
 class BrokenRowsError(TaskRecordError):
@@ -70,14 +73,16 @@ def read_records(
     problems: list[str] = []
     seen: dict[str, int] = {}
     known = _by_instance(specs, split) if specs is not None else {}
+    pictured = 0
     for number, row in _rows(source, split):
         found = [row] if isinstance(row, str) else _take(row, number, records, seen, known)
         problems += [f"row {number}: {problem}" for problem in found]
+        pictured += not found and not isinstance(row, str) and shows_images(row)
     if problems and not skip_broken:
         raise BrokenRowsError(str(source), problems)
     if not records:
         raise TaskRecordError(f"{source}: holds no task record" + (" that is whole" if problems else ""))
-    return Records(records, problems)
+    return Records(records, problems, pictured)
 
 
 def is_data_set(path: Path) -> bool:
@@ -97,7 +102,7 @@ def _is_task_repository(path: Path) -> bool:
 def _by_instance(specs: Path | str, split: str | None) -> dict[str, Mapping[str, Any]]:
     """The rows of ``specs`` by ``instance_id``. Raises ``TaskRecordError`` where they don't say how they are graded."""
     rows = [row for _, row in _rows(specs, split) if not isinstance(row, str)]
-    found = {str(row["instance_id"]): row for row in rows if row.get("instance_id") and row.get("eval_script")}
+    found = {str(row["instance_id"]): row for row in rows if row.get("instance_id") and says_how(row)}
     if not found:
         raise TaskRecordError(f"specs: {specs}: no row with instance_id and eval_script; right would be swebench 5's")
     return found

@@ -1,8 +1,9 @@
-"""SWE-bench's rows, graded by swebench 5's specification, log parsers and report (github.com/SWE-bench/SWE-bench).
+"""Rows of SWE-bench's kind, graded by swebench 5's specification, log parsers and report, or by their own rules.
 
-Of its harness we use what decides: ``make_test_spec`` and ``get_eval_report``. Containers, limits, patch and screening
-are ours, so a conftest that forces passes, a verdict kept from another patch, and a container with privileges are no
-concern here. swebench is an extra (``pip install 'agent-rl[swebench]'``), imported when the first row is graded.
+Of its harness (github.com/SWE-bench/SWE-bench) we use what decides: ``make_test_spec`` and ``get_eval_report``.
+Containers, limits, patch and screening are ours, so a conftest that forces passes, a verdict kept from another patch,
+and a container with privileges are no concern here. swebench is an extra (``pip install 'agent-rl[swebench]'``),
+imported when the first row is graded. SWE-smith's rows do without it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from envs.swe.datasets.scripts import END, START
+from envs.swe.datasets.spec import PASSED, SwebenchSpec
+from envs.swe.own_rules import FAILED, judge_log
 from envs.swe.pytest_log import Verdict
 from envs.swe.records import SweRecord
 from envs.types import TaskRecordError
@@ -22,8 +26,6 @@ if TYPE_CHECKING:
     from swebench.types import TestSpec
 
 _log = logging.getLogger(__name__)
-_START, _END = ">>>>> Start Test Output", ">>>>> End Test Output"
-PASSED, FAILED = "PASSED", "FAILED"
 
 
 def check_gradable(source: str, records: Sequence[SweRecord]) -> None:
@@ -36,21 +38,35 @@ def check_gradable(source: str, records: Sequence[SweRecord]) -> None:
             f"{', '.join(classic[0].swebench.missing)}, without which swebench 5 cannot grade them; right would be "
             "rows that have these columns, as SWE-bench/SWE-bench_Verified's have (the option specs joins them by id)"
         )
-    if rows and importlib.util.find_spec("swebench") is None:
+    if any(needs_swebench(record) for record in rows) and importlib.util.find_spec("swebench") is None:
         raise TaskRecordError(f"{source}: grading SWE-bench's rows needs swebench: pip install 'agent-rl[swebench]'")
+
+
+def needs_swebench(record: SweRecord) -> bool:
+    """Whether the package swebench takes part in grading the record."""
+    return record.swebench is not None and record.swebench.rules != "swe-smith"
 
 
 def eval_script(record: SweRecord) -> str:
     """The bash script that puts the hidden tests in place and runs them."""
-    return _spec(record).eval_script
+    spec = _own(record)
+    return spec.eval_script if spec.rules == "swe-smith" else _spec(record).eval_script
 
 
 def read_log(record: SweRecord, log: str) -> Verdict | None:
-    """swebench's verdict on the eval script's output, or None where it finds no test results there, or its parser of
-    logs breaks on what the tests printed.
+    """The verdict on the eval script's output, or None where no test results are found there, or the parser of logs
+    breaks on what the tests printed.
 
     The verdict's tests are those of FAIL_TO_PASS and PASS_TO_PASS, PASSED where they count as such.
     """
+    try:
+        return _report(record, log) if _own(record).rules == "swebench" else judge_log(_own(record), log)
+    except (LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        _log.warning("task %s: the parser of logs broke on the tests' log: %r", record.id, error)
+        return None
+
+
+def _report(record: SweRecord, log: str) -> Verdict | None:
     from swebench.harness.grading import get_eval_report
 
     # The patch was applied before the tests ran; swebench asks only whether there is one.
@@ -58,11 +74,7 @@ def read_log(record: SweRecord, log: str) -> Verdict | None:
     with tempfile.TemporaryDirectory(prefix="agent-rl-") as folder:
         path = Path(folder) / "test_output.txt"
         path.write_text(log, encoding="utf-8", errors="replace")
-        try:
-            report = get_eval_report(_spec(record), prediction, str(path), include_tests_status=True)[record.id]
-        except (LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
-            _log.warning("task %s: swebench's parser broke on the tests' log: %r", record.id, error)
-            return None
+        report = get_eval_report(_spec(record), prediction, str(path), include_tests_status=True)[record.id]
     if not report["patch_successfully_applied"]:
         return None
     groups = report["tests_status"].values()
@@ -74,11 +86,15 @@ def read_log(record: SweRecord, log: str) -> Verdict | None:
 
 def as_log(lines: Sequence[str]) -> str:
     """Lines of a summary as the part of a log that swebench reads."""
-    return "\n".join([_START, *lines, _END])
+    return "\n".join([START, *lines, END])
 
 
 def _spec(record: SweRecord) -> TestSpec:
     from swebench.harness.utils import make_test_spec
 
-    assert record.swebench is not None, f"{record.id} is no row of SWE-bench"
-    return make_test_spec(record.swebench.instance(record.id, record.repo_name))
+    return make_test_spec(_own(record).instance(record.id, record.repo_name))
+
+
+def _own(record: SweRecord) -> SwebenchSpec:
+    assert record.swebench is not None, f"{record.id} is no row of SWE-bench's kind"
+    return record.swebench

@@ -134,17 +134,19 @@ def _doubts(record: SweRecord, run: TestRun, verdict: Verdict | None) -> tuple[s
     if verdict is None:
         quiet = run.began and run.result.exit_code == 0 and not run.result.timed_out
         return ("the test run ended with exit code 0 and no results",) if quiet else ()
+    # Only by SWE-smith's rules can a success lack tests: they count as passed there.
+    absent = [f"{test}: not in the log" for test in record.expected if record.swebench and test not in verdict.tests]
     if not run.witnessed:
-        return ()
+        return tuple(absent)
     if run.report is None:
-        return (NO_REPORT,)
+        return (NO_REPORT, *absent)
     several = ("the log holds several test summaries",) if count_summaries(run.log) > 1 else ()
     # The report goes the way of the log, so that names are cut and grouped the same way.
     lines = [f"{status} {test}" for test, status in run.report.statuses.items()]
     seen = _read(record, as_log(lines) if record.swebench else as_summary(lines))
     differing = [test for test in record.expected if seen is None or seen.tests.get(test) != verdict.tests.get(test)]
     differences = [f"{test}: the summary and the test run's own report differ" for test in differing]
-    return (*run.report.tampering, *several, *differences)
+    return (*run.report.tampering, *several, *absent, *differences)
 
 
 async def _control(case: _Case, patched: TestRun, seen: Verdict | None) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envs.swe.patches import diff_files, patched_paths, screen, split_patch
+from envs.swe.patches import diff_files, patched_paths, reversed_patch, screen, split_patch
 
 paths = st.sampled_from(["a.py", "pkg/b.py", "pkg/deep/c.txt", "with space.md", "é.py"])
 contents = st.text(st.sampled_from(list("ab \t\r\n\f\x85é+-@\\")), max_size=40)
@@ -154,3 +154,15 @@ def test_git_touches_no_other_path_than_those_named(old: dict[str, str], new: di
     touched = {line.split(b"\t", 2)[2].decode() for line in run.stdout.split(b"\0") if line}
     assert touched == patched_paths(patch)
     assert screen(split_patch(patch), hidden=()).text == patch
+
+
+@settings(max_examples=40, deadline=None)
+@given(trees, trees)
+def test_git_takes_back_with_a_reversed_patch_what_the_patch_did(old: dict[str, str], new: dict[str, str]) -> None:
+    if (patch := diff_files(old, new)) == "":
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        write_tree(Path(folder), new)
+        git_apply(Path(folder), reversed_patch(patch))
+        assert read_tree(Path(folder)) == old
+    assert reversed_patch(reversed_patch(patch)) == patch

@@ -23,6 +23,7 @@ from envs import EnvContext, EnvsError, GradingError, TaskRecordError
 from envs.swe import SweEnvironment, SweRecord, start_episode, verify_record
 from envs.swe.records import parse_record
 from sandbox import ImageMissingError, ImagePolicy, SandboxBackend, SandboxSpec, open_backend
+from tests.envs.dataset_rows import classic, gym, nemo_around, nemo_generated, rebench, rebench_v2, smith
 from tests.envs.images import SYSTEM, folder_image
 from tests.redteam.attack import held
 
@@ -136,6 +137,29 @@ def test_any_row_is_read_or_refused_in_one_line(row: dict[str, object]) -> None:
         refusal = str(error)
         assert refusal.isprintable()
         assert "row 1: " in refusal or "parsed_commit_content" in refusal
+
+
+DATA_SETS = (rebench(), rebench_v2(), gym(), smith(), classic(), nemo_around(gym(), "SWE-Gym"), nemo_generated("a/b"))
+PARTS = sorted({field for row in DATA_SETS for field in (*row, "image_assets", "image_name", "docker_image")})
+
+
+@given(st.sampled_from(DATA_SETS), st.dictionaries(st.sampled_from(PARTS), JSON | JSON.map(json.dumps), max_size=3))
+def test_any_row_of_a_data_set_is_read_or_refused_in_one_line(row: dict[str, object], changes: dict[str, object]) -> None:
+    try:
+        record = parse_record({**row, **changes}, "row 1")
+        assert isinstance(record.gold, str)
+        assert record.expected
+        assert record.workdir in ("/testbed", "/calc") or "repo" in changes
+    except TaskRecordError as error:
+        assert str(error).isprintable()
+
+
+@pytest.mark.parametrize("repo", ["a/etc", "a/..", "a/", "a/proc", "a/x y", "a/.git", "/"])
+def test_a_row_takes_a_system_folder_of_its_box_for_its_repository(tasks: Path, repo: str) -> None:
+    (tasks / "train.jsonl").write_text(json.dumps(rebench_v2(repo=repo)) + "\n")
+    with pytest.raises(TaskRecordError, match="row 1: workdir: ") as error:
+        SweEnvironment(EnvContext(None), tasks / "train.jsonl").tasks("train")  # type: ignore[arg-type]
+    held(f"repo {repo!r} of SWE-rebench-V2", error.value)
 
 
 @pytest.mark.parametrize("content", ["[]", "1", "{", DEEP, LONG, '{"file_diffs": [1]}', '{"file_diffs": [{}]}'])

@@ -1,0 +1,60 @@
+"""SWE-Gym (and Lite): SWE-bench's fields for eleven other repositories, whose test commands its harness keeps.
+
+The commands are those of SWE-Gym/SWE-Bench-Fork at 242429c, swebench/harness/constants.py (docs/datasets.md).
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from typing import Any
+
+from envs.swe.datasets.scripts import CONDA, eval_script, patched_tests, put_tests
+from envs.swe.datasets.spec import Row, as_record, given, published_image, require
+
+_TEST_COMMANDS = {
+    "bokeh/bokeh": "pytest -rA -n0",
+    "conan-io/conan": "pytest -n0 -rA",
+    "dask/dask": "pytest -n0 -rA --color=no",
+    "facebookresearch/hydra": "pytest -rA --tb=long",
+    "getmoto/moto": "pytest -n0 -rA",
+    "iterative/dvc": "pytest -rA",
+    "modin-project/modin": "pytest -n0 -rA",
+    "pandas-dev/pandas": "pytest -rA --tb=long",
+    "project-monai/monai": "pytest -rA",
+    "pydantic/pydantic": "pytest -rA --tb=short -vv -o console_output_style=classic --no-header",
+    "python/mypy": "pytest -n0 -rA",
+}
+_PARSERS = {"pydantic/pydantic": "parse_log_pytest_v2"}
+_BEFORE = {"conan-io/conan": ["export PYTHONPATH=${PYTHONPATH:-}:$(pwd)"]}
+_MYPY = "python/mypy"
+_MYPY_CASE = re.compile(r"\[case ([^\]]+)\]")
+
+
+def recognises(row: Row) -> bool:
+    return "instance_id" in row and not row.get("eval_script") and _repository(row) in _TEST_COMMANDS
+
+
+def read(row: Row) -> dict[str, Any]:
+    require(row, "SWE-Gym", "base_commit", "test_patch", "FAIL_TO_PASS")
+    repository, patch = _repository(row), str(row["test_patch"])
+    before = [*CONDA, *_BEFORE.get(repository, ()), *put_tests(patch, str(row["base_commit"]))]
+    spec = {
+        **given(row, "version", "test_patch", "FAIL_TO_PASS", "PASS_TO_PASS"),
+        "eval_script": eval_script(before, [f"{_TEST_COMMANDS[repository]} {_selected(repository, patch)}"]),
+        "log_parser": _PARSERS.get(repository, "parse_log_pytest"),
+        "eval_type": "pass_and_fail",
+    }
+    image = row.get("docker_image") or row.get("image_name")
+    return as_record(row, spec, docker_image=image or published_image(row, "xingyaoww/sweb.eval.x86_64.", "_s_"))
+
+
+def _repository(row: Row) -> str:
+    return str(row.get("repo", "")).lower()
+
+
+def _selected(repository: str, patch: str) -> str:
+    """What the test command is told to run: the patched files, of mypy's data files the cases that the patch names."""
+    if repository != _MYPY:
+        return shlex.join(patched_tests(patch))
+    return f"-k {shlex.quote(' or '.join(_MYPY_CASE.findall(patch)))}"

@@ -1,0 +1,99 @@
+"""nebius/SWE-rebench and SWE-rebench-V2: rows that bring their test command and log parser along (docs/datasets.md)."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from envs.swe.datasets.scripts import CONDA, apply_patch, eval_script, patched_tests, put_tests
+from envs.swe.datasets.spec import Row, as_record, given, lines, parse_object, published_image, require, strings
+
+_CONFIG = "install_config"
+_PYTEST_PARSERS = frozenset({"parse_log_pytest", "parse_log_pytest_options", "parse_log_pytest_v2"})
+_LOCALE = "LANG=C.UTF-8 LC_ALL=C.UTF-8 "
+_V2_APPLY = "-v --3way --recount --ignore-space-change --whitespace=nowarn"
+# Durations that test runners of V2's languages write into a test's name: " [1.3 ms]", " in 29 msec", " (1.2s)".
+_DURATIONS = (
+    re.compile(r"\s*\[\s*\d+(?:\.\d+)?\s*m?s\s*\]\s*$", re.IGNORECASE),
+    re.compile(r"\s+in\s+\d+(?:\.\d+)?\s+m?sec\b", re.IGNORECASE),
+    re.compile(r"\s*\(\s*\d+(?:\.\d+)?\s*m?s\s*\)\s*$", re.IGNORECASE),
+)
+
+
+def recognises(row: Row) -> bool:
+    return bool(row.get(_CONFIG)) and not row.get("eval_script")
+
+
+def read(row: Row) -> dict[str, Any]:
+    family = "SWE-rebench"
+    require(row, family, "instance_id", "repo", "base_commit", "test_patch")
+    config = parse_object(row[_CONFIG], _CONFIG)
+    for name in ("test_cmd", "log_parser"):
+        if not config.get(name):
+            raise ValueError(f"{_CONFIG}.{name}: required in a row of {family}, and not given")
+    return (_read_v2 if "language" in row else _read_v1)(row, config, _known_parser(str(config["log_parser"])))
+
+
+def without_duration(test: str) -> str:
+    """A test's name without the time that it took."""
+    for pattern in _DURATIONS:
+        test = pattern.sub("", test)
+    return test.strip()
+
+
+def _read_v1(row: Row, config: Mapping[str, Any], parser: str) -> dict[str, Any]:
+    commands = {name: lines(config.get(name, ()), f"{_CONFIG}.{name}") for name in ("test_cmd", "install")}
+    patch, base = str(row["test_patch"]), str(row["base_commit"])
+    *first, tests = [f"{_LOCALE}{command}" for command in commands["test_cmd"]]
+    install = [f"{_LOCALE}{command}" for command in commands["install"]]
+    extra = lines(config.get("eval_commands", ()), f"{_CONFIG}.eval_commands")
+    script = eval_script(
+        [*CONDA, *extra, *install, *put_tests(patch, base)],
+        [*first, f"{tests} {shlex.join(patched_tests(patch))}"],
+    )
+    spec = _spec(row, script, parser)
+    image = row.get("docker_image") or row.get("image_name")
+    return as_record(row, spec, docker_image=image or published_image(row, "swerebench/sweb.eval.x86_64.", "_1776_"))
+
+
+def _read_v2(row: Row, config: Mapping[str, Any], parser: str) -> dict[str, Any]:
+    require(row, "SWE-rebench-V2", "image_name")
+    folder = f"/{str(row['repo']).rpartition('/')[2]}"
+    tests = {key: [without_duration(test) for test in strings(row.get(key, ()))] for key in _TESTS}
+    script = eval_script(
+        [f"cd {shlex.quote(folder)}", "git update-index -q --refresh", *apply_patch(str(row["test_patch"]), _V2_APPLY)],
+        lines(config["test_cmd"], f"{_CONFIG}.test_cmd"),
+    )
+    spec = {**_spec(row, script, parser), **tests, "rules": "swe-rebench-v2"}
+    return as_record(row, spec, docker_image=row["image_name"], workdir=folder)
+
+
+_TESTS = ("FAIL_TO_PASS", "PASS_TO_PASS")
+
+
+def _spec(row: Row, script: str, parser: str) -> dict[str, Any]:
+    own = {"eval_script": script, "log_parser": parser, "eval_type": "pass_and_fail"}
+    return {**given(row, "version", "test_patch", *_TESTS), **own}
+
+
+def _known_parser(name: str) -> str:
+    """``name``, where swebench has a parser of it. Raises ``ValueError`` else."""
+    if name in _PYTEST_PARSERS or (known := _parsers()) is None or name in known:
+        return name
+    raise ValueError(
+        f"{_CONFIG}.log_parser: {name!r} is none of the {len(known)} that swebench 5 has, so the row cannot be graded; "
+        "right would be parse_log_pytest, say"
+    )
+
+
+@cache
+def _parsers() -> frozenset[str] | None:
+    """The names of swebench's log parsers; None where it is not installed, which is told before anything is graded."""
+    try:
+        from swebench.harness.log_parsers import PARSER_REGISTRY
+    except ImportError:
+        return None
+    return frozenset(PARSER_REGISTRY)

@@ -1,0 +1,75 @@
+"""SWE-smith: a bug put into a healthy repository. A row's ``patch`` is the bug, and the fix is its reverse.
+
+The test commands are those of SWE-bench/SWE-smith at 032f1a1, swesmith/profiles/python.py (docs/datasets.md).
+"""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+from envs.swe.datasets.scripts import CONDA, eval_script
+from envs.swe.datasets.spec import Row, as_record, given, require, strings
+from envs.swe.patches import reversed_patch
+
+PARSER = "swe-smith"
+"""The name of SWE-smith's log parser, which reads pytest's lines of progress (:mod:`envs.swe.swebench`)."""
+
+_PYTEST = "pytest --disable-warnings --color=no --tb=no --verbose"
+_TEST_COMMANDS = {
+    "tkrajina__gpxpy": "pytest test.py --verbose --color=no --tb=no --disable-warnings",
+    "jax-ml__jax": f"{_PYTEST} -n auto",
+    "mido__mido": f"{_PYTEST} -rs -c /dev/null",
+    "paramiko__paramiko": "pytest -rA --color=no --disable-warnings",
+    "pydantic__pydantic": f"/root/.local/bin/uv run {_PYTEST}",
+}
+_OTHER_RUNNERS = ("python__mypy", "tornadoweb__tornado", "un33k__python-slugify")
+
+
+def recognises(row: Row) -> bool:
+    """By what no other data set has: an id of repository, commit and bug, or a mirror or an image of SWE-smith's."""
+    names = f"{row.get('image_name', '')} {row.get('repo', '')}"
+    return "instance_id" in row and "test_patch" not in row and "swesmith" in names
+
+
+def read(row: Row) -> dict[str, Any]:
+    require(row, "SWE-smith", "instance_id", "repo", "patch", "FAIL_TO_PASS", "problem_statement")
+    mirror, _, bug = str(row["instance_id"]).rpartition(".")
+    project, _, commit = mirror.rpartition(".")
+    if not (project and commit and bug):
+        raise ValueError(f"instance_id: {row['instance_id']!r}; right would be OWNER__REPO.COMMIT.BUG, as SWE-smith's")
+    if project in _OTHER_RUNNERS:
+        raise ValueError(f"repo: {project} runs its tests in a way of its own, which is not supported")
+    files = _test_files(strings(row["FAIL_TO_PASS"]))
+    command = f"{_TEST_COMMANDS.get(project, _PYTEST)} {shlex.join(files)}"
+    spec = {
+        **given(row, "FAIL_TO_PASS"),
+        "PASS_TO_PASS": [test for test in strings(row.get("PASS_TO_PASS", ())) if test.startswith(tuple(files))],
+        "test_patch": "",
+        "hidden_files": files,
+        "eval_script": eval_script(CONDA, [command]),
+        "log_parser": PARSER,
+        "eval_type": "pass_and_fail",
+        "rules": "swe-smith",
+    }
+    bug_patch = str(row["patch"])
+    return as_record(
+        row, spec, docker_image=_image(row, mirror), bug_patch=bug_patch, gold_patch=reversed_patch(bug_patch)
+    )
+
+
+def _test_files(tests: list[str]) -> list[str]:
+    """The files of tests that pytest names, sorted. Raises ``ValueError`` where one has none."""
+    if other := next((test for test in tests if ".py::" not in test), None):
+        raise ValueError(
+            f"FAIL_TO_PASS: {other!r} names no file of pytest's, so it is not known which files the tests are; "
+            "right would be path/to/test_file.py::test (of SWE-smith's languages only Python is supported)"
+        )
+    return sorted({test.partition("::")[0] for test in tests})
+
+
+def _image(row: Row, mirror: str) -> str:
+    """The row's image, or the one that SWE-smith publishes for the repository and commit."""
+    published = f"swesmith.x86_64.{mirror.replace('__', '_1776_')}".lower()
+    image = str(row.get("image_name") or row.get("docker_image") or published)
+    return f"jyangballin/{image}" if image.startswith("swesmith.") else image
