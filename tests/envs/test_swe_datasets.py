@@ -211,7 +211,9 @@ REFUSED: dict[str, Mapping[str, Any]] = {
     r"repo: tornadoweb__tornado runs its tests in a way of its own": smith(instance_id="tornadoweb__tornado.d5.x"),
     r"patch: 0 file patches; right would be a git diff": smith(patch="no diff"),
     r"patch: a\.png: binary change": smith(patch="diff --git a/a.png b/a.png\nBinary files differ\n"),
-    r"image_assets\.test_patch: names 1 files": classic(image_assets={"test_patch": [{"path": "a.png", "url": "u"}]}),
+    r"image_assets\.test_patch: names files that": classic(
+        image_assets={"test_patch": [{"path": "a.png", "url": "u"}]}
+    ),
     r"dataset_name: 'deepswe' is graded by NeMo Gym alone": nemo_around(smith(), "deepswe"),
     r"instance_dict: not JSON": {"responses_create_params": {"metadata": {"instance_dict": "{"}}},
     r"instance_dict: not given, .*a conversation, not a task": {"responses_create_params": {"input": []}},

@@ -144,14 +144,17 @@ PARTS = sorted({field for row in DATA_SETS for field in (*row, "image_assets", "
 
 
 @given(st.sampled_from(DATA_SETS), st.dictionaries(st.sampled_from(PARTS), JSON | JSON.map(json.dumps), max_size=3))
-def test_any_row_of_a_data_set_is_read_or_refused_in_one_line(row: dict[str, object], changes: dict[str, object]) -> None:
+def test_any_row_of_a_data_set_is_read_or_refused_in_one_line(
+    row: dict[str, object], changes: dict[str, object]
+) -> None:
     try:
         record = parse_record({**row, **changes}, "row 1")
         assert isinstance(record.gold, str)
         assert record.expected
         assert record.workdir in ("/testbed", "/calc") or "repo" in changes
     except TaskRecordError as error:
-        assert str(error).isprintable()
+        refusal = str(error)
+        assert refusal.isprintable()
 
 
 @pytest.mark.parametrize("repo", ["a/etc", "a/..", "a/", "a/proc", "a/x y", "a/.git", "/"])
