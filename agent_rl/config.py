@@ -510,6 +510,12 @@ class R3Config(Section):
         0.01, ge=0, le=1, description="Share of a step's tokens that may lack routes before the run stops."
     )
     probe: bool = Field(True, description="Probe the engine's route capture before training starts.")
+    audit: float = Field(
+        0.01,
+        ge=0,
+        le=1,
+        description="Share of the trajectories whose routes are asked for again, and compared.",
+    )
     trace: TraceConfig = TraceConfig()
 
     @property
@@ -548,6 +554,8 @@ class GuardConfig(Section):
     grad_norm: LimitConfig = LimitConfig(deviations=10.0)
     entropy: LimitConfig = LimitConfig(deviations=10.0)
     reward: LimitConfig = LimitConfig(deviations=10.0)
+    audit: LimitConfig = LimitConfig(above=0.2)
+    audit_cached: LimitConfig = LimitConfig(above=0.1)
     max_skipped: int = Field(
         3, ge=0, description="Updates within window that may be left out; one more ends the run, whatever the action."
     )

@@ -134,6 +134,20 @@ class Rescored:
         return self.values.mean(axis=0, dtype=np.float64).astype(np.float32)
 
 
+@dataclass(frozen=True, slots=True)
+class RouteAudit:
+    """A trajectory's routes compared with what the engine answered when it was asked for them again.
+
+    Counted in sets, one a token and layer: those that came out of the prefix cache, those computed by a prefill, and
+    how many of each differ from the trajectory's.
+    """
+
+    cached: int
+    cached_differing: int
+    prefilled: int
+    prefilled_differing: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
     """A finished episode: all tokens in order, which were sampled, their log-probs, and every token's routes.
@@ -164,6 +178,7 @@ class Trajectory:
     tests: Mapping[str, str] = field(default_factory=dict)
     test_log: str = ""
     rescored: Rescored | None = None
+    audit: RouteAudit | None = None
     recovered: bool = False
 
     @property

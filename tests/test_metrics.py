@@ -17,6 +17,7 @@ from agent_rl.controller.guard import Guard
 from agent_rl.errors import AgentRlError
 from agent_rl.observe.metrics import METRICS, NAMES, with_tables
 from agent_rl.observe.metrics_log import MetricsLog, read_metrics
+from agent_rl.rollout.audit import audit_metrics
 from agent_rl.rollout.filters import filter_metrics
 from agent_rl.rollout.group import Rollout
 from agent_rl.rollout.rescore import rescore_metrics
@@ -24,7 +25,7 @@ from agent_rl.rollout.stats import rollout_metrics
 from agent_rl.train.balance_report import BalanceReport, PassBalance, balance_metrics
 from agent_rl.train.reports import RankReport, ReferenceReport, RouteCounts, Update, UpdateSums
 from agent_rl.train.step_metrics import step_metrics
-from agent_rl.types import Group, Rescored
+from agent_rl.types import Group, Rescored, RouteAudit
 from r3.routing import Routing
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,9 +43,12 @@ def made_by_calling() -> Mapping[str, set[str]]:
     """File -> the metrics that its functions give for a step in which everything there is to measure happened."""
     routing = Routing(np.zeros((5, 1, 1), np.uint8), np.ones(5, np.bool_), (), 4)
     won = replace(trajectory(1.0), routing=routing, rescored=Rescored(np.zeros((2, 2), np.float32), 1.0))
+    won = replace(won, audit=RouteAudit(2, 0, 2, 0))
     group = Group("t", (won, replace(trajectory(0.0), recovered=True)))
+    audited = set(audit_metrics([won]))
     return {
-        "agent_rl/rollout/stats.py": set(rollout_metrics(Rollout((group,), (), seconds=1.0))),
+        "agent_rl/rollout/stats.py": set(rollout_metrics(Rollout((group,), (), seconds=1.0))) - audited,
+        "agent_rl/rollout/audit.py": audited,
         "agent_rl/rollout/filters.py": set(filter_metrics([group], [Group("u", (won, won))])),
         "agent_rl/rollout/rescore.py": set(rescore_metrics([won])),
         "agent_rl/controller/advantages.py": set(samples_of([group]).metrics),

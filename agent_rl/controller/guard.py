@@ -56,6 +56,8 @@ WATCHED = (
     Watched("grad_norm", "train/grad_norm", ("above",), True),
     Watched("entropy", "train/entropy", ("above", "below"), True),
     Watched("reward", "reward/mean", ("below",), False),
+    Watched("audit", "r3/audit_mismatch", ("above",), False),
+    Watched("audit_cached", "r3/audit_cached_mismatch", ("above",), False),
 )
 
 

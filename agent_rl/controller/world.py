@@ -16,6 +16,7 @@ from agent_rl.evaluation.quarantine import read_quarantine
 from agent_rl.model_facts import ModelFacts
 from agent_rl.observe.display import Display
 from agent_rl.render import ChatRenderer
+from agent_rl.rollout.audit import Auditor
 from agent_rl.rollout.episode import EpisodeRules, run_episode
 from agent_rl.rollout.group import EpisodeRunner
 from agent_rl.rollout.limiter import Limiter
@@ -51,10 +52,11 @@ class World:
     limiter: Limiter
 
     def runner(self, rules: EpisodeRules) -> EpisodeRunner:
-        """Runs one episode of a task with the engine's policy under ``rules``."""
+        """Runs one episode of a task with the engine's policy under ``rules``, and audits its routes now and then."""
+        audit = Auditor(self.engine, rules.routes.audit) if rules.routes else None
 
         async def run(task: Task) -> Trajectory:
-            return await run_episode(self.workshop.env, task, self.engine, self.renderer, self.format, rules)
+            return await run_episode(self.workshop.env, task, self.engine, self.renderer, self.format, rules, audit)
 
         return run
 

@@ -114,7 +114,19 @@ class SGLangEngine:
         sampled from, temperature applied (raw at temperature 0), not renormalised for top-p or top-k. The model's own
         end-of-text token ends a turn too.
         """
-        body = self._request(tokens, sampling, routes_from)
+        return await self._ask(self._request(tokens, sampling, routes_from), tokens, routes_from, session)
+
+    async def prefill(self, tokens: TokenIds, *, session: str, afresh: bool) -> Completion:
+        """Compute ``tokens``; see :class:`agent_rl.rollout.audit.Prefiller`. A sequence that fills the model's context
+        is EngineRejected."""
+        body = self._request(tokens, SamplingParams(temperature=0.0, max_new_tokens=1), 0)
+        if afresh:
+            body["extra_key"] = uuid.uuid4().hex  # prefixes are shared among requests of one key
+        return await self._ask(body, tokens, 0, session)
+
+    async def _ask(
+        self, body: Mapping[str, Any], tokens: TokenIds, routes_from: int | None, session: str
+    ) -> Completion:
         async for attempt in self._attempts(session):
             with attempt:
                 return await self._once(body, tokens, routes_from, session)

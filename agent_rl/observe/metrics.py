@@ -58,6 +58,7 @@ def _without_replay(metrics: Iterable[Metric]) -> tuple[Metric, ...]:
 
 
 _STATS = "agent_rl/rollout/stats.py"
+_AUDIT = "agent_rl/rollout/audit.py"
 _FILTERS = "agent_rl/rollout/filters.py"
 _RESCORE = "agent_rl/rollout/rescore.py"
 _ADVANTAGES = "agent_rl/controller/advantages.py"
@@ -215,6 +216,21 @@ METRICS: tuple[Metric, ...] = (
         "share",
         "Sampled tokens of requests that were retracted, whose routes a prefill may have computed again.",
         _STATS,
+    ),
+    *_of(
+        _AUDIT,
+        ("r3/audit_trajectories", "count", "Trajectories whose routes were asked for again (`r3.audit`)."),
+        (
+            "r3/audit_mismatch",
+            "share",
+            "Their (token, layer) sets that a prefill of the same tokens computes otherwise; rounding alone gives some "
+            "([what it can see](routing.md#audit)).",
+        ),
+        (
+            "r3/audit_cached_mismatch",
+            "share",
+            "Their sets that came out of the prefix cache otherwise; 0, but for rows of siblings.",
+        ),
     ),
     *_of(
         _STEP,

@@ -18,6 +18,7 @@ from typing import Any
 from agent_rl.config import EnvConfig, R3Config, RolloutConfig, RunConfig
 from agent_rl.engine.types import Engine
 from agent_rl.errors import EngineAborted, EngineError, RoutesMissingError
+from agent_rl.rollout.audit import Auditor
 from agent_rl.rollout.opening import Renderer, open_conversation
 from agent_rl.rollout.transcript import Transcript
 from agent_rl.types import FinishReason, SamplingParams, StopReason, Trajectory, Turn
@@ -71,14 +72,17 @@ async def run_episode(
     renderer: Renderer,
     fmt: ToolCallFormat,
     rules: EpisodeRules,
+    audit: Auditor | None = None,
 ) -> Trajectory:
-    """Drive ``task`` to an ending and grade it.
+    """Drive ``task`` to an ending and grade it; ``audit`` then looks at its routes, or not.
 
     A sandbox, grading or engine failure is returned as a trajectory whose ``stop.infrastructure`` is True and whose
     reward is None. Raises RoutesMissingError, ImageMissingError, SandboxUnavailableError and TaskRecordError; being
     cancelled closes the sandbox first.
     """
-    return await _Run(env, task, engine, renderer, fmt, rules).run()
+    episode = _Run(env, task, engine, renderer, fmt, rules)
+    trajectory = await episode.run()
+    return trajectory if audit is None else await audit(trajectory, episode.session)
 
 
 class _Run:

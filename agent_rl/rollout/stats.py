@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 
+from agent_rl.rollout.audit import audit_metrics
 from agent_rl.rollout.group import Rollout
 from agent_rl.types import Group, StopReason, Trajectory
 from r3.routing import SpanKind
@@ -23,6 +24,7 @@ def rollout_metrics(rollout: Rollout) -> dict[str, float]:
     if any(trajectory.routing is not None for trajectory in trajectories):
         metrics["r3/missing_token_fraction"] = missing_token_fraction(trajectories)
         metrics["r3/recomputed_token_fraction"] = recomputed_token_fraction(trajectories)
+        metrics |= audit_metrics(trajectories)
     return metrics | _reward_metrics(rollout.groups, trajectories) | _work_metrics(rollout, trajectories)
 
 

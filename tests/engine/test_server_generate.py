@@ -6,22 +6,26 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
 import pytest
+from engine_proxy import Fault, proxy
 from routing_rows import slice_rows
 from server_control import tell
 from trajectories import trajectory
 
-from agent_rl.config import EngineConfig
+from agent_rl.config import EngineConfig, GuardConfig, R3Config
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import EngineRejected, RoutesMissingError
 from agent_rl.model_facts import ModelFacts, read_facts
+from agent_rl.rollout.audit import Auditor, audit_metrics
 from agent_rl.rollout.group import GroupSettings, collect_groups
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.rollout.rescore import Rescorer
-from agent_rl.types import Completion, FinishReason, SamplingParams, Trajectory
+from agent_rl.rollout.transcript import Transcript
+from agent_rl.types import Completion, FinishReason, RouteAudit, SamplingParams, Trajectory
 from envs import Task
 from r3.routing import Routing, SpanKind, validate
 from r3.stitch import RouteStitcher
@@ -226,6 +230,46 @@ async def test_siblings_of_one_prompt_keep_their_own_routes(engine: SGLangEngine
         assert completion.routing is not None
         tokens = [*PROMPT, *completion.tokens]
         same_sets(slice_rows(completion.routing, 0, len(tokens) - 1), await prefill(engine, tokens))
+
+
+class Mixes(Fault):
+    """Every second answer brings the rows of the answer before it, as long as its own."""
+
+    def __init__(self) -> None:
+        self._before, self._answers = None, 0
+
+    def rows(self, request: Any, answer: Any, rows: Any) -> Any:
+        self._answers += 1
+        before, self._before = self._before, rows
+        wrong = self._answers % 2 == 0 and before is not None and request["sampling_params"]["max_new_tokens"] > 1
+        return np.resize(before, rows.shape) if wrong else rows
+
+
+@pytest.mark.parametrize("fault", [Fault, Mixes])
+async def test_an_audit_under_load_finds_rows_of_others_and_nothing_else(
+    server: str, facts: ModelFacts, engine_config: EngineConfig, fault: type[Fault]
+) -> None:
+    async with proxy(server, fault()) as url, SGLangEngine(url, facts, engine_config) as engine:
+
+        async def episode(number: int) -> RouteAudit | None:
+            talk = Transcript([number, *PROMPT], max_tokens=500, routes=R3Config())
+            for turn in range(3):
+                talk.observed([number, turn] * 5)
+                session = f"session {number}"
+                talk.sampled(await engine.generate(talk.tokens, SAMPLE, routes_from=talk.routes_from, session=session))
+            tokens, mask, logprobs, routing = talk.arrays()
+            made = replace(trajectory(1.0), tokens=tokens, loss_mask=mask, logprobs=logprobs, routing=routing)
+            return (await Auditor(engine, 1.0)(made, session)).audit
+
+        audits = await asyncio.gather(*(episode(number) for number in range(8)))
+    found = audit_metrics([replace(trajectory(1.0), audit=audit) for audit in audits])
+    assert found["r3/audit_trajectories"] == 8
+    if fault is Mixes:
+        assert found["r3/audit_mismatch"] > GuardConfig().audit.above
+        assert found["r3/audit_cached_mismatch"] > GuardConfig().audit_cached.above
+    else:
+        assert found["r3/audit_mismatch"] == found["r3/audit_cached_mismatch"] == 0
+        assert all(audit.cached >= 0.9 * audit.prefilled for audit in audits)
 
 
 async def test_a_stop_token_ends_the_turn_and_is_kept(engine: SGLangEngine) -> None:
