@@ -182,14 +182,15 @@ class SweRecord(BaseModel):
 
     @property
     def runs_pytest(self) -> bool:
-        """Whether pytest runs the hidden tests, as far as the command tells; R2E-Gym's script always uses it."""
+        """Whether pytest runs the hidden tests, as far as the command tells; R2E-Gym's script is taken to (that of
+        tornado runs unittest)."""
         if self.calls:
             return False
         script = self.swebench.eval_script if self.swebench else self.command
         return script == R2E_TEST_COMMAND or re.search(r"\b(pytest|py\.test)\b", script) is not None
 
     @property
-    def keys(self) -> KeyMode:
+    def key_mode(self) -> KeyMode:
         """What ``expected`` names tests by."""
         return "node" if self.is_local or self.swebench else "name"
 
@@ -198,7 +199,7 @@ class SweRecord(BaseModel):
         """The statuses that resolve the task, by test, colour codes removed; an R2E-Gym row's keys are cut and folded
         as R2E-Gym does it."""
         pairs = [(_uncoloured(key), value) for key, value in json.loads(self.expected_output_json).items()]
-        return dict(pairs) if self.keys == "node" else fold_names((cut_name(key), value) for key, value in pairs)
+        return dict(pairs) if self.key_mode == "node" else fold_names((cut_name(key), value) for key, value in pairs)
 
     def alone(self) -> SweRecord:
         """The record that expects of the tests in ``isolated`` alone what this one expects of them."""

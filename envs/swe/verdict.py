@@ -123,7 +123,7 @@ def read_run(record: SweRecord, run: TestRun) -> Verdict | None:
 def _read(record: SweRecord, log: str) -> Verdict | None:
     if record.swebench is not None:
         return read_log(record, log)
-    return judge(log, record.expected, record.keys)
+    return judge(log, record.expected, record.key_mode)
 
 
 def _doubts(record: SweRecord, run: TestRun, verdict: Verdict | None) -> tuple[str, ...]:

@@ -132,6 +132,18 @@ async def test_a_run_that_fails_with_the_gold_patch_too_is_no_grade(context: Env
         await grade_patch(context, mute, record.gold)
 
 
+@pytest.mark.parametrize(
+    "script",
+    ["echo write: No space left on device", "kill -9 $$", "ulimit -v 90000; python3 -c 'b\" \" * (1 << 30)'"],
+)
+async def test_what_the_machine_lacks_makes_no_task_undecidable(
+    context: EnvContext, record: SweRecord, script: str
+) -> None:
+    with pytest.raises(GradingError) as error:
+        await grade_patch(context, record.model_copy(update={"test_command": script}), record.gold)
+    assert not isinstance(error.value, UndecidableError)
+
+
 async def test_without_a_gold_patch_the_run_without_a_change_tells_who_is_to_blame(
     context: EnvContext, record: SweRecord
 ) -> None:
