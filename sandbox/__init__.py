@@ -7,12 +7,14 @@ from sandbox.errors import (
     SandboxDiskFullError,
     SandboxError,
     SandboxFileError,
+    SandboxHostLostError,
     SandboxLostError,
     SandboxStartError,
     SandboxUnavailableError,
     printable,
 )
 from sandbox.files import blob_name
+from sandbox.pipes import open_pipes
 from sandbox.pool import SandboxPool
 from sandbox.select import BACKENDS, open_backend
 from sandbox.session import open_session
@@ -39,6 +41,7 @@ __all__ = [
     "SandboxDiskFullError",
     "SandboxError",
     "SandboxFileError",
+    "SandboxHostLostError",
     "SandboxLostError",
     "SandboxPool",
     "SandboxSpec",
@@ -51,6 +54,7 @@ __all__ = [
     "blob_name",
     "bounded",
     "open_backend",
+    "open_pipes",
     "open_session",
     "printable",
 ]

@@ -4,10 +4,11 @@
 
     SandboxError                 the box broke: infrastructure, never the policy's fault
     ├── SandboxUnavailableError  no container engine and no bubblewrap answers here
-    ├── ImageMissingError        the image or root file system is not on this machine
+    ├── ImageMissingError        the image or root file system is not on this machine, or not the same on all hosts
     ├── ImagePullError           the image could not be pulled, its retries spent
     ├── SandboxStartError        the box could not be started (worth a retry)
     ├── SandboxLostError         the box died under a command
+    │   └── SandboxHostLostError the machine that the box was on is gone
     ├── SandboxDiskFullError     no room left on the host
     └── SandboxFileError         a file operation on a path that does not allow it
 """
@@ -33,7 +34,7 @@ class SandboxUnavailableError(SandboxError):
 
 
 class ImageMissingError(SandboxError):
-    """The spec's image is not on this machine."""
+    """The spec's image is not on this machine, or is not the same on all sandbox hosts."""
 
 
 class ImagePullError(SandboxError):
@@ -46,6 +47,10 @@ class SandboxStartError(SandboxError):
 
 class SandboxLostError(SandboxError):
     """A box died while it was in use."""
+
+
+class SandboxHostLostError(SandboxLostError):
+    """The machine that a box was on is gone, and with it all its boxes."""
 
 
 class SandboxDiskFullError(SandboxError):

@@ -215,3 +215,16 @@ class SandboxBackend(Protocol):
     async def close(self) -> None:
         """Close every box this backend started and still owns. Idempotent, shielded."""
         ...
+
+
+@runtime_checkable
+class ImageKeeper(Protocol):
+    """A backend that can tell which images are on its machine. Optional; backends of several machines ask."""
+
+    async def image_id(self, image: str) -> str:
+        """What ``image`` is here, the same on all machines that have the same. Raises ``ImageMissingError``."""
+        ...
+
+    async def fetch(self, image: str) -> None:
+        """Have ``image`` fetched. Raises ``ImageMissingError`` or ``ImagePullError``."""
+        ...

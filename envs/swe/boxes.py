@@ -248,7 +248,7 @@ async def run_apart(context: EnvContext, record: SweRecord, spec: SandboxSpec, p
     """
     witness = Witness(watched=sorted(record.hidden))
     named = await asyncio.to_thread(_sorted_paths, patch)
-    with Link.open(sorted(record.hidden)) as link:
+    async with Link.open(context.backend, spec, sorted(record.hidden)) as link:
         spec = replace(spec, ro_binds={**spec.ro_binds, **link.binds})
         async with context.pairs, context.box(spec) as code, context.box(spec) as tests:
             data = {path: text for path, text in record.tests.items() if not path.endswith(".py")}

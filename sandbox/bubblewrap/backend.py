@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import platform
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -66,6 +67,22 @@ class BubblewrapBackend:
     def limits(self) -> str:
         """What holds a box's limits on this machine."""
         return self._parents.description if self._parents else "resource limits (address space, processes)"
+
+    @property
+    def disk(self) -> Path:
+        """The folder that boxes are in."""
+        return self._base
+
+    async def image_id(self, image: str) -> str:
+        """The folder that ``image`` is; for the machine's own folders its system and Python. Raises
+        ``ImageMissingError``."""
+        if image == HOST_IMAGE:
+            return await asyncio.to_thread(_system)
+        return str(await asyncio.to_thread(allowed_folder, image, self._policy))
+
+    async def fetch(self, image: str) -> None:
+        """Nothing: images are folders. Raises ``ImageMissingError`` where ``image`` is none."""
+        await self.image_id(image)
 
     async def start(self, spec: SandboxSpec) -> BubblewrapBox:
         """Start a box. Raises ``ImageMissingError`` or ``SandboxStartError``."""
@@ -132,6 +149,11 @@ class BubblewrapBackend:
 
     def _forget(self, box: BubblewrapBox) -> None:
         self._boxes.pop(box.id, None)
+
+
+def _system() -> str:
+    """The machine's distribution and Python, which a box of its own folders sees."""
+    return f"{platform.freedesktop_os_release().get('PRETTY_NAME')}, Python {platform.python_version()}"
 
 
 def default_base() -> Path:

@@ -109,6 +109,19 @@ class DockerBackend:
         """Run ``work`` in one of the backend's threads, the client's errors turned into this package's."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, converted, work, error)
 
+    @property
+    def disk(self) -> Path:
+        """The engine's own folder, which boxes are on."""
+        return self._disk
+
+    async def image_id(self, image: str) -> str:
+        """The id of ``image`` in the engine. Raises ``ImageMissingError``."""
+        return await self.call(partial(self._image_id, _image_name(image)), SandboxError)
+
+    async def fetch(self, image: str) -> None:
+        """Pull ``image``. Raises ``ImageMissingError`` or ``ImagePullError``."""
+        await self._images.fetch(image)
+
     def check_room(self) -> None:
         """Raise ``SandboxDiskFullError`` if the engine's disk, where it is this machine's, is full."""
         if self._disk.is_dir():
@@ -145,7 +158,7 @@ class DockerBackend:
         for source in spec.ro_binds:
             if not Path(source).exists():
                 raise SandboxStartError(f"ro_binds: {source}: no such file or folder on the host")
-        image = DEFAULT_IMAGE if spec.image == "host" else spec.image
+        image = _image_name(spec.image)
         container = self._create(image, spec)
         box = DockerBox(container, spec, self._api, self)
         try:
@@ -194,14 +207,23 @@ class DockerBackend:
                 )["Id"]
             )
         except docker.errors.ImageNotFound:
-            build = f"python -m sandbox.base_image --engine {self.name}"
-            get = build if image == DEFAULT_IMAGE else f"{self.name} pull {image}"
-            raise ImageMissingError(f"image {image!r} is not on this machine: get it with: {get}") from None
+            raise self._missing(image) from None
         except docker.errors.APIError as error:
             if not self._quota or not is_want_of_quota(str(error.explanation)):
                 raise
             self._quota = False
             return self._create(image, spec)
+
+    def _image_id(self, image: str) -> str:
+        try:
+            return str(self._api.inspect_image(image)["Id"])
+        except docker.errors.ImageNotFound:
+            raise self._missing(image) from None
+
+    def _missing(self, image: str) -> ImageMissingError:
+        build = f"python -m sandbox.base_image --engine {self.name}"
+        get = build if image == DEFAULT_IMAGE else f"{self.name} pull {image}"
+        return ImageMissingError(f"image {image!r} is not on this machine: get it with: {get}")
 
     def _prepare(self, container: str, spec: SandboxSpec) -> None:
         """Put in place what the engine would not, before the container starts."""
@@ -240,6 +262,10 @@ class DockerBackend:
     def _end_lease(self) -> None:
         self._heartbeat.stop()
         self._lease.end()
+
+
+def _image_name(image: str) -> str:
+    return DEFAULT_IMAGE if image == "host" else image
 
 
 def check_limits(about: Mapping[str, Any]) -> None:

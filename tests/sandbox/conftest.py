@@ -7,7 +7,7 @@ import os
 import tempfile
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,9 @@ from typing import Any
 import docker.errors
 import pytest
 import pytest_asyncio
+from ray_nodes import ray_node
 
+from agent_rl.train.cluster import ray_cluster
 from sandbox import (
     ImageMissingError,
     Sandbox,
@@ -25,6 +27,7 @@ from sandbox import (
     SandboxUnavailableError,
     open_backend,
 )
+from sandbox.cluster.open import open_cluster
 from sandbox.docker.engine import EngineClient, connect
 from sandbox.docker.lease import RUN_LABEL
 
@@ -35,7 +38,12 @@ CONTAINER_ENGINES = [
     pytest.param("podman"),
     pytest.param("docker with runsc", marks=[pytest.mark.docker, pytest.mark.exhaustive]),
 ]
-BACKENDS = [pytest.param("bubblewrap in a pool", marks=pytest.mark.bubblewrap), *CONTAINER_ENGINES]
+ON_HOSTS = " on hosts"
+BACKENDS = [
+    pytest.param("bubblewrap in a pool", marks=pytest.mark.bubblewrap),
+    pytest.param(f"bubblewrap{ON_HOSTS}", marks=[pytest.mark.bubblewrap, pytest.mark.megatron]),
+    *CONTAINER_ENGINES,
+]
 
 
 @dataclass(frozen=True)
@@ -43,23 +51,36 @@ class Engine:
     """A kind of backend. Tests may open more of its kind beside the one that they share."""
 
     name: str
-    runtime: str | None
-    pooled: bool
+    runtime: str | None = None
+    pooled: bool = False
+    on_hosts: bool = False
 
-    def open(self, run_id: str) -> SandboxBackend:
+    async def open(self, run_id: str) -> SandboxBackend:
+        if self.on_hosts:
+            return await open_cluster(self.name, run_id=run_id, boxes_per_host=16)
         return open_backend(self.name, run_id=run_id, runtime=self.runtime)
+
+
+@pytest.fixture(scope="package")
+def two_nodes() -> Iterator[None]:
+    """A Ray of two nodes on this machine, which this process is connected to."""
+    with ray_cluster(None, cpus=1), ray_node("second"):
+        yield
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
 def engine(request: pytest.FixtureRequest) -> Engine:
     name, _, runtime = str(request.param).partition(" with ")
+    if name.endswith(ON_HOSTS):
+        request.getfixturevalue("two_nodes")
+        return Engine(name.removesuffix(ON_HOSTS), on_hosts=True)
     return Engine(name.removesuffix(" in a pool"), runtime or None, pooled=name.endswith(" in a pool"))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def backend(engine: Engine) -> AsyncIterator[SandboxBackend]:
     try:
-        backend = engine.open(f"test-{uuid.uuid4().hex[:8]}")
+        backend = await engine.open(f"test-{uuid.uuid4().hex[:8]}")
     except SandboxUnavailableError as error:
         pytest.skip(str(error))
     if engine.pooled:

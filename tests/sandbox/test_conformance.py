@@ -605,7 +605,7 @@ async def test_close_is_shielded_from_cancellation(backend: SandboxBackend, host
 
 
 async def test_a_cancelled_start_leaves_nothing(engine: Any) -> None:
-    other = engine.open("cancelled")
+    other = await engine.open("cancelled")
     starts = [asyncio.ensure_future(other.start(SandboxSpec())) for _ in range(4)]
     await asyncio.sleep(0.01)  # some are under way then, whichever they are
     for start in starts:
@@ -672,7 +672,7 @@ async def test_boxes_of_a_killed_run_are_reaped(backend: SandboxBackend, engine:
 
 
 async def test_closing_the_backend_closes_its_boxes(engine: Any, marker: str, host: Any) -> None:
-    other = engine.open("closing")
+    other = await engine.open("closing")
     boxes = [await other.start(SandboxSpec()) for _ in range(3)]
     running = asyncio.ensure_future(boxes[0].exec(f"sleep {marker}", timeout=60))
     await host.until(lambda: host.processes(marker), "the command runs")

@@ -9,14 +9,14 @@ ended. It says what its own objects are and do: ``==`` between two of them, ``is
 from __future__ import annotations
 
 import json
-import os
 import secrets
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+
+from sandbox import SandboxBackend, SandboxSpec, open_pipes
 
 PIPES = "/opt/agent-rl/pipes"
 UNANSWERED = 75
@@ -26,26 +26,23 @@ _PREFIX = "agent_rl_"
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One run's two ends. ``folder`` is the host's, with the pipes in it; ``hidden`` are the hidden tests' paths."""
+    """One run's two ends. ``folder`` is the boxes' host's, with the pipes in it; ``hidden`` are the hidden tests'
+    paths."""
 
-    folder: Path
+    folder: str
     hidden: Sequence[str]
     token: str = field(default_factory=lambda: secrets.token_hex(8))
 
     @classmethod
-    @contextmanager
-    def open(cls, hidden: Sequence[str]) -> Iterator[Link]:
-        """The pipes, in a folder that is removed at the end."""
-        with tempfile.TemporaryDirectory(prefix="agent-rl-pipes-") as folder:
-            os.chmod(folder, 0o755)
-            for name in ("asked", "answered"):
-                os.mkfifo(Path(folder, name))
-                os.chmod(Path(folder, name), 0o666)  # whoever the boxes' user is
-            yield cls(Path(folder), hidden)
+    @asynccontextmanager
+    async def open(cls, backend: SandboxBackend, spec: SandboxSpec, hidden: Sequence[str]) -> AsyncIterator[Link]:
+        """The pipes for two boxes of ``spec``, in a folder that is removed at the end."""
+        async with open_pipes(backend, ("asked", "answered"), spec) as folder:
+            yield cls(folder, hidden)
 
     @property
     def binds(self) -> Mapping[str, str]:
-        return {str(self.folder): PIPES}
+        return {self.folder: PIPES}
 
     @property
     def _inside(self) -> str:

@@ -1,0 +1,113 @@
+"""Opens the boxes of all machines of the Ray cluster that this process is connected to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from sandbox.aio import shielded
+from sandbox.cluster.backend import ClusterBackend, Place
+from sandbox.cluster.host import Answer, BoxHost
+from sandbox.cluster.remote import RemoteHost
+from sandbox.errors import SandboxError, SandboxUnavailableError
+from sandbox.types import ImagePolicy, SandboxBackend
+
+RESOURCE = "boxes"
+"""Nodes that declare this Ray resource are the sandbox hosts; where none does, all nodes are."""
+OPEN_SECONDS = 300.0
+_CALLS = 10_000
+"""Calls that a host takes at once: each running command is one."""
+
+
+async def open_cluster(
+    backend: str = "auto",
+    *,
+    run_id: str,
+    images: ImagePolicy | None = None,
+    runtime: str | None = None,
+    boxes_per_host: int = 64,
+    pool: Callable[[SandboxBackend], SandboxBackend] = lambda host: host,
+    tell: Callable[[str], None] = lambda line: None,
+) -> ClusterBackend:
+    """The backend ``backend`` on every host, as one; the arguments are :func:`sandbox.select.open_backend`'s.
+
+    ``pool`` wraps each host's boxes, in the limits that hold on one machine. Raises ``SandboxUnavailableError``, in
+    one line that names the host, where a host lacks the backend, or two chose different ones.
+    """
+    policy = images or ImagePolicy()
+    actors = await asyncio.to_thread(_start_actors)
+    asked = [actor.ask.remote("open", backend, run_id, policy, runtime) for actor in actors.values()]
+    try:
+        opened = await asyncio.gather(*(_opened(name, call) for name, call in zip(actors, asked, strict=True)))
+        _check_alike(dict(zip(actors, opened, strict=True)))
+    except BaseException:
+        await shielded(asyncio.to_thread(_kill, list(actors.values())))
+        raise
+    hosts = [RemoteHost(name, kind, actor) for (name, actor), kind in zip(actors.items(), opened, strict=True)]
+    return ClusterBackend([Place(host, pool(host)) for host in hosts], most=boxes_per_host, pull=policy.pull, tell=tell)
+
+
+def host_nodes(nodes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """The nodes that boxes are on, of those that ``ray.nodes()`` gives: name -> node id. Nodes of one name (several on
+    one machine) get their ids added."""
+    living = [node for node in nodes if node["Alive"]]
+    declared = [node for node in living if node["Resources"].get(RESOURCE)]
+    chosen = declared or living
+    times = Counter(node["NodeName"] for node in chosen)
+    return {
+        node["NodeName"] if times[node["NodeName"]] == 1 else f"{node['NodeName']}/{node['NodeID'][:6]}": node["NodeID"]
+        for node in chosen
+    }
+
+
+def _start_actors() -> dict[str, Any]:
+    """An actor on every host, by the host's name. Blocking."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": _CALLS}  # Ray's types lack the last
+    actor_class: Any = ray.remote(**options)(BoxHost)
+    return {
+        name: actor_class.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote()
+        for name, node in host_nodes(ray.nodes()).items()
+    }
+
+
+async def _opened(name: str, call: Any) -> str:
+    """The kind of the backend that a host opened."""
+    from ray.exceptions import RayError
+
+    try:
+        async with asyncio.timeout(OPEN_SECONDS):
+            answer: Answer = await call
+    except TimeoutError:
+        raise SandboxUnavailableError(f"sandbox host {name}: it did not open within {OPEN_SECONDS:g} s") from None
+    except RayError as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise SandboxUnavailableError(
+            f"sandbox host {name}: {reason}; every node needs the same agent-rl as this one"
+        ) from error
+    if answer.error is not None:
+        raise _of_host(answer.error, name)
+    return str(answer.value)
+
+
+def _of_host(error: SandboxError, name: str) -> SandboxError:
+    return type(error)(f"sandbox host {name}: {error}")
+
+
+def _check_alike(kinds: Mapping[str, str]) -> None:
+    if len(set(kinds.values())) > 1:
+        found = ", ".join(f"{name}: {kind}" for name, kind in kinds.items())
+        raise SandboxUnavailableError(
+            f"sandbox.backend: the sandbox hosts have different ones ({found}): name the one that all are to use"
+        )
+
+
+def _kill(actors: Sequence[Any]) -> None:
+    import ray
+
+    for actor in actors:
+        ray.kill(actor)

@@ -1,0 +1,42 @@
+"""Further Ray nodes on this machine, for tests and benchmarks of what runs on several."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+START_SECONDS = 120.0
+_STORE_BYTES = 100 << 20
+
+
+@contextmanager
+def ray_node(
+    name: str, *, boxes: int = 0, environment: dict[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """One more node of the Ray that this process is connected to; its process, which ends with the block.
+
+    ``boxes``: how many of the resource of that name it declares. ``environment`` is added to this process's.
+    """
+    import ray
+
+    before = sum(node["Alive"] for node in ray.nodes())
+    command = [str(Path(sys.executable).with_name("ray")), "start", "--block", f"--node-name={name}", "--num-cpus=0"]
+    command += [f"--address={ray.get_runtime_context().gcs_address}", f"--object-store-memory={_STORE_BYTES}"]
+    command += [f'--resources={{"boxes": {boxes}}}'] if boxes else []
+    whole = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", **(environment or {})}
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=whole)
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while sum(node["Alive"] for node in ray.nodes()) <= before:
+            assert process.poll() is None, f"the Ray node {name} did not start"
+            assert time.monotonic() < deadline, f"the Ray node {name} did not join"
+            time.sleep(0.05)
+        yield process
+    finally:
+        process.terminate()
+        process.wait()
