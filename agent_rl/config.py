@@ -136,13 +136,20 @@ class SandboxConfig(Section):
     cpus: float = Field(1.0, gt=0, description="CPU limit of one box.")
     disk_mb: int = Field(4096, gt=0, description="Disk in MiB by which one box may grow, or it is ended.")
     inodes: int = Field(200_000, gt=0, description="Files, folders and links by which one box may grow.")
-    max_starts: int = Field(8, gt=0, description="Boxes being started at once.")
-    max_execs: int = Field(64, gt=0, description="Commands running in boxes at once.")
+    hosts: Literal["local", "ray"] = Field(
+        "local",
+        description="Which machines boxes are on: this one, or the nodes of the Ray cluster (train.ray_address).",
+    )
+    boxes_per_host: int = Field(
+        64, gt=0, description="Boxes on one host of the Ray cluster; those that grade an episode come on top."
+    )
+    max_starts: int = Field(8, gt=0, description="Boxes being started on a host at once.")
+    max_execs: int = Field(64, gt=0, description="Commands running in a host's boxes at once.")
     pull: bool = Field(False, description="Fetch container images that are not on the machine.")
     image_budget_gb: float | None = Field(
         None, gt=0, description="Disk for fetched images, in GB; those used longest ago are removed. None: no limit."
     )
-    warm: int = Field(0, ge=0, description="Idle boxes kept ready, like those asked for lately; each is used once.")
+    warm: int = Field(0, ge=0, description="Idle boxes that a host keeps ready, like those asked for lately.")
 
 
 class EnvConfig(Section):

@@ -30,6 +30,7 @@ class StopReason(StrEnum):
     TIME_LIMIT = "time_limit"  # the episode's wall-clock limit passed
     PARSE_FAILURES = "parse_failures"  # too many turns in a row held no well-formed tool call
     SANDBOX_FAILURE = "sandbox_failure"  # infrastructure: the sandbox or the grading broke
+    HOST_LOST = "host_lost"  # infrastructure: the machine that its box was on is gone
     ENGINE_FAILURE = "engine_failure"  # infrastructure: the engine failed past its retry budget
     UNDECIDABLE = "undecidable"  # the task's own parts keep it from ever being graded
     STALE = "stale"  # reserved for asynchronous training: dropped, as its weights are too old
@@ -44,6 +45,7 @@ class StopReason(StrEnum):
 _WITHOUT_REWARD = frozenset(
     {
         StopReason.SANDBOX_FAILURE,
+        StopReason.HOST_LOST,
         StopReason.ENGINE_FAILURE,
         StopReason.UNDECIDABLE,
         StopReason.STALE,

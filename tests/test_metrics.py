@@ -14,6 +14,7 @@ from trajectories import trajectory
 from agent_rl.config import GuardConfig
 from agent_rl.controller.advantages import samples_of
 from agent_rl.controller.guard import Guard
+from agent_rl.controller.world import Workshop
 from agent_rl.errors import AgentRlError
 from agent_rl.observe.metrics import METRICS, NAMES, with_tables
 from agent_rl.observe.metrics_log import MetricsLog, read_metrics
@@ -27,6 +28,7 @@ from agent_rl.train.reports import RankReport, ReferenceReport, RouteCounts, Upd
 from agent_rl.train.step_metrics import step_metrics
 from agent_rl.types import Group, Rescored, RouteAudit
 from r3.routing import Routing
+from sandbox.cluster.backend import ClusterBackend
 
 ROOT = Path(__file__).resolve().parent.parent
 NEED_A_RUN = (
@@ -53,6 +55,7 @@ def made_by_calling() -> Mapping[str, set[str]]:
         "agent_rl/rollout/rescore.py": set(rescore_metrics([won])),
         "agent_rl/controller/advantages.py": set(samples_of([group]).metrics),
         "agent_rl/controller/guard.py": set(Guard(GuardConfig(), Path("none"), print).judge(1, {}, [])),
+        "agent_rl/controller/world.py": set(Workshop(ClusterBackend([], most=1), env=None).metrics()),
         "agent_rl/train/balance_report.py": set(balance_metrics([balanced()])),
         "agent_rl/train/step_metrics.py": set(step_metrics([report()], routes(), routes())),
     }

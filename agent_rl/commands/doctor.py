@@ -73,7 +73,7 @@ async def run_doctor(
     with hold_folder(folder), display:
         checks = await check_parts(config)
         display.table(checks_table(checks))
-        if any(check.name == "sandbox" and not check.ok for check in checks):
+        if any(check.name.startswith("sandbox") and not check.ok for check in checks):
             return False
         async with open_workshop(config, display) as workshop:
             await workshop.env.prepare(split)

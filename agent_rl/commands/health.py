@@ -7,6 +7,7 @@ import subprocess
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -16,12 +17,13 @@ from rich.table import Table
 from agent_rl.config import EngineConfig, RunConfig
 from agent_rl.config_files import load_config
 from agent_rl.controller import preflight
-from agent_rl.controller.world import box_limits, open_pool
+from agent_rl.controller.boxes import box_limits, open_boxes
 from agent_rl.engine.open import open_engine
 from agent_rl.errors import AgentRlError, EngineError, UserError
 from agent_rl.model_facts import read_facts
 from agent_rl.observe.display import cell
-from sandbox import SandboxError
+from sandbox import SandboxBackend, SandboxError
+from sandbox.cluster.backend import ClusterBackend, Place
 
 _VERSION = "import importlib.metadata as m; print(m.version('sglang'))"
 _SECONDS = 60.0
@@ -57,7 +59,7 @@ async def check_parts(config: RunConfig) -> list[Check]:
         await _check("model", lambda: _model(config)),
         await _check("engine", lambda: _engine(config)),
         await _check("trainer", _trainer),
-        await _check("sandbox", lambda: _sandbox(config)),
+        *await _sandboxes(config),
         await _check("disk", lambda: _disk(config)),
     ]
 
@@ -101,24 +103,55 @@ async def _trainer() -> str:
     return ", ".join(f"{name} {version(name)}" for name in preflight.TRAINER_PACKAGES)
 
 
-async def _sandbox(config: RunConfig) -> str:
-    """Start a box of the config's image, run a command in it, close it."""
-    backend = open_pool(config.sandbox)
+async def _sandboxes(config: RunConfig) -> list[Check]:
+    """The sandbox of this machine, or of each host; with several hosts also whether they have the same image."""
     try:
-        started = time.perf_counter()
-        box = await backend.start(box_limits(config.sandbox))
-        try:
-            result = await box.exec("python3 --version && git --version", timeout=_SECONDS)
-        finally:
-            await box.close()
-        seconds = time.perf_counter() - started
+        async with open_boxes(config, lambda line: None) as backend:
+            if not isinstance(backend, ClusterBackend):
+                return [await _check("sandbox", lambda: _used_box(config, backend))]
+            checks = [
+                await _check(f"sandbox on {place.host.host_name}", partial(_host, config, backend, place))
+                for place in backend.places
+            ]
+            return [*checks, await _check("sandbox image", lambda: _image(config, backend))]
+    except (AgentRlError, SandboxError) as error:
+        return [Check("sandbox", False, str(error))]
+
+
+async def _used_box(config: RunConfig, backend: SandboxBackend) -> str:
+    """Start a box of the config's image, run a command in it, close it."""
+    started = time.perf_counter()
+    box = await backend.start(box_limits(config.sandbox))
+    try:
+        result = await box.exec("python3 --version && git --version", timeout=_SECONDS)
     finally:
-        await backend.close()
+        await box.close()
+    seconds = time.perf_counter() - started
     if not result.ok:
         raise SandboxError(f"python3 and git do not run in a box: {result.text.strip()[-200:]}")
     versions = ", ".join(result.text.split("\n")[:2])
     runtime = f" with runtime {config.sandbox.runtime}" if config.sandbox.runtime else ""
     return f"{backend.name}{runtime}: {versions}; started, used and closed in {seconds:.2f} s"
+
+
+async def _host(config: RunConfig, cluster: ClusterBackend, place: Place) -> str:
+    """A box used on one host, and what the host says of itself."""
+    report, wanted = await cluster.report(place), config.sandbox.disk_mb << 20
+    used = await _used_box(config, place.backend)
+    if report.free_bytes is None:
+        return f"{used}; {report.limits}, {report.cpus} CPUs"
+    if report.free_bytes < wanted:
+        raise SandboxError(
+            f"{report.free_bytes >> 20} MiB free on the disk of its boxes, of which each may take sandbox.disk_mb="
+            f"{config.sandbox.disk_mb}: free some room, or lower it"
+        )
+    return f"{used}; {report.limits}, {report.cpus} CPUs, {report.free_bytes >> 30} GiB free"
+
+
+async def _image(config: RunConfig, cluster: ClusterBackend) -> str:
+    image = box_limits(config.sandbox).image
+    ids = await cluster.image_ids(image)
+    return f"{image}: {', '.join(sorted(set(ids.values())))} on {len(ids)} of {len(cluster.places)} hosts"
 
 
 async def _disk(config: RunConfig) -> str:

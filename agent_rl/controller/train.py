@@ -25,6 +25,7 @@ from agent_rl.config import RunConfig
 from agent_rl.controller import preflight
 from agent_rl.controller.advantages import overlong_penalty, samples_of
 from agent_rl.controller.batch import Batch, Collector
+from agent_rl.controller.boxes import needs_ray, open_ray
 from agent_rl.controller.checkpoints import Checkpoints, Progress
 from agent_rl.controller.guard import Guard
 from agent_rl.controller.idle_steps import why_idle
@@ -87,8 +88,14 @@ async def train(config: RunConfig) -> None:
 async def _parts(
     config: RunConfig, facts: ModelFacts, state: RunState, display: Display
 ) -> AsyncIterator[tuple[World, RayTrainer]]:
-    """The world and the trainer, started side by side: each takes many seconds, mostly of imports."""
+    """The world and the trainer, started side by side: each takes many seconds, mostly of imports.
+
+    One Ray serves both. Where the world needs it, it is there before them, else the trainer starts it.
+    """
     async with AsyncExitStack() as stack:
+        if needs_ray(config):
+            display.stage("connecting to Ray")
+            await stack.enter_async_context(open_ray(config))
         trainer = RayTrainer(config)
         stack.push_async_callback(trainer.close)
         async with asyncio.TaskGroup() as starting:
@@ -207,7 +214,7 @@ class TrainingRun:
                 )  # fmt: skip
             values |= await self._publish(step, clock)
             await asyncio.to_thread(write_trajectories, self.state.dir, step, batch.sampled)
-        values |= clock.values
+        values |= clock.values | self.world.workshop.metrics()
         values |= self.guard.judge(step, values, self.metrics.rows)
         self.metrics.append(step, values)
         self.progress = self.progress.after(step, batch.position, values)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from agent_rl.config import RunConfig, SandboxConfig
+from agent_rl.config import RunConfig
+from agent_rl.controller.boxes import box_limits, open_boxes
 from agent_rl.engine.open import open_engine
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.evaluation.quarantine import read_quarantine
@@ -24,7 +24,8 @@ from agent_rl.types import Trajectory
 from envs import Environment, Task, find_interface
 from envs.context import EnvContext
 from envs.registry import load_environment
-from sandbox import ImagePolicy, SandboxBackend, SandboxPool, SandboxSpec, open_backend
+from sandbox import SandboxBackend
+from sandbox.cluster.backend import ClusterBackend
 from tools.formats import ToolCallFormat, tool_format
 
 
@@ -39,6 +40,14 @@ class Workshop:
     def tasks(self, split: str) -> list[Task]:
         """The environment's tasks of ``split`` that are not in quarantine."""
         return [task for task in self.env.tasks(split) if task.id not in self.quarantined]
+
+    def metrics(self) -> dict[str, float]:
+        """What became of the hosts that boxes are on, where those are a cluster's."""
+        cluster = self.backend
+        if not isinstance(cluster, ClusterBackend):
+            return {}
+        living = len(cluster.places) - cluster.lost
+        return {"hosts/living": living, "hosts/lost": cluster.lost, "hosts/boxes": cluster.boxes}
 
 
 @dataclass(frozen=True)
@@ -65,36 +74,15 @@ class World:
 async def open_workshop(config: RunConfig, display: Display) -> AsyncIterator[Workshop]:
     """Open the sandbox backend and the environment, removing first what dead runs left behind."""
     quarantined = frozenset(read_quarantine(config.env.quarantine) if config.env.quarantine else ())
-    backend = open_pool(config.sandbox)
-    try:
+    async with open_boxes(config, display.note) as backend:
         if reaped := await backend.reap():
             display.note(f"removed {reaped} sandbox(es) that a killed run had left behind")
-        display.fact("sandbox", backend.name)
+        hosts = f" on {len(backend.places)} hosts" if isinstance(backend, ClusterBackend) else ""
+        display.fact("sandbox", f"{backend.name}{hosts}")
         if quarantined:
             display.fact("quarantine", f"{len(quarantined)} tasks left out")
         env = load_environment(config.env.name, _context(config, backend), config.env.options)
         yield Workshop(backend, env, quarantined)
-    finally:
-        await backend.close()
-
-
-def box_limits(config: SandboxConfig) -> SandboxSpec:
-    """The template of every box: the config's image, memory, processes, CPUs and disk."""
-    limits = SandboxSpec(
-        memory_mb=config.memory_mb,
-        pids=config.pids,
-        cpus=config.cpus,
-        disk_mb=config.disk_mb,
-        inodes=config.inodes,
-    )
-    return limits if config.image is None else replace(limits, image=config.image)
-
-
-def open_pool(config: SandboxConfig) -> SandboxPool:
-    """The config's sandbox backend, within its limits. Raises SandboxUnavailableError where this machine lacks it."""
-    images = ImagePolicy(pull=config.pull, budget_gb=config.image_budget_gb, root=config.image_root, own=config.image)
-    backend = open_backend(config.backend, run_id=uuid.uuid4().hex[:12], images=images, runtime=config.runtime)
-    return SandboxPool(backend, max_starts=config.max_starts, max_execs=config.max_execs, warm=config.warm)
 
 
 def _context(config: RunConfig, backend: SandboxBackend) -> EnvContext:

@@ -67,6 +67,7 @@ _GUARD = "agent_rl/controller/guard.py"
 _TRAIN = "agent_rl/controller/train.py"
 _STEP = "agent_rl/train/step_metrics.py"
 _BALANCE = "agent_rl/train/balance_report.py"
+_WORLD = "agent_rl/controller/world.py"
 _SYNC = "agent_rl/weight_sync/sync.py"
 _PUBLISHER = "agent_rl/weight_sync/publisher.py"
 
@@ -166,6 +167,12 @@ METRICS: tuple[Metric, ...] = (
         ("time/rollout", "seconds", "The step's episodes, with their grading and rescoring."),
         ("time/weight_sync", "seconds", "Sending the weights to the engines and checking them."),
         ("data/position", "count", "Tasks drawn since the run began; the next step goes on there."),
+    ),
+    *_of(
+        _WORLD,
+        ("hosts/living", "count", "Sandbox hosts that take boxes (`sandbox.hosts: ray`)."),
+        ("hosts/lost", "count", "Sandbox hosts that were lost since the run was started last."),
+        ("hosts/boxes", "count", "Boxes on all hosts as the step ends."),
     ),
     *_of(
         _STEP,

@@ -23,7 +23,7 @@ from agent_rl.rollout.opening import Renderer, open_conversation
 from agent_rl.rollout.transcript import Transcript
 from agent_rl.types import FinishReason, SamplingParams, StopReason, Trajectory, Turn
 from envs import Environment, Episode, Grade, GradingError, Task, UndecidableError, find_interface
-from sandbox import ImageMissingError, SandboxError, SandboxUnavailableError, bounded
+from sandbox import ImageMissingError, SandboxError, SandboxHostLostError, SandboxUnavailableError, bounded
 from tools import ParseFailure, ToolCall, ToolCallFormat, ToolSet
 
 _MAX_ABORTS = 3
@@ -121,6 +121,8 @@ class _Run:
             return self._trajectory(StopReason.ENGINE_FAILURE, None, error)
         except UndecidableError as error:
             return self._trajectory(StopReason.UNDECIDABLE, None, error)
+        except SandboxHostLostError as error:
+            return self._trajectory(StopReason.HOST_LOST, None, error)
         except (SandboxError, GradingError) as error:
             return self._trajectory(StopReason.SANDBOX_FAILURE, None, error)
 

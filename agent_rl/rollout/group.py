@@ -6,6 +6,7 @@ What holds:
 - every group is reported exactly once, as finished or as dropped, in the order they end;
 - an infrastructure failure is run again at most ``retries`` times a group, and never enters a group as a reward;
 - a task that cannot be graded whatever the patch is not tried again;
+- an episode whose host was lost is run again without being counted as one of these;
 - a finished trajectory is rescored at once, while other episodes still run, but only in a group that teaches something;
 - leaving :func:`collect_groups` by any way (return, error, cancellation) leaves no episode running.
 """
@@ -172,6 +173,9 @@ class _Collector:
                 if forming.undecidable:
                     return
                 trajectory = await self.run(task)
+            if trajectory.stop is StopReason.HOST_LOST:
+                self._tell(trajectory=trajectory)
+                continue  # its host's loss is counted where it was noticed, once for all episodes there
             if trajectory.stop.infrastructure:
                 forming.undecidable |= trajectory.stop is StopReason.UNDECIDABLE
                 forming.failures.append(trajectory.error or trajectory.stop.value)

@@ -87,7 +87,9 @@ async def ray_session(address: str | None, *, cpus: int) -> AsyncIterator[None]:
     Within another session this is the same connection, whatever ``address`` and ``cpus`` are.
     """
     if find_spec("ray") is None:
-        raise UserError("Ray is not installed: `agent-rl install trainer` installs it")
+        raise UserError(
+            "Ray is not installed, which sandbox.hosts=ray and the trainer need; `agent-rl install trainer` installs it"
+        )
     if address is not None and not is_connected():
         await check_ray(address)
     stack = ExitStack()

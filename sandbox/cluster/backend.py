@@ -61,10 +61,15 @@ class ClusterBackend:
     def name(self) -> str:
         return self.places[0].host.name
 
-    def metrics(self) -> dict[str, float]:
-        """Hosts that live and that were lost, and the boxes on them, by their names in docs/metrics.md."""
-        lost = sum(bool(place.host.lost) for place in self.places)
-        return {"hosts/living": len(self.places) - lost, "hosts/lost": lost, "hosts/boxes": len(self._boxes)}
+    @property
+    def boxes(self) -> int:
+        """Boxes that were handed out and are not closed."""
+        return len(self._boxes)
+
+    @property
+    def lost(self) -> int:
+        """How many hosts were lost."""
+        return sum(bool(place.host.lost) for place in self.places)
 
     async def start(self, spec: SandboxSpec) -> Sandbox:
         """Start a box on one of the hosts; on another one where that is lost meanwhile.
@@ -96,6 +101,12 @@ class ClusterBackend:
         """What a host says of itself. Raises ``SandboxHostLostError``."""
         report: HostReport = await place.host.ask("report")
         return report
+
+    async def image_ids(self, image: str) -> dict[str, str]:
+        """What ``image`` is on each host that has it, by the host's name. Raises as :meth:`start`."""
+        wanted = await self._look(SandboxSpec(image=image))
+        looks = {place.host.host_name: place.looks.get(wanted) for place in self._living()}
+        return {name: look.image_id for name, look in looks.items() if look is not None and look.image_id is not None}
 
     async def close(self) -> None:
         """Close every box on every host, and the hosts."""

@@ -43,6 +43,13 @@ def endings(script: Iterator[StopReason]) -> Callable[[Task], Awaitable[Trajecto
     return run
 
 
+async def test_episodes_of_a_lost_host_are_run_again_and_not_charged() -> None:
+    script = iter([StopReason.HOST_LOST] * 9 + [StopReason.SANDBOX_FAILURE] + [StopReason.SUBMITTED] * 8)
+    rollout = await collect_groups(TASKS[:1], endings(script), GroupSettings(size=4, retries=1), limiter=Limiter(8))
+    (group,) = rollout.groups
+    assert (len(group.trajectories), group.infrastructure_failures, rollout.dropped) == (4, 1, ())
+
+
 async def test_groups_come_in_completion_order_and_each_once() -> None:
     gates = {task.id: asyncio.Event() for task in TASKS}
     events: list[RolloutEvent] = []
