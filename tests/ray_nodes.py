@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 START_SECONDS = 120.0
 _STORE_BYTES = 100 << 20
+_MARK = "AGENT_RL_TEST_NODE"
 
 
 @contextmanager
@@ -28,7 +30,7 @@ def ray_node(
     command = [str(Path(sys.executable).with_name("ray")), "start", "--block", f"--node-name={name}", "--num-cpus=0"]
     command += [f"--address={ray.get_runtime_context().gcs_address}", f"--object-store-memory={_STORE_BYTES}"]
     command += [f'--resources={{"boxes": {boxes}}}'] if boxes else []
-    whole = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", **(environment or {})}
+    whole = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", _MARK: f"{os.getpid()}-{name}", **(environment or {})}
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=whole)
     try:
         deadline = time.monotonic() + START_SECONDS
@@ -40,3 +42,12 @@ def ray_node(
     finally:
         process.terminate()
         process.wait()
+
+
+def kill_node(name: str) -> None:
+    """End all processes of a node that this process started, as a machine that goes down would."""
+    mark = f"{_MARK}={os.getpid()}-{name}".encode()
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if mark in (entry / "environ").read_bytes().split(b"\0"):
+                os.kill(int(entry.name), signal.SIGKILL)

@@ -41,7 +41,7 @@ async def open_cluster(
     asked = [actor.ask.remote("open", backend, run_id, policy, runtime) for actor in actors.values()]
     try:
         opened = await asyncio.gather(*(_opened(name, call) for name, call in zip(actors, asked, strict=True)))
-        _check_alike(dict(zip(actors, opened, strict=True)))
+        check_alike(dict(zip(actors, opened, strict=True)))
     except BaseException:
         await shielded(asyncio.to_thread(_kill, list(actors.values())))
         raise
@@ -98,7 +98,8 @@ def _of_host(error: SandboxError, name: str) -> SandboxError:
     return type(error)(f"sandbox host {name}: {error}")
 
 
-def _check_alike(kinds: Mapping[str, str]) -> None:
+def check_alike(kinds: Mapping[str, str]) -> None:
+    """Raise ``SandboxUnavailableError`` where hosts chose different backends (host -> backend)."""
     if len(set(kinds.values())) > 1:
         found = ", ".join(f"{name}: {kind}" for name, kind in kinds.items())
         raise SandboxUnavailableError(

@@ -1,0 +1,396 @@
+"""Boxes on several hosts: where they are placed, and what becomes of them when a host or the run dies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray_nodes import kill_node, ray_node
+
+from agent_rl.config import RolloutConfig
+from agent_rl.errors import UserError
+from agent_rl.rollout.episode import EpisodeRules
+from agent_rl.rollout.group import GroupSettings, collect_groups
+from agent_rl.rollout.limiter import Limiter
+from agent_rl.rollout.solvers import solver_runner
+from agent_rl.train import cluster as ray_connection
+from agent_rl.train.cluster import ray_session
+from envs import EnvContext
+from envs.tool_class import ToolClassEnvironment
+from sandbox import (
+    ImageMissingError,
+    ImagePolicy,
+    Sandbox,
+    SandboxHostLostError,
+    SandboxPool,
+    SandboxSpec,
+    SandboxUnavailableError,
+    open_pipes,
+)
+from sandbox.bubblewrap.backend import BubblewrapBackend
+from sandbox.cluster.backend import ClusterBackend, Place
+from sandbox.cluster.host import BoxHost
+from sandbox.cluster.open import check_alike, host_nodes, open_cluster
+from sandbox.cluster.remote import RemoteHost
+from sandbox.owner import Owner
+from tools import ToolCall
+
+pytestmark = [pytest.mark.bubblewrap, pytest.mark.megatron, pytest.mark.timeout(120)]
+GATE = "/opt/gate"
+
+
+# Placement: hosts of this process, called as through Ray
+
+
+class Images(BubblewrapBackend):
+    """A host with ``held`` images, by name; each is the machine's own folders."""
+
+    def __init__(self, held: dict[str, str], pull: bool = False) -> None:
+        super().__init__(run_id="placed", images=ImagePolicy(pull=pull))
+        self.held = held
+
+    async def image_id(self, image: str) -> str:
+        if image not in self.held:
+            raise ImageMissingError(f"image {image!r} is not on this machine")
+        return self.held[image]
+
+    async def fetch(self, image: str) -> None:
+        self.held[image] = f"{image}-fetched"
+
+    async def start(self, spec: SandboxSpec) -> Any:
+        await self.image_id(spec.image)
+        return await super().start(replace(spec, image="host"))
+
+
+class Actor:
+    """The handle of a host in this process. ``dead``: it answers as one whose process has ended."""
+
+    def __init__(self, backend: Images) -> None:
+        self.host, self.dead = BoxHost(), False
+        self.host._local = backend
+        self.ask = SimpleNamespace(remote=self._ask)
+
+    async def _ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        if self.dead:
+            from ray.exceptions import ActorDiedError
+
+            raise ActorDiedError
+        return await self.host.ask(method, *args, **kwargs)
+
+
+@asynccontextmanager
+async def placed(*held: dict[str, str], **options: Any) -> AsyncIterator[tuple[ClusterBackend, list[Actor]]]:
+    """A cluster of hosts that hold these images."""
+    actors = [Actor(Images(images)) for images in held]
+    hosts = [RemoteHost(f"host-{at}", "bubblewrap", actor) for at, actor in enumerate(actors)]
+    try:
+        yield ClusterBackend([Place(host, host) for host in hosts], **{"most": 8, **options}), actors
+    finally:
+        for actor in actors:
+            await actor.host.close()
+
+
+def boxes(cluster: ClusterBackend) -> list[int]:
+    return [place.boxes for place in cluster.places]
+
+
+async def test_the_host_that_has_the_image_wins_and_then_the_emptier_one() -> None:
+    async with placed({"a": "1", "b": "2"}, {"a": "1"}, {}) as (cluster, _):
+        for _ in range(3):
+            await cluster.start(SandboxSpec(image="b"))
+        assert boxes(cluster) == [3, 0, 0]
+        for _ in range(4):
+            await cluster.start(SandboxSpec(image="a"))
+        assert boxes(cluster) == [4, 3, 0]
+
+
+async def test_a_full_host_is_waited_for_but_not_by_who_holds_a_box() -> None:
+    async with placed({"a": "1"}, {}, most=1) as (cluster, _):
+        first = await asyncio.create_task(cluster.start(SandboxSpec(image="a")))
+        waiting = asyncio.create_task(cluster.start(SandboxSpec(image="a")))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        await first.close()
+        second = await waiting
+        assert boxes(cluster) == [1, 0]
+
+        async def episode() -> None:
+            agents = await cluster.start(SandboxSpec(image="a"))
+            await (await cluster.start(SandboxSpec(image="a"))).close()  # to grade, while the agent's is there
+            await agents.close()
+
+        await second.close()
+        await asyncio.gather(*(episode() for _ in range(3)))
+        assert boxes(cluster) == [0, 0]
+
+
+async def test_an_image_is_fetched_where_there_is_room_and_by_one_host_for_all_who_ask_meanwhile() -> None:
+    async with placed({}, {}, pull=True) as (cluster, actors):
+        await asyncio.gather(*(cluster.start(SandboxSpec(image="a")) for _ in range(3)))
+        assert [actor.host._local.held for actor in actors] == [{"a": "a-fetched"}, {}]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("held", "image", "told"),
+    [
+        (({}, {}), "a", r"image 'a' is not on this machine \(so on each of the sandbox hosts host-0, host-1\)"),
+        (({"a": "sha256:1"}, {"a": "sha256:2"}), "a", r"not the same on all .*host-0: sha256:1, host-1: sha256:2\)"),
+    ],
+)
+async def test_an_image_that_no_host_has_or_two_have_differently_is_one_line(
+    held: tuple[dict[str, str], ...], image: str, told: str
+) -> None:
+    async with placed(*held) as (cluster, actors):
+        with pytest.raises(ImageMissingError, match=told) as error:
+            await cluster.start(SandboxSpec(image=image))
+        assert "\n" not in str(error.value)
+        for actor in actors:
+            actor.host._local.held[image] = "mended"  # type: ignore[union-attr]
+        assert (await cluster.start(SandboxSpec(image=image))).id
+
+
+async def test_a_folder_that_a_host_lacks_is_one_line(tmp_path: Path) -> None:
+    async with placed({"a": "1"}, {"a": "1"}) as (cluster, actors):
+        look = actors[1].host.look
+
+        async def blind(image: str, folders: Any) -> Any:
+            return replace(await look(image, folders), lacking=tuple(folders))
+
+        actors[1].host.look = blind  # type: ignore[method-assign]
+        with pytest.raises(SandboxUnavailableError, match=rf"{tmp_path}: no such .*on the sandbox host host-1.*right"):
+            await cluster.start(SandboxSpec(image="a", ro_binds={str(tmp_path): "/opt/site"}))
+
+
+async def test_boxes_that_share_pipes_are_on_one_host() -> None:
+    async with placed({"a": "1"}, {"a": "1"}, most=1) as (cluster, _):
+        spec = SandboxSpec(image="a")
+        async with open_pipes(cluster, ["end"], spec) as folder:
+            bound = replace(spec, ro_binds={folder: "/opt/pipes"})
+            one, two = await cluster.start(bound), await cluster.start(bound)
+            assert sorted(boxes(cluster)) == [0, 2]
+            reading = asyncio.create_task(one.exec("cat /opt/pipes/end", timeout=20))
+            assert (await two.exec("echo over > /opt/pipes/end", timeout=20)).ok
+            assert (await reading).stdout == b"over\n"
+        assert not await asyncio.to_thread(Path(folder).exists)
+
+
+async def test_a_start_goes_on_elsewhere_when_its_host_is_lost_and_ends_when_none_is_left() -> None:
+    told: list[str] = []
+    async with placed({"a": "1"}, {"a": "1"}, tell=told.append) as (cluster, actors):
+        box = await cluster.start(SandboxSpec(image="a"))
+        actors[0].dead = True
+        other, another = await cluster.start(SandboxSpec(image="a")), await cluster.start(SandboxSpec(image="a"))
+        for _ in range(2):
+            with pytest.raises(SandboxHostLostError, match="host-0"):
+                await box.exec("true", timeout=5)
+        await box.close()
+        assert ((await other.exec("true", timeout=5)).ok, (await another.exec("true", timeout=5)).ok) == (True, True)
+        assert (cluster.lost, len(told)) == (1, 1)
+        actors[1].dead = True
+        with pytest.raises(SandboxUnavailableError, match=r"no sandbox host is left: .*host-0.*host-1"):
+            await cluster.start(SandboxSpec(image="a"))
+
+
+# What is refused before a box is started
+
+
+def test_hosts_with_different_backends_are_one_line() -> None:
+    with pytest.raises(SandboxUnavailableError, match=r"sandbox.backend: .*\(a: docker, b: bubblewrap\): name the one"):
+        check_alike({"a": "docker", "b": "bubblewrap"})
+
+
+async def test_hosts_without_ray_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_connection, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"Ray is not installed, which sandbox.hosts=ray"):
+        async with ray_session(None, cpus=1):
+            pass
+
+
+def test_the_nodes_that_declare_boxes_are_the_hosts_else_all_that_live() -> None:
+    def node(name: str, id: str, *, alive: bool = True, **resources: float) -> dict[str, Any]:
+        return {"NodeName": name, "NodeID": id, "Alive": alive, "Resources": resources}
+
+    nodes = [node("a", "1"), node("b", "2"), node("b", "3"), node("c", "4", alive=False)]
+    assert host_nodes(nodes) == {"a": "1", "b/2": "2", "b/3": "3"}
+    assert host_nodes([*nodes, node("d", "5", boxes=1.0)]) == {"d": "5"}
+
+
+# Hosts and runs that die, over a real Ray
+
+
+class Worker:
+    """Waits in a box until the gate is open."""
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        self.sandbox, self.done = sandbox, False
+
+    @classmethod
+    def tasks(cls, split: str, options: Any) -> list[dict[str, Any]]:
+        return [{"id": f"task-{at}"} for at in range(32)]
+
+    async def setup(self, task: Any) -> str:
+        return "work"
+
+    async def work(self) -> str:
+        """Wait."""
+        result = await self.sandbox.exec(f"touch in; until [ -e {GATE}/open ]; do sleep 0.1; done", timeout=100)
+        self.done = result.ok
+        return "done"
+
+    async def grade(self) -> float:
+        return float(self.done)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+def base() -> Path:
+    return Path(tempfile.gettempdir(), f"agent-rl-boxes-{os.getuid()}")
+
+
+def folder_of(box: str) -> Path:
+    return base() / box.rpartition("-")[0]
+
+
+def working(cluster: ClusterBackend) -> int:
+    """Boxes in which an episode has come to wait."""
+    return sum((folder_of(box) / "boxes" / box / "work/in").exists() for box in cluster._boxes)
+
+
+async def run_through_a_loss(count: int, gate: Path, lose: Callable[[Path], Awaitable[None]]) -> None:
+    """``count`` episodes at once, half of them on a host that ``lose`` ends, given the folder of its boxes."""
+    told: list[str] = []
+    cluster = await open_cluster("bubblewrap", run_id="lost", boxes_per_host=count, tell=told.append)
+    limits = SandboxSpec(ro_binds={str(gate): GATE}, workdir="/testbed")
+    env = ToolClassEnvironment(EnvContext(cluster, limits=limits), Worker, "worker", {})
+    rules = EpisodeRules(RolloutConfig(time_limit=100), routes=None)
+    run = solver_runner(env, lambda env, task: [ToolCall("work", {}), ToolCall("finish", {})], rules)
+    try:
+        tasks = env.tasks("train")[: count // 4]
+        collecting = asyncio.create_task(
+            collect_groups(tasks, run, GroupSettings(size=4, retries=0, min_size=4), limiter=Limiter(count))
+        )
+        await until(lambda: working(cluster) == count)
+        left = sorted(box for box, (place, _) in cluster._boxes.items() if place is cluster.places[-1])
+        await lose(folder_of(left[0]))
+        await until(lambda: cluster.lost == 1)
+        (gate / "open").touch()
+        rollout = await collecting
+        assert len(left) == count // len(cluster.places)
+        assert [len(group.trajectories) for group in rollout.groups] == [4] * (count // 4)
+        assert {group.infrastructure_failures for group in rollout.groups} == {0}
+        assert {each.reward for group in rollout.groups for each in group.trajectories} == {1.0}
+        assert (rollout.dropped, cluster.lost, len(told)) == ((), 1, 1)
+        assert f"{len(left)} boxes" in told[0]
+        assert cluster.boxes == 0
+    finally:
+        await cluster.close()
+    following = await open_cluster("bubblewrap", run_id="following")
+    try:
+        await following.reap()
+        assert not [box for box in left if (folder_of(box) / "boxes" / box).exists()]
+    finally:
+        await following.close()
+
+
+async def test_a_host_killed_with_boxes_costs_no_group_anything(two_nodes: None, tmp_path: Path) -> None:
+    async def kill_process(folder: Path) -> None:
+        os.kill(Owner.from_json((folder / "owner.json").read_text()).pid, signal.SIGKILL)
+
+    await run_through_a_loss(8, tmp_path, kill_process)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(600)
+async def test_a_machine_lost_with_64_boxes_costs_no_group_anything(two_nodes: None, tmp_path: Path) -> None:
+    with ray_node("doomed"):
+
+        async def kill_whole_node(folder: Path) -> None:
+            await asyncio.to_thread(kill_node, "doomed")
+
+        await run_through_a_loss(192, tmp_path, kill_whole_node)
+
+
+_RUN = """
+import asyncio, json, sys
+from agent_rl.train.cluster import ray_session
+from sandbox import SandboxSpec
+from sandbox.cluster.open import open_cluster
+
+async def main(address, marker):
+    async with ray_session(address, cpus=1):
+        cluster = await open_cluster("bubblewrap", run_id="killed")
+        boxes = [await cluster.start(SandboxSpec()) for _ in range(4)]
+        commands = [asyncio.create_task(box.exec(f"sleep {marker}", timeout=600)) for box in boxes]
+        print(json.dumps([box.id for box in boxes]), flush=True)
+        await asyncio.wait(commands)
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+async def test_boxes_of_a_run_that_is_killed_go_on_every_host(two_nodes: None, marker: str, host: Any) -> None:
+    import ray
+
+    command = [sys.executable, "-c", _RUN, ray.get_runtime_context().gcs_address, marker]
+    run = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+    assert run.stdout is not None
+    ids = json.loads(await run.stdout.readline())
+    await until(lambda: host.processes(marker) >= 4)
+    owners = {Owner.from_json((folder_of(box) / "owner.json").read_text()) for box in ids}
+    assert len(owners) == 2, "two on each host"
+    run.kill()
+    await run.wait()
+    await until(lambda: not host.processes(marker) and not any(owner.running for owner in owners))
+    following = await open_cluster("bubblewrap", run_id="following")
+    try:
+        await following.reap()
+        assert not any(host.box_exists("bubblewrap", box) for box in ids)
+    finally:
+        await following.close()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(600)
+async def test_500_boxes_over_4_hosts(two_nodes: None) -> None:
+    run_id = f"many-{uuid.uuid4().hex[:8]}"
+    with ExitStack() as stack:
+        for name in ("third", "fourth"):
+            stack.enter_context(ray_node(name))
+        cluster = await open_cluster("bubblewrap", run_id=run_id, boxes_per_host=125, pool=SandboxPool)
+        try:
+
+            async def one(number: int) -> str:
+                box = await cluster.start(SandboxSpec())
+                await full.wait()
+                result = await box.exec(f"echo {number} > n; cat n", timeout=100)
+                await box.close()
+                return result.text
+
+            full = asyncio.Event()
+            running = [asyncio.create_task(one(number)) for number in range(500)]
+            await until(lambda: cluster.boxes == 500)
+            assert boxes(cluster) == [125] * 4
+            full.set()
+            assert await asyncio.gather(*running) == [f"{number}\n" for number in range(500)]
+            assert (boxes(cluster), cluster.lost) == ([0] * 4, 0)
+            assert [len(list(folder.glob("boxes/*"))) for folder in base().glob(f"{run_id}-*")] == [0] * 4
+        finally:
+            await cluster.close()
+        assert not list(base().glob(f"{run_id}-*"))
