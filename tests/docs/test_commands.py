@@ -115,6 +115,12 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
         "agent-rl eval configs/quickstart.yaml --policy https://host/v1 --model NAME",
         "agent-rl eval configs/swebench-verified.yaml env.interface=r2egym model=PATH engine.urls=[http://host:30000]",
     ),
+    "needs a cluster: tests/sandbox/test_hosts.py has one of this machine": (
+        "ray start --head --port 6379",
+        "ray start --address FIRST:6379",
+        "agent-rl doctor configs/paper-swe.yaml sandbox.hosts=ray train.ray_address=FIRST:6379",
+        "agent-rl train configs/paper-swe.yaml sandbox.hosts=ray train.ray_address=FIRST:6379",
+    ),
     "needs the trajectories of a finished run": (
         "agent-rl eval configs/quickstart.yaml --policy replay:runs/quickstart/trajectories/step-000010.jsonl",
     ),
