@@ -291,33 +291,47 @@ def _launch(plan: dict[str, Any]) -> None:
             sys.exit("a rank failed")
 
 
+@dataclass(frozen=True)
+class Times:
+    """``[rank, round]`` seconds of each call's figures.
+
+    The slowest rank is the one with the largest median: the largest of a round's times would be that of whichever rank
+    the machine had just held up.
+    """
+
+    parts: list[list[dict[str, dict[str, float]]]]
+
+    def seconds(self, call: str, figure: str) -> NDArray[np.float64]:
+        return np.array([[of_round[call][figure] for of_round in of_rank] for of_rank in self.parts])
+
+    def ratio(self, over: str, under: str, figure: str) -> str:
+        """The slowest rank's time in ``over`` to that in ``under``, and quartiles of it over rounds drawn again."""
+        pair = self.seconds(over, figure), self.seconds(under, figure)
+        rounds = pair[0].shape[1]
+        draws = np.random.default_rng(0).integers(0, rounds, (1000, rounds))
+        low, high = np.quantile([slowest(pair[0][:, d]) / slowest(pair[1][:, d]) for d in draws], [0.25, 0.75])
+        return f"{slowest(pair[0]) / slowest(pair[1]):.3f} [{low:.3f}, {high:.3f}]"
+
+
+def slowest(seconds: NDArray[np.float64]) -> float:
+    """``[rank, round]``: the largest of the ranks' medians."""
+    return float(np.median(seconds, axis=1).max())
+
+
 def _print(ranks: int, load: float, parts: list[list[dict[str, dict[str, float]]]]) -> None:
-    """``parts[rank][round][call][figure]``: of every call the slowest rank's seconds."""
-
-    def slowest(call: str, figure: str) -> list[float]:
-        return [max(of_rank[call][figure] for of_rank in round_) for round_ in zip(*parts, strict=True)]
-
-    def ratio(over: str, under: str, figure: str) -> str:
-        pairs = zip(slowest(over, figure), slowest(under, figure), strict=True)
-        low, middle, high = statistics.quantiles([a / b for a, b in pairs], n=4)
-        return f"{middle:.3f} [{low:.3f}, {high:.3f}]"
-
-    even = load <= 1.01
+    """``parts[rank][round][call][figure]``, in seconds."""
+    times, even = Times(parts), load <= 1.01
     for kind in ("recompute", "update"):
         for figure in FIGURES:
             ideal = f"{1 / load:.3f}" if figure == "products" else ""
             goal = f"{1.05 / load:.3f}" if figure == "products" and not even else "1.02" if even else ""
-            row = (ratio(f"{kind} {a}", f"{kind} plain", figure) for a in ("balanced", "plain again"))
+            row = (times.ratio(f"{kind} {a}", f"{kind} plain", figure) for a in ("balanced", "plain again"))
             print(f"| {ranks} | {load:g} | {kind} | {figure} | {' | '.join(row)} | {ideal} | {goal} |", flush=True)
     planning, whole = (
-        [
-            sum(pair)
-            for pair in zip(*(slowest(f"{kind} balanced", figure) for kind in ("recompute", "update")), strict=True)
-        ]
+        sum(slowest(times.seconds(f"{kind} balanced", figure)) for kind in ("recompute", "update"))
         for figure in ("planning", "pass")
     )
-    share = statistics.median(a / b for a, b in zip(planning, whole, strict=True))
-    print(f"| {ranks} | {load:g} | both | planning over the passes | {share:.2%} | | | 1 % |", flush=True)
+    print(f"| {ranks} | {load:g} | both | planning over the passes | {planning / whole:.2%} | | | 1 % |", flush=True)
 
 
 if __name__ == "__main__":
