@@ -109,7 +109,12 @@ class EngineConfig(Section):
     weight_sync_timeout: float = Field(
         120.0, gt=0, description="Seconds that one call or broadcast of a weight update may take."
     )
-    weight_bucket_mb: int = Field(64, gt=0, description="MiB of weights that travel at once in a weight update.")
+    weight_bucket_mb: float = Field(
+        30,
+        gt=0,
+        description="MiB of weights that travel at once in a weight update. From 32 on, host memory of that size is "
+        "asked of the system anew each time, which costs more than filling it.",
+    )
 
 
 class SandboxConfig(Section):

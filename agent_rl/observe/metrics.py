@@ -287,10 +287,10 @@ METRICS: tuple[Metric, ...] = (
     *_of(
         _PUBLISHER,
         ("weight_sync/join_seconds", "seconds", "Forming the process group with the engines, where one was formed."),
-        ("weight_sync/pause_seconds", "seconds", "Pausing the engines."),
+        ("weight_sync/pause_seconds", "seconds", "Pausing the engines, beyond preparing the first bucket."),
         ("weight_sync/prepare_seconds", "seconds", "Gathering and converting the weights."),
-        ("weight_sync/broadcast_seconds", "seconds", "Broadcasting the weights."),
-        ("weight_sync/load_seconds", "seconds", "The engines' loading that nothing else overlapped."),
+        ("weight_sync/broadcast_seconds", "seconds", "Broadcasting the weights, beyond preparing the next bucket."),
+        ("weight_sync/load_seconds", "seconds", "The engines' loading of the last bucket."),
         ("weight_sync/check_seconds", "seconds", "Comparing the checksums."),
     ),
     *_of(

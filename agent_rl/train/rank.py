@@ -214,7 +214,7 @@ class TrainerRank:
         weights, report = self._model.export_weights(), None
         try:
             if self._ranks.rank == 0:
-                report = self._publisher_to(order).publish(weights, order.version, getattr(torch, order.dtype))
+                report = self._publisher_to(order).publish(weights, order.version)
                 if report.failures:
                     self._drop_publisher()
         finally:
@@ -226,14 +226,8 @@ class TrainerRank:
     def _publisher_to(self, order: PublishOrder) -> WeightPublisher:
         if self._publisher is None or not self._publisher.serves(order):
             self._drop_publisher()
-            self._publisher = WeightPublisher(
-                order.urls,
-                self._model.device,
-                self._model.facts.kv_heads,
-                pause_mode=order.pause_mode,
-                timeout=order.timeout,
-                bucket_bytes=order.bucket_bytes,
-            )
+            kv_heads = self._model.facts.kv_heads
+            self._publisher = WeightPublisher(order.urls, self._model.device, kv_heads, order.config)
         return self._publisher
 
     def _drop_publisher(self) -> None:

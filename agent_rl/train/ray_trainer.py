@@ -212,15 +212,7 @@ class RayTrainer:
 
     async def publish(self, engine_urls: Sequence[str], weight_version: str) -> PublishReport:
         """Send the weights to every engine as ``weight_version``; the report names those that did not take them."""
-        engine = self.config.engine
-        order = PublishOrder(
-            urls=tuple(engine_urls),
-            version=weight_version,
-            dtype=engine.dtype,
-            pause_mode=engine.pause_mode,
-            timeout=engine.weight_sync_timeout,
-            bucket_bytes=engine.weight_bucket_mb << 20,
-        )
+        order = PublishOrder(tuple(engine_urls), weight_version, self.config.engine)
         reports = await self.ranks.call(lambda actor: actor.publish.remote(order), timeout=PUBLISH_SECONDS)
         assert reports[0] is not None, "rank 0 reports"
         return reports[0]

@@ -1,7 +1,8 @@
 """An engine's checksums of its weights, predicted from the tensors that are sent to it.
 
 SGLang's ``/weights_checker`` hashes every parameter it holds. On a CPU the hash is the first 8 bytes of SHA-256 over
-the parameter's bytes; several Hugging Face tensors lie behind one another in one parameter::
+the parameter's bytes, or XXH3, eight times as fast, in a server that we launched (``engine/cpu/cpu_shims.py``), whose
+checksums say so. Several Hugging Face tensors lie behind one another in one parameter::
 
     q_proj, k_proj, v_proj                    qkv_proj
     gate_proj, up_proj                        gate_up_proj
@@ -22,10 +23,12 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
@@ -44,8 +47,26 @@ _BY_ROWS = re.compile(r"\.(q|k|v|gate|up)_proj\.")
 _BY_COLUMNS = re.compile(r"\.(o|down)_proj\.")
 _OF_HEADS = re.compile(r"\.[kv]_proj\.")
 
+_HASHES: Mapping[str, Callable[[], Any]] = {"xxh3:": xxhash.xxh3_64, "": hashlib.sha256}
+"""By what checksums begin with."""
+
 RankDigests = tuple[Mapping[str, str], ...]
 """One an engine's tensor rank: the checksum of every parameter, by the engine's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class DigestKind:
+    """Engines of equal kind have equal checksums: they have so many tensor ``ranks``, and the same hash, by what its
+    checksums begin with."""
+
+    ranks: int
+    prefix: str = ""
+
+    @classmethod
+    def of(cls, held: RankDigests) -> DigestKind:
+        """The kind of an engine by the checksums that it holds."""
+        some = next(iter(held[0].values()), "")
+        return cls(len(held), next(prefix for prefix in _HASHES if some.startswith(prefix)))
 
 
 def predictable(server: Mapping[str, Any]) -> bool:
@@ -59,23 +80,23 @@ def predictable(server: Mapping[str, Any]) -> bool:
 
 
 class Digests:
-    """Collects the checksums of one update, for engines of each of the ``sizes`` (tensor ranks)."""
+    """Collects the checksums of one update, for engines of each of the ``kinds``."""
 
-    def __init__(self, kv_heads: int, sizes: Collection[int] = (1,)) -> None:
+    def __init__(self, kv_heads: int, kinds: Collection[DigestKind]) -> None:
         self._kv_heads = kv_heads
-        self._hashes: dict[int, list[dict[str, Any]]] = {size: [{} for _ in range(size)] for size in sorted(sizes)}
+        self._hashes: dict[DigestKind, list[dict[str, Any]]] = {kind: [{} for _ in range(kind.ranks)] for kind in kinds}
 
     def add(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], itemsize: int, data: Tensor) -> None:
         """A bucket: ``data`` uint8, the tensors' bytes one after the other."""
-        # hashlib lets other threads run, so a thread of its own costs an update next to nothing.
+        # Hashing lets other threads run, so a thread of its own costs an update next to nothing.
         whole, start = data.cpu().numpy(), 0
         for name, shape in zip(names, shapes, strict=True):
             stop = start + itemsize * math.prod(shape)
             rows = whole[start:stop].reshape(shape[0], -1)
-            for size, ranks in self._hashes.items():
+            for kind, ranks in self._hashes.items():
                 for rank, hashes in enumerate(ranks):
-                    digest = hashes.setdefault(engine_name(name), hashlib.sha256())
-                    digest.update(np.ascontiguousarray(self._share(name, rows, itemsize, rank, size)).data)
+                    digest = hashes.setdefault(engine_name(name), _HASHES[kind.prefix]())
+                    digest.update(np.ascontiguousarray(self._share(name, rows, itemsize, rank, kind.ranks)).data)
             start = stop
 
     def _share(self, name: str, rows: NDArray[np.uint8], itemsize: int, rank: int, size: int) -> NDArray[np.uint8]:
@@ -94,11 +115,13 @@ class Digests:
             return _block(rows.T, rank, size, multiple * itemsize).T
         return rows
 
-    def found(self) -> dict[int, RankDigests]:
-        """By the number of tensor ranks, what each of them should hold."""
+    def found(self) -> dict[DigestKind, RankDigests]:
+        """What each tensor rank should hold, by the kind of its engine."""
         return {
-            size: tuple({name: digest.digest()[:8].hex() for name, digest in hashes.items()} for hashes in ranks)
-            for size, ranks in self._hashes.items()
+            kind: tuple(
+                {name: kind.prefix + digest.digest()[:8].hex() for name, digest in hashes.items()} for hashes in ranks
+            )
+            for kind, ranks in self._hashes.items()
         }
 
 

@@ -5,7 +5,8 @@
     join (once)    engines are told where to meet ── rank 0 meets them there
     publish        pause ─ begin ─ [announce bucket ─ broadcast] ... ─ end ─ checksums ─ resume    every reply checked
 
-While the engines load a bucket, the next one is gathered; while it is broadcast, it is hashed.
+The first bucket is prepared while the engines pause, each further one while the one before is broadcast, and announced
+while that is loaded. A thread hashes what goes out.
 
 Neither side may be left waiting: an engine that refuses never joins the collective, so rank 0 looks at the replies
 while a rendezvous or a broadcast is under way, and everything is bounded by one time limit.
@@ -28,12 +29,13 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor
 
+from agent_rl.config import EngineConfig
 from agent_rl.errors import WeightSyncError
-from agent_rl.weight_sync.digests import Digests, differing, left_behind, outvoted, predictable
+from agent_rl.weight_sync.digests import DigestKind, Digests, differing, left_behind, outvoted, predictable
 from agent_rl.weight_sync.order import PublishOrder, PublishReport
 from agent_rl.weight_sync.receivers import Checksums, Pending, WeightReceivers
 
-_POLL_SECONDS = 0.002
+_POLL_SECONDS = 0.0005
 _LEAVE_SECONDS = 5.0
 
 
@@ -53,25 +55,38 @@ def buckets(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, *, limit:
     held: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in weights:
-        converted = tensor.detach().to(dtype)
-        if held and size + converted.nbytes > limit:
-            yield _bucket(held, last=False)
+        more = tensor.numel() * dtype.itemsize
+        if held and size + more > limit:
+            yield _bucket(held, dtype, last=False)
             held, size = [], 0
-        held.append((name, converted))
-        size += converted.nbytes
+        held.append((name, tensor.detach()))
+        size += more
     if not held:
         raise WeightSyncError("the model has no weights to send")
-    yield _bucket(held, last=True)
+    yield _bucket(held, dtype, last=True)
 
 
-def _bucket(held: Sequence[tuple[str, Tensor]], *, last: bool) -> Bucket:
+def _bucket(held: Sequence[tuple[str, Tensor]], dtype: torch.dtype, *, last: bool) -> Bucket:
+    """``held`` as one: a tensor is converted as it is copied to its place."""
+    sizes = [tensor.numel() for _, tensor in held]
+    data = torch.empty(sum(sizes), dtype=dtype, device=held[0][1].device)
+    for (_, tensor), place in zip(held, data.split(sizes), strict=True):
+        place.view(tensor.shape).copy_(tensor)
     return Bucket(
         names=tuple(name for name, _ in held),
         shapes=tuple(tuple(tensor.shape) for _, tensor in held),
-        dtype=str(held[0][1].dtype).removeprefix("torch."),
-        data=torch.cat([tensor.contiguous().flatten().view(torch.uint8) for _, tensor in held]),
+        dtype=str(dtype).removeprefix("torch."),
+        data=data.view(torch.uint8),
         last=last,
     )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sending:
+    """A bucket on its way: the collective's ``work``, and the engines' ``replies`` once they have loaded it."""
+
+    work: Any
+    replies: Pending
 
 
 class Stages:
@@ -105,25 +120,18 @@ class Sent:
 class WeightPublisher:
     """Rank 0's link to a set of engines; the group is made once and used for every update.
 
-    ``kv_heads`` is the model's, by which engines of several ranks are checked. ``pause_mode`` is SGLang's. ``timeout``
-    in seconds bounds each call, rendezvous and broadcast. The weights travel in pieces of about ``bucket_bytes``. After
-    an update that an engine did not take it must be closed.
+    ``kv_heads`` is the model's, by which engines of several ranks are checked. Of ``config``, ``dtype`` is what the
+    weights are sent in, ``pause_mode`` is SGLang's, the weights travel in pieces of about ``weight_bucket_mb``, and
+    ``weight_sync_timeout`` bounds each call, rendezvous and broadcast. After an update that an engine did not take it
+    must be closed.
     """
 
-    def __init__(
-        self,
-        urls: Sequence[str],
-        device: torch.device,
-        kv_heads: int,
-        *,
-        pause_mode: str = "abort",
-        timeout: float = 120.0,
-        bucket_bytes: int = 64 << 20,
-    ) -> None:
+    def __init__(self, urls: Sequence[str], device: torch.device, kv_heads: int, config: EngineConfig) -> None:
         self.urls = tuple(urls)
-        self._device, self._mode, self._timeout, self._bucket_bytes = device, pause_mode, timeout, bucket_bytes
+        self._device, self._config = device, config
+        self._dtype, self._timeout = getattr(torch, config.dtype), config.weight_sync_timeout
         self._name = f"agent-rl-{uuid.uuid4().hex[:8]}"  # an engine may still hold the group of a trainer that died
-        self._receivers = WeightReceivers(urls, timeout=timeout)
+        self._receivers = WeightReceivers(urls, timeout=self._timeout)
         self._hashing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-digests")
         self._kv_heads = kv_heads
         self._predictable = frozenset[str]()
@@ -132,18 +140,18 @@ class WeightPublisher:
 
     def serves(self, order: PublishOrder) -> bool:
         """Whether this link is the one that ``order`` asks for."""
-        own = (self.urls, self._mode, self._timeout, self._bucket_bytes)
-        return own == (order.urls, order.pause_mode, order.timeout, order.bucket_bytes)
+        return (self.urls, self._config) == (order.urls, order.config)
 
-    def publish(self, weights: Iterable[tuple[str, Tensor]], version: str, dtype: torch.dtype) -> PublishReport:
+    def publish(self, weights: Iterable[tuple[str, Tensor]], version: str) -> PublishReport:
         """Send all ``weights`` (Hugging Face names) as ``version`` and compare what the engines then hold.
 
         What an engine does not take is in the report, with a reason of one line.
         """
         clock, sent = Stages(), Sent()
-        refusal = self._met(dtype, clock)
-        digests = Digests(self._kv_heads, {size for url, size in self._sizes() if url in self._predictable})
-        parts = self._counted(buckets(weights, dtype, limit=self._bucket_bytes), dtype.itemsize, digests, sent)
+        refusal = self._met(clock)
+        digests = Digests(self._kv_heads, {DigestKind.of(self._held[url].ranks) for url in self._predictable})
+        limit = int(self._config.weight_bucket_mb * 2**20)
+        parts = self._counted(buckets(weights, self._dtype, limit=limit), digests, sent)
         stale = 0
         try:
             if refusal is not None:
@@ -166,12 +174,12 @@ class WeightPublisher:
             bytes=sent.bytes,
         )
 
-    def _met(self, dtype: torch.dtype, clock: Stages) -> WeightSyncError | None:
+    def _met(self, clock: Stages) -> WeightSyncError | None:
         """Make the group with the engines unless it stands; what came in the way."""
         if self._group is None:
             try:
                 with clock.stage("join"):
-                    self._meet(dtype)
+                    self._meet()
             except WeightSyncError as error:
                 return error
         return None
@@ -181,33 +189,38 @@ class WeightPublisher:
 
     def _update(self, parts: Iterator[Bucket], version: str, clock: Stages) -> int:
         """Pause, begin, every bucket, end. Returns how many engines kept old prefixes."""
-        with clock.stage("pause"):
-            self._receivers.pause(self._mode)
-            self._receivers.begin()
-        loading: Pending | None = None
-        while bucket := self._next(parts, clock):
-            if loading is not None:
-                with clock.stage("load"):  # what is left of it: the next bucket was prepared meanwhile
-                    loading.wait()
+        opening = self._receivers.opening(self._config.pause_mode)
+        bucket = self._next(parts, clock)
+        with clock.stage("pause"):  # what is left of it: the first bucket was prepared meanwhile
+            opening.wait()
+        before: Sending | None = None
+        while bucket is not None:
             with clock.stage("broadcast"):
-                loading = self._broadcast(bucket, version)
-        assert loading is not None, "buckets() gives at least one"
+                sending = self._send(bucket, version)
+            bucket = self._next(parts, clock)
+            with clock.stage("broadcast"):
+                self._arrived(sending)
+                if before is not None:
+                    before.replies.wait()  # an engine takes a bucket when it has loaded the one before
+            before = sending
+        assert before is not None, "buckets() gives at least one"
         with clock.stage("load"):
-            loading.wait()
+            before.replies.wait()
             self._receivers.end()
-            return len(self._receivers.flush()) if self._mode == "in_place" else 0
+            return len(self._receivers.flush()) if self._config.pause_mode == "in_place" else 0
 
     @staticmethod
     def _next(parts: Iterator[Bucket], clock: Stages) -> Bucket | None:
         with clock.stage("prepare"):
             return next(parts, None)
 
-    def _counted(self, parts: Iterator[Bucket], itemsize: int, digests: Digests, sent: Sent) -> Iterator[Bucket]:
+    def _counted(self, parts: Iterator[Bucket], digests: Digests, sent: Sent) -> Iterator[Bucket]:
         """``parts`` as they are, counted and (where it is of use) hashed on a thread of their own."""
         for bucket in parts:
             sent.bytes += bucket.data.nbytes
             if self._predictable:
-                hashing = self._hashing.submit(digests.add, bucket.names, bucket.shapes, itemsize, bucket.data)
+                bytes_each = self._dtype.itemsize
+                hashing = self._hashing.submit(digests.add, bucket.names, bucket.shapes, bytes_each, bucket.data)
                 sent.hashing.append(hashing)
             yield bucket
 
@@ -217,9 +230,9 @@ class WeightPublisher:
         sent.hashed()
         expected = digests.found()
         wrong: dict[str, str | None] = {}
-        for url, size in self._sizes():
+        for url in self.urls:
             if url in self._predictable:
-                wrong[url] = differing(expected[size], held[url].ranks)
+                wrong[url] = differing(expected[DigestKind.of(self._held[url].ranks)], held[url].ranks)
             else:
                 wrong[url] = left_behind(self._held[url].ranks, held[url].ranks)
         for size in set(self._receivers.ranks):
@@ -244,10 +257,10 @@ class WeightPublisher:
         self._receivers.close()
         self._hashing.shutdown(wait=False, cancel_futures=True)
 
-    def _meet(self, dtype: torch.dtype) -> None:
+    def _meet(self) -> None:
         """Look at the engines and make the group with them."""
         infos = self._receivers.look()
-        wanted = str(dtype).removeprefix("torch.")
+        wanted = self._config.dtype
         for url, info in zip(self.urls, infos, strict=True):
             if info.get("dtype") not in (None, "auto", wanted):
                 raise WeightSyncError(f"{url} holds its weights in {info['dtype']}, not in {wanted}: set engine.dtype")
@@ -266,8 +279,8 @@ class WeightPublisher:
             self._wait(join.done, joining, "the rendezvous")
             self._group = join.result()
 
-    def _broadcast(self, bucket: Bucket, version: str) -> Pending:
-        """Announce and send one bucket; the replies come when the engines have loaded it."""
+    def _send(self, bucket: Bucket, version: str) -> Sending:
+        """Announce one bucket and begin to send it; the replies come when the engines have loaded it."""
         data = bucket.data.to(self._device)
         replies = self._receivers.receive(
             bucket.names,
@@ -275,17 +288,20 @@ class WeightPublisher:
             bucket.shapes,
             # An engine that has got only a part of the weights shall not claim to have the version.
             weight_version=version if bucket.last else f"{version}-partial",
-            flush_cache=bucket.last and self._mode != "in_place",
+            flush_cache=bucket.last and self._config.pause_mode != "in_place",
             group=self._name,
         )
         work = torch.distributed.broadcast(data, group=self._group, group_src=0, async_op=True)
-        self._wait(work.is_completed, replies, "the broadcast")
+        return Sending(work, replies)
+
+    def _arrived(self, sending: Sending) -> None:
+        """Wait until the engines have a bucket, which they then load."""
+        self._wait(sending.work.is_completed, sending.replies, "the broadcast")
         try:
-            work.wait()
+            sending.work.wait()
         except RuntimeError as error:  # an engine died with its end of the connection
             reason = str(error).splitlines()[0]
             raise WeightSyncError(f"the broadcast to {', '.join(self.urls)} broke off: {reason}") from error
-        return replies
 
     def _wait(self, done: Callable[[], bool], replies: Pending, what: str) -> None:
         deadline = time.monotonic() + self._timeout

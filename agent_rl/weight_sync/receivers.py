@@ -16,7 +16,7 @@ on threads, each reply is checked, and :meth:`Pending.check` is cheap enough to 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -128,24 +128,39 @@ class WeightReceivers:
         else:
             pending.linger(within)
 
+    def opening(self, mode: str) -> Pending:
+        """Pause every engine and open an update there, without waiting for it."""
+
+        def open_one(url: str) -> bytes:
+            self._call(url, "pause_generation", {"mode": mode})
+            return self._begin(url)
+
+        return self._each(open_one, "begin_weight_update")
+
     def begin(self) -> None:
         """Open an update. An engine that has one open already (of a sender that died) is made to close it first."""
+        self._each(self._begin, "begin_weight_update").wait()
+
+    def _begin(self, url: str) -> bytes:
         try:
-            self._all("begin_weight_update", {})
+            return self._call(url, "begin_weight_update", {})
         except WeightSyncError as error:
             if "already open" not in str(error):
                 raise
-            self.abandon()
-            self._all("begin_weight_update", {})
+        self._abandon(url)
+        return self._call(url, "begin_weight_update", {})
 
     def abandon(self) -> None:
         """Close an update that was left open, where there is one. What it brought stays."""
-        for url in self.urls:
-            try:
-                self._call(url, "end_weight_update", {})
-            except WeightSyncError as error:
-                if "no weight-update session" not in str(error):
-                    raise
+        self._each(self._abandon, "end_weight_update").wait()
+
+    def _abandon(self, url: str) -> bytes:
+        try:
+            return self._call(url, "end_weight_update", {})
+        except WeightSyncError as error:
+            if "no weight-update session" not in str(error):
+                raise
+        return b""
 
     def receive(
         self,
@@ -193,15 +208,18 @@ class WeightReceivers:
 
     def flush(self) -> list[str]:
         """Forget the cached prefixes; the engines that did not, because requests hold theirs."""
-        stale = []
-        for url in self.urls:
+
+        def flush_one(url: str) -> bytes:
             try:
                 self._call(url, "flush_cache", {})
             except WeightSyncError as error:
                 if "answered 400" not in str(error):
                     raise
-                stale.append(url)
-        return stale
+                return b"stale"
+            return b""
+
+        answers = self._each(flush_one, "flush_cache").wait()
+        return [url for url, answer in zip(self.urls, answers, strict=True) if answer]
 
     def load_from_disk(self, model: Path, weight_version: str, *, flush_cache: bool = True) -> None:
         """Make every engine load the checkpoint in folder ``model``; needs no group and no begin or end."""
@@ -235,6 +253,10 @@ class WeightReceivers:
         to = self.urls if urls is None else urls
         futures = [self._threads.submit(self._call, url, endpoint, body) for url, body in zip(to, bodies, strict=True)]
         return Pending(futures, self._timeout, endpoint)
+
+    def _each(self, call: Callable[[str], bytes], what: str) -> Pending:
+        """``call`` with every engine's URL, side by side."""
+        return Pending([self._threads.submit(call, url) for url in self.urls], self._timeout, what)
 
     def _call(self, url: str, endpoint: str, body: Mapping[str, Any]) -> bytes:
         """POST ``body``; the answer. Raises WeightSyncError."""

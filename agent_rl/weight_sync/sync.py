@@ -27,7 +27,7 @@ from agent_rl.engine.types import EngineInfo
 from agent_rl.errors import EngineError, WeightSyncError
 from agent_rl.model_facts import ModelFacts
 from agent_rl.types import Sample, TokenIds
-from agent_rl.weight_sync.digests import RankDigests, differing
+from agent_rl.weight_sync.digests import DigestKind, RankDigests, differing
 from agent_rl.weight_sync.order import PublishReport
 from agent_rl.weight_sync.receivers import WeightReceivers
 
@@ -83,7 +83,7 @@ class Update:
 
     step: int
     logprobs: np.ndarray
-    digests: Mapping[int, RankDigests] = field(default_factory=dict)
+    digests: Mapping[DigestKind, RankDigests] = field(default_factory=dict)
     worst: float = 0.0
     retries: int = 0
     disk_loads: int = 0
@@ -161,12 +161,14 @@ class WeightSync:
             await self._trainer.export(folder)
         return folder
 
-    def _load(self, receiver: WeightReceivers, folder: Path, version: str, digests: Mapping[int, RankDigests]) -> None:
+    def _load(
+        self, receiver: WeightReceivers, folder: Path, version: str, digests: Mapping[DigestKind, RankDigests]
+    ) -> None:
         """Give one paused engine the checkpoint in ``folder`` and let it go on. Raises WeightSyncError."""
         receiver.abandon()
         receiver.load_from_disk(folder, version, flush_cache=self._config.engine.pause_mode != "in_place")
         held = receiver.checksums()[0].ranks
-        if (expected := digests.get(len(held))) and (wrong := differing(expected, held)):
+        if (expected := digests.get(DigestKind.of(held))) and (wrong := differing(expected, held)):
             raise WeightSyncError(f"{receiver.urls[0]}, given {folder}, {wrong}")
         receiver.resume()
 

@@ -2,10 +2,11 @@
 
 Run: ``python tests/bench/bench_weight_sync.py [rounds] [bucket megabytes ...]`` (7 rounds, the default bucket size)
 
-Float32 weights go to a bfloat16 server as the trainer's rank 0 sends them: pause, convert, announce and broadcast,
-load, checksums, resume. The plain broadcast is one gloo broadcast of as many bytes from this process to one other. The
-two take turns; ratios are of medians, with the quartiles of the rounds' own ratios beside them. Two models: the
-quickstart's size and one of a quarter gigabyte.
+Float32 weights go to a bfloat16 server as the trainer's rank 0 sends them. Of each stage is printed what it adds to the
+wall time: ``pause`` what is left of it when the first bucket is prepared, ``broadcast`` what is left when the next one
+is, ``load`` what is left after the last broadcast, ``check`` checksums and resume. The plain broadcast is one gloo
+broadcast of as many bytes from this process to one other. The two take turns; ratios are of medians, with the quartiles
+of the rounds' own ratios beside them. Two models: the quickstart's size and one of a quarter gigabyte.
 """
 
 from __future__ import annotations
@@ -94,25 +95,28 @@ def plain(size: int, rounds: int) -> Callable[[], None]:
     return once
 
 
-async def measure(name: str, rounds: int, bucket_bytes: list[int], folder: Path) -> None:
+async def measure(name: str, rounds: int, buckets: list[float], folder: Path) -> None:
     weights = make(folder, SIZES[name])
     size = 2 * sum(tensor.numel() for _, tensor in weights)
     config = EngineConfig(
         python=str(ROOT / ".venv-engine/bin/python"), device="cpu", max_total_tokens=4096, start_timeout=900
     )
     async with EngineServer(config, folder, folder / "engine.log") as server:
-        for limit in bucket_bytes:
-            compare(name, server.url, weights, size, rounds, limit)
+        for megabytes in buckets:
+            own = config.model_copy(update={"weight_bucket_mb": megabytes})
+            compare(name, server.url, weights, size, rounds, own)
 
 
-def compare(name: str, url: str, weights: list[tuple[str, Tensor]], size: int, rounds: int, limit: int) -> None:
-    link = WeightPublisher([url], torch.device("cpu"), KV_HEADS, bucket_bytes=limit)
-    first = link.publish(weights, "0", torch.bfloat16)  # joins
+def compare(
+    name: str, url: str, weights: list[tuple[str, Tensor]], size: int, rounds: int, config: EngineConfig
+) -> None:
+    link = WeightPublisher([url], torch.device("cpu"), KV_HEADS, config)
+    first = link.publish(weights, "0")  # joins
     broadcast, reports, took, baseline = plain(size, rounds + 1), [], [], []
     broadcast()
 
     def publish(version: int) -> None:
-        reports.append(link.publish(weights, str(version), torch.bfloat16))
+        reports.append(link.publish(weights, str(version)))
 
     for number in range(1, rounds + 1):
         took.append(seconds(lambda n=number: publish(n)))
@@ -122,8 +126,8 @@ def compare(name: str, url: str, weights: list[tuple[str, Tensor]], size: int, r
     ratios = statistics.quantiles([a / b for a, b in zip(took, baseline, strict=True)], n=4)
     middle, floor = statistics.median(took), statistics.median(baseline)
     print(
-        f"{name}: {size / 1e6:.1f} MB, buckets of {limit >> 20} MiB: publish {1e3 * middle:.0f} ms, plain broadcast "
-        f"{1e3 * floor:.1f} ms, ratio {middle / floor:.2f} (quartiles {ratios[0]:.2f}, {ratios[2]:.2f})"
+        f"{name}: {size / 1e6:.1f} MB, buckets of {config.weight_bucket_mb:g} MiB: publish {1e3 * middle:.0f} ms, "
+        f"plain broadcast {1e3 * floor:.1f} ms, ratio {middle / floor:.2f} (quartiles {ratios[0]:.2f}, {ratios[2]:.2f})"
     )
     stages = {stage: statistics.median(report.seconds[stage] for report in reports) for stage in STAGES}
     split = ", ".join(f"{stage} {1e3 * value:.0f}" for stage, value in stages.items())
@@ -133,7 +137,7 @@ def compare(name: str, url: str, weights: list[tuple[str, Tensor]], size: int, r
 def main() -> None:
     torch.set_num_threads(1)  # beside other work OpenMP's waiting threads would be what is measured
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 7
-    buckets = [int(megabytes) << 20 for megabytes in sys.argv[2:]] or [64 << 20]
+    buckets = [float(megabytes) for megabytes in sys.argv[2:]] or [EngineConfig().weight_bucket_mb]
     for name in SIZES:
         with tempfile.TemporaryDirectory() as folder:
             asyncio.run(measure(name, rounds, buckets, Path(folder)))

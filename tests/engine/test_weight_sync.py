@@ -32,14 +32,14 @@ from r3.routing import SpanKind
 torch = pytest.importorskip("torch", reason="needs the trainer environment")
 from safetensors.torch import load_file  # noqa: E402
 
-from agent_rl.weight_sync.digests import Digests, difference, differing, left_behind, outvoted  # noqa: E402
+from agent_rl.weight_sync.digests import DigestKind, Digests, difference, differing, left_behind, outvoted  # noqa: E402
 from agent_rl.weight_sync.order import PublishReport  # noqa: E402
 from agent_rl.weight_sync.publisher import Bucket, WeightPublisher  # noqa: E402
 from agent_rl.weight_sync.sync import WeightSync  # noqa: E402
 
 slow = [pytest.mark.sglang, pytest.mark.slow]
 TOKENS = [int(token) for token in np.random.default_rng(11).integers(2, 250, 60)]
-BUCKET_BYTES = 300_000  # four buckets
+BUCKET_MB = 0.3  # four buckets
 Weights = list[tuple[str, Any]]
 
 
@@ -77,13 +77,11 @@ class FileTrainer:
             engine_urls,
             torch.device("cpu"),
             read_facts(self.folder).kv_heads,
-            pause_mode=self._config.pause_mode,
-            timeout=self._config.weight_sync_timeout,
-            bucket_bytes=BUCKET_BYTES,
+            self._config.model_copy(update={"weight_bucket_mb": BUCKET_MB}),
         )
         try:
             weights = exported(self.folder)
-            return await asyncio.to_thread(publisher.publish, weights, weight_version, torch.float32)
+            return await asyncio.to_thread(publisher.publish, weights, weight_version)
         finally:
             publisher.close()
 
@@ -94,13 +92,13 @@ class FileTrainer:
 class OneBitOff(WeightPublisher):
     """Changes the last bit of one weight in the second bucket, after it was hashed."""
 
-    def _broadcast(self, bucket: Bucket, version: str) -> Any:
+    def _send(self, bucket: Bucket, version: str) -> Any:
         if getattr(self, "bucket", 0) == 1:
             data = bucket.data.clone()
             data[0] ^= 1
             bucket = replace(bucket, data=data)
         self.bucket = getattr(self, "bucket", 0) + 1
-        return super()._broadcast(bucket, version)
+        return super()._send(bucket, version)
 
 
 class Loses(WeightPublisher):
@@ -116,7 +114,7 @@ class Loses(WeightPublisher):
 class DiesMidway(WeightPublisher):
     """Announces the second bucket and is gone before it is sent."""
 
-    def _broadcast(self, bucket: Bucket, version: str) -> Any:
+    def _send(self, bucket: Bucket, version: str) -> Any:
         if getattr(self, "sent", False):
             names = list(bucket.names)
             self._receivers.receive(
@@ -124,7 +122,7 @@ class DiesMidway(WeightPublisher):
             )
             raise WeightSyncError("the sender died")
         self.sent = True
-        return super()._broadcast(bucket, version)
+        return super()._send(bucket, version)
 
 
 class Setting:
@@ -398,11 +396,11 @@ def test_the_checksum_of_a_fused_parameter_does_not_depend_on_the_buckets(model:
     weights = exported(model)
 
     def found(split: int) -> Mapping[str, str]:
-        digests = Digests(2)
+        digests = Digests(2, [DigestKind(1)])
         for part in (weights[:split], weights[split:]):
             data = torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in part])
             digests.add([name for name, _ in part], [tuple(tensor.shape) for _, tensor in part], 4, data)
-        return digests.found()[1][0]
+        return digests.found()[DigestKind(1)][0]
 
     assert found(3) == found(17)
     assert len(found(3)) < len(weights)

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import re
 import socket
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 
-from agent_rl.config import RunConfig
+from agent_rl.config import EngineConfig, RunConfig
 from agent_rl.errors import WeightSyncError
 from agent_rl.train.ray_trainer import RayTrainer
 from agent_rl.types import Sample
 
 torch = pytest.importorskip("torch", reason="needs the trainer environment")
 
-from agent_rl.weight_sync.publisher import buckets  # noqa: E402
+from agent_rl.weight_sync.digests import DigestKind, Digests  # noqa: E402
+from agent_rl.weight_sync.publisher import Bucket, Sending, Stages, WeightPublisher, buckets  # noqa: E402
+from agent_rl.weight_sync.receivers import Pending  # noqa: E402
 
 Config = Callable[..., RunConfig]
 Make = Callable[..., Sample]
@@ -52,6 +58,60 @@ def test_buckets_hold_every_tensor_once_in_order(limit: int, dtype: torch.dtype)
 def test_no_weights_is_an_error() -> None:
     with pytest.raises(WeightSyncError, match="no weights"):
         list(buckets([], torch.float32, limit=1))
+
+
+def test_each_kind_of_engine_has_checksums_of_its_own_hash() -> None:
+    ((name, tensor),) = [("model.norm.weight", torch.arange(6.0))]
+    plain, launched = DigestKind(1), DigestKind(1, "xxh3:")
+    digests = Digests(2, {plain, launched})
+    digests.add([name], [(6,)], 4, tensor.view(torch.uint8))
+    data = tensor.numpy().tobytes()
+    found = digests.found()
+    assert found[plain] == ({name: hashlib.sha256(data).hexdigest()[:16]},)
+    assert found[launched] == ({name: f"xxh3:{xxhash.xxh3_64_hexdigest(data)}"},)
+    assert {DigestKind.of(held) for held in found.values()} == {plain, launched}
+
+
+class Recording(WeightPublisher):
+    """Sends nothing, and notes in which order it would."""
+
+    def __init__(self) -> None:
+        super().__init__(["http://127.0.0.1:9"], torch.device("cpu"), 2, EngineConfig())
+        self.notes = list[str]()
+        self._receivers = self  # type: ignore[assignment]
+
+    def _note(self, what: str) -> Pending:
+        self.notes.append(what)
+        return Pending(list[Future[bytes]](), 1.0, what)
+
+    def opening(self, mode: str) -> Pending:
+        return self._note(f"pause {mode}")
+
+    def _send(self, bucket: Bucket, version: str) -> Sending:
+        return Sending(f"{bucket.names[0]}", self._note(f"send {bucket.names[0]}"))
+
+    def _arrived(self, sending: Sending) -> None:
+        self._note(f"{sending.work} arrived")
+
+    def end(self) -> None:
+        self._note("end")
+
+    def prepared(self) -> Iterator[Any]:
+        for bucket in buckets(weights(), torch.float32, limit=48):
+            self._note(f"prepare {bucket.names[0]}")
+            yield bucket
+
+
+def test_a_bucket_is_prepared_while_the_one_before_is_on_its_way() -> None:
+    link = Recording()
+    link._update(link.prepared(), "1", Stages())
+    assert link.notes == [
+        "pause abort", "prepare a",
+        "send a", "prepare b", "a arrived",
+        "send b", "prepare c", "b arrived",
+        "send c", "prepare d", "c arrived",
+        "send d", "d arrived", "end",
+    ]  # fmt: skip
 
 
 @pytest.mark.megatron

@@ -1,4 +1,5 @@
-"""What sglang 0.5.23 needs to start on a CPU-only torch, and to start soon. Imported before anything of sglang."""
+"""What sglang 0.5.23 needs to start on a CPU-only torch, to start soon, and to hash fast. Imported before anything of
+sglang."""
 
 from __future__ import annotations
 
@@ -7,14 +8,16 @@ import multiprocessing
 from typing import Any
 
 import torch
+import xxhash
 
 _LIBRARIES: list[torch.library.Library] = []  # an operator lives as long as the library object that defined it
 
 
 def install() -> None:
-    """Define torchvision's operators, take the CUDA page locking out of the host buffers, and fork the workers."""
+    """Define torchvision's operators, take CUDA's page locking out of the host buffers, hash fast, fork the workers."""
     _define_torchvision_operators()
     _skip_page_locking()
+    _hash_fast()
     _fork_workers()
 
 
@@ -34,6 +37,18 @@ def _skip_page_locking() -> None:
         return None
 
     common._cuda_host_register = no_page_locking
+
+
+def _hash_fast() -> None:
+    # SHA-256 of all weights takes half of a weight update's processor time. What begins with the hash's name is known
+    # to be of another one (agent_rl/weight_sync/digests.py).
+    checker: Any = importlib.import_module("sglang.srt.utils.weight_checker")
+
+    def hashed(tensor: torch.Tensor) -> str:
+        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        return f"xxh3:{xxhash.xxh3_64_hexdigest(data)}"
+
+    checker._hash_tensor = hashed
 
 
 def _fork_workers() -> None:
