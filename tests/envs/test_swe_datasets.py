@@ -196,9 +196,13 @@ REFUSED: dict[str, Mapping[str, Any]] = {
     r"install_config: required, and not given; SWE-bench-extra .* Right would be nebius/SWE-rebench": extra(),
     r"install_config\.test_cmd: required in a row of SWE-rebench": rebench(install_config={**CONFIG, "test_cmd": None}),
     r"install_config\.test_cmd: right would be a command": rebench(install_config={**CONFIG, "test_cmd": 1}),
-    r"install_config\.log_parser: 'parse_log_r_v2' is none of the \d+ that swebench 5 has": rebench_v2(
+    r"install_config\.log_parser: 'parse_log_r_v2' is none of the \d+ that swebench 5 has": rebench(
         install_config={**CONFIG, "log_parser": "parse_log_r_v2"}
     ),
+    r"install_config\.log_parser: 'parse_log_jest' is none .* or it names tests otherwise": rebench_v2(
+        install_config={**CONFIG, "log_parser": "parse_log_jest"}
+    ),
+    r"install_config\.test_cmd: blank": rebench(install_config={**CONFIG, "test_cmd": [" "]}),
     r"install_config: a list; right would be an object": rebench(install_config=[1]),
     r"base_commit: required in a row of SWE-rebench, and not given": rebench(base_commit=None),
     r"image_name: required in a row of SWE-rebench-V2": rebench_v2(image_name=None),
@@ -265,8 +269,8 @@ def test_swe_smiths_rules_read_progress_and_pass_what_is_not_in_the_log() -> Non
 
 
 def test_swe_rebench_v2s_rules_want_every_test_passed_and_know_no_durations() -> None:
-    jest = {**CONFIG, "log_parser": "parse_log_jest"}
-    row = rebench_v2(FAIL_TO_PASS=["adds [1.5 ms]"], PASS_TO_PASS=["waits in 3 msec"], install_config=jest)
+    vitest = {**CONFIG, "log_parser": "parse_log_vitest"}
+    row = rebench_v2(FAIL_TO_PASS=["adds [1.5 ms]"], PASS_TO_PASS=["waits in 3 msec"], install_config=vitest)
     assert verdict(row, "✓ adds [7 ms]", "✓ waits (2 ms)") == (True, {"adds": "PASSED", "waits": "PASSED"})
     assert verdict(rebench_v2(), f"PASSED {ADD}", f"XFAIL {DOUBLE}") == (False, {ADD: "PASSED", DOUBLE: "FAILED"})
     assert verdict(rebench_v2(), f"PASSED {ADD}") == (False, {ADD: "PASSED", DOUBLE: "FAILED"})
