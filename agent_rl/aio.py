@@ -1,4 +1,4 @@
-"""What a command's event loop needs: clean-up that cancellation can't cut short, the signals that ask for it, files."""
+"""What a command's event loop needs: clean-up that cancellation can't cut short, signals, pulses, files."""
 
 from __future__ import annotations
 
@@ -8,15 +8,33 @@ import resource
 import signal
 import sys
 import threading
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
 
 from sandbox.aio import shielded
 
-__all__ = ["allow_many_files", "cancel_on_signals", "shielded"]
+__all__ = ["Pulse", "allow_many_files", "beside", "cancel_on_signals", "first_leaf", "shielded"]
 
 STOP_SECONDS = 30.0
 FILES = 65536
 STOPPED = 130
 """Exit code of a command that was told to stop."""
+
+
+class Pulse:
+    """Wakes all that wait for it, each time that it is given."""
+
+    def __init__(self) -> None:
+        self._next = asyncio.Event()
+
+    def give(self) -> None:
+        given, self._next = self._next, asyncio.Event()
+        given.set()
+
+    async def wait(self) -> None:
+        """Return when it is given next."""
+        await self._next.wait()
 
 
 def allow_many_files() -> None:
@@ -47,3 +65,25 @@ def _stop(task: asyncio.Task[object]) -> None:
         last_resort = threading.Timer(STOP_SECONDS, os._exit, [STOPPED])
         last_resort.daemon = True
         last_resort.start()
+
+
+@asynccontextmanager
+async def beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Let ``work`` run while the block does; it is cancelled at the block's end. What it raises ends the block."""
+    try:
+        async with asyncio.TaskGroup() as scope:
+            task = scope.create_task(work)
+            try:
+                yield
+            finally:
+                task.cancel()
+    except BaseExceptionGroup as errors:
+        error = first_leaf(errors)
+        raise error from error.__cause__
+
+
+def first_leaf(error: BaseException) -> BaseException:
+    """The first error of a (nested) group: what a user should read in one line."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -84,9 +84,23 @@ class Section(BaseModel):
 
 
 class EngineConfig(Section):
-    """The inference engine: a server that we launch, or running ones by ``urls``."""
+    """The inference engines: servers that we launch, or running ones by ``urls`` and ``urls_file``."""
 
-    urls: tuple[str, ...] = Field((), description="Running SGLang servers; empty launches one on this machine.")
+    urls: tuple[str, ...] = Field((), description="Running SGLang servers; without any, count are launched.")
+    urls_file: Path | None = Field(
+        None,
+        description="File with the addresses of running SGLang servers, one a line; lines that are added or taken away "
+        "while a run goes on add engines or take them out of use.",
+    )
+    count: int = Field(1, gt=0, description="Servers to launch.")
+    gpus: int = Field(1, gt=0, description="GPUs of each server, its tensor parallelism, where it runs on GPUs.")
+    health_every: float = Field(5.0, gt=0, description="Seconds between two questions about an engine's health.")
+    restarts: int = Field(
+        3,
+        ge=0,
+        description="How often an engine may die, or lose its weights, between two updates it lives through; after one "
+        "more it is not used again.",
+    )
     python: str = Field(
         default_factory=lambda: str(engine_python()),
         description="Interpreter of the engine environment; by default that of `agent-rl install engine`.",
@@ -115,6 +129,23 @@ class EngineConfig(Section):
         description="MiB of weights that travel at once in a weight update. From 32 on, host memory of that size is "
         "asked of the system anew each time, which costs more than filling it.",
     )
+
+    @property
+    def launched(self) -> bool:
+        """Whether the servers are ours to start."""
+        return not self.urls and self.urls_file is None
+
+    @model_validator(mode="after")
+    def _makes_sense(self) -> EngineConfig:
+        if self.count > 1 and not self.launched:
+            raise ValueError(
+                f"engine.count is {self.count} and engine.urls or urls_file names running servers: leave one out"
+            )
+        if len(set(self.urls)) < len(self.urls):
+            raise ValueError("engine.urls names a server twice: name each once")
+        if self.port + self.count > 65536:
+            raise ValueError(f"engine.port is {self.port} and {self.count} servers need one each: take a lower one")
+        return self
 
 
 class SandboxConfig(Section):

@@ -18,6 +18,7 @@ from envs.registry import path_options
 INPUTS = (
     ("model",),
     ("engine", "python"),
+    ("engine", "urls_file"),
     ("sandbox", "image_root"),
     ("env", "quarantine"),
     ("train", "kl", "reference"),

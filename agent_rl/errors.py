@@ -12,6 +12,8 @@
     │   ├── EngineOverloaded     429 or 503: retried on a budget
     │   ├── EngineRejected       4xx: the request is wrong, never retried
     │   ├── EngineAborted        the request was aborted by the server
+    │   ├── EngineStale          it answered from other weights than the published ones: retried on a budget
+    │   ├── EngineLost           no engine serves, and none will in time
     │   └── RoutesMissingError   routes absent, of the wrong shape or out of range: stops the run
     ├── WeightSyncError          a weight update was not taken
     ├── TrainerError             the trainer failed
@@ -61,6 +63,14 @@ class EngineRejected(EngineError):
 
 class EngineAborted(EngineError):
     """The engine aborted the request."""
+
+
+class EngineStale(EngineError):
+    """The engine answered from other weights than the published ones."""
+
+
+class EngineLost(EngineError):
+    """No engine serves, and none will in time."""
 
 
 class RoutesMissingError(EngineError):

@@ -15,6 +15,7 @@ from agent_rl.config import GuardConfig
 from agent_rl.controller.advantages import samples_of
 from agent_rl.controller.guard import Guard
 from agent_rl.controller.world import Workshop
+from agent_rl.engine.fleet import Fleet
 from agent_rl.errors import AgentRlError
 from agent_rl.observe.metrics import METRICS, NAMES, with_tables
 from agent_rl.observe.metrics_log import MetricsLog, read_metrics
@@ -54,6 +55,7 @@ def made_by_calling() -> Mapping[str, set[str]]:
         "agent_rl/rollout/filters.py": set(filter_metrics([group], [Group("u", (won, won))])),
         "agent_rl/rollout/rescore.py": set(rescore_metrics([won])),
         "agent_rl/controller/advantages.py": set(samples_of([group]).metrics),
+        "agent_rl/engine/fleet.py": set(Fleet().metrics()),
         "agent_rl/controller/guard.py": set(Guard(GuardConfig(), Path("none"), print).judge(1, {}, [])),
         "agent_rl/controller/world.py": set(Workshop(ClusterBackend([], most=1), env=None).metrics()),
         "agent_rl/train/balance_report.py": set(balance_metrics([balanced()])),

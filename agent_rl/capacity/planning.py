@@ -106,7 +106,7 @@ def planned_device(config: RunConfig) -> str:
 
 
 def engines(config: RunConfig) -> int:
-    return config.hardware.engines or len(config.engine.urls) or 1
+    return config.hardware.engines or len(config.engine.urls) or config.engine.count
 
 
 def _problems(config: RunConfig) -> Iterator[str]:
@@ -171,7 +171,7 @@ def _cpu_places(config: RunConfig, model: ModelFacts, rank: RankBytes, load: Loa
     rank_items = (Item("process", RANK_PROCESS), *_rank_items(config, rank), slack)
     yield PlannedPlace("trainer rank", rank_items, count=world)
     engine_items: tuple[Item, ...] = ()
-    if not config.engine.urls:
+    if config.engine.launched:
         engine_items = (
             Item("process", ENGINE_PROCESS),
             *_engine_items(config, model, 1),

@@ -79,7 +79,7 @@ async def _model(config: RunConfig) -> str:
 
 
 async def _engine(config: RunConfig) -> str:
-    return await _running(config) if config.engine.urls else await asyncio.to_thread(_installed, config.engine)
+    return await asyncio.to_thread(_installed, config.engine) if config.engine.launched else await _running(config)
 
 
 async def _running(config: RunConfig) -> str:

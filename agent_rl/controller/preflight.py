@@ -7,12 +7,12 @@ import importlib.util
 import shutil
 from pathlib import Path
 
+from agent_rl.aio import first_leaf
 from agent_rl.config import RunConfig
-from agent_rl.engine.open import check_engines
+from agent_rl.engine.open import check_engines, given
 from agent_rl.errors import UserError
 from agent_rl.model_facts import ModelFacts, check_alike, read_facts
 from agent_rl.packaged import MODELS
-from agent_rl.rollout.group import first_leaf
 from agent_rl.train.batching.dealing import over_budget
 from agent_rl.train.cluster import check_ray
 
@@ -28,7 +28,7 @@ def check(config: RunConfig) -> ModelFacts:
     if config.train.kl.reference is not None:
         check_model(config.train.kl.reference, key="train.kl.reference")
         check_alike(facts, config.model, config.train.kl.reference, "train.kl.reference")
-    if not config.engine.urls and not Path(config.engine.python).exists():
+    if config.engine.launched and not Path(config.engine.python).exists():
         raise UserError(f"engine.python: no interpreter {config.engine.python}; `agent-rl install engine` makes it")
     check_room(config.runs_dir)
     return facts
@@ -37,7 +37,7 @@ def check(config: RunConfig) -> ModelFacts:
 async def ask_elsewhere(config: RunConfig) -> None:
     """Ask the engines and the Ray cluster that run elsewhere whether they answer, side by side and with deadlines,
     before anything heavy is started. Raises UserError for the first that does not."""
-    questions = [check_engines(config.engine.urls)] if config.engine.urls else []
+    questions = [] if config.engine.launched else [check_engines(given(config.engine))]
     if config.train.ray_address is not None:
         questions.append(check_ray(config.train.ray_address))
     try:

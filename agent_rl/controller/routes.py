@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from agent_rl.config import R3Config, RunConfig
-from agent_rl.engine.probe.run import probe, table
+from agent_rl.engine.probe.run import ProbeReport, probe, table
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import RoutesMissingError
 from agent_rl.observe.display import Display
@@ -18,7 +18,7 @@ async def probe_engines(config: RunConfig, engine: SGLangEngine, display: Displa
 
     Raises RoutesMissingError, one line, where a failed check makes replay wrong.
     """
-    if not (config.wants_routes and config.r3.probe):
+    if not is_probed(config):
         return
     display.stage("probing the engine's routes")
     for url in engine.urls:
@@ -26,12 +26,22 @@ async def probe_engines(config: RunConfig, engine: SGLangEngine, display: Displa
         if report.failed:
             display.table(table(report))
         display.fact("routes", report.line())
-        if spoiling := report.spoils(missing_allowed=config.r3.missing != "error"):
-            findings = "; ".join(f"{check.name}: {check.found}" for check in spoiling)
-            raise RoutesMissingError(
-                f"{url}: its routes can't be replayed ({findings}): {spoiling[0].advice}; "
-                "see `agent-rl r3 probe URL`, or set train.replay to r2 or off"
-            )
+        refuse_spoilt(config, report)
+
+
+def is_probed(config: RunConfig) -> bool:
+    """Whether a run asks for probes of its engines."""
+    return config.wants_routes and config.r3.probe
+
+
+def refuse_spoilt(config: RunConfig, report: ProbeReport) -> None:
+    """Raises RoutesMissingError, one line, where a failed check makes replay wrong."""
+    if spoiling := report.spoils(missing_allowed=config.r3.missing != "error"):
+        findings = "; ".join(f"{check.name}: {check.found}" for check in spoiling)
+        raise RoutesMissingError(
+            f"{report.url}: its routes can't be replayed ({findings}): {spoiling[0].advice}; "
+            "see `agent-rl r3 probe URL`, or set train.replay to r2 or off"
+        )
 
 
 def check_budget(step: int, groups: Sequence[Group], config: R3Config) -> None:

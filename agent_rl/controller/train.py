@@ -30,6 +30,7 @@ from agent_rl.controller.checkpoints import Checkpoints, Progress
 from agent_rl.controller.guard import Guard
 from agent_rl.controller.idle_steps import why_idle
 from agent_rl.controller.journal import Journal
+from agent_rl.controller.newcomers import Newcomers
 from agent_rl.controller.restarts import Restarts
 from agent_rl.controller.routes import check_budget, probe_engines
 from agent_rl.controller.schedule import check_enough
@@ -100,9 +101,9 @@ async def _parts(
         stack.push_async_callback(trainer.close)
         async with asyncio.TaskGroup() as starting:
             starting.create_task(trainer.start())
-            world = await stack.enter_async_context(
-                open_world(config, facts, state.dir / "logs", display, routes=config.wants_routes)
-            )
+            where = state.dir / "logs"
+            opening = open_world(config, facts, where, display, routes=config.wants_routes, publishing=True)
+            world = await stack.enter_async_context(opening)
             await probe_engines(config, world.engine, display)
             display.stage("starting the trainer")
         cancel_on_signals()
@@ -135,6 +136,7 @@ class TrainingRun:
         self.rules = EpisodeRules.of(config)
         self.metrics = MetricsLog(state.dir)
         self.sync = WeightSync(config, world.engine, trainer, state.dir / "weights", display.note)
+        self.newcomers = Newcomers(config, world.engine, self.sync)
         self.guard = Guard(config.guard, state.dir, display.note)
         self.journal = Journal(state.dir / "journal", state.run_id)
         self.checkpoints = Checkpoints(config.train, state, trainer, self.journal)
@@ -186,7 +188,7 @@ class TrainingRun:
     async def _step(self, step: int, collector: Collector) -> None:
         clock = Clock()
         async with clock.stage("step"):
-            async with clock.stage("rollout"):
+            async with clock.stage("rollout"), self.newcomers.welcomed():
                 batch = await self._rollout(step, collector)
             values = batch.values | {"data/position": float(batch.position)}
             if self.config.wants_routes:
@@ -214,7 +216,7 @@ class TrainingRun:
                 )  # fmt: skip
             values |= await self._publish(step, clock)
             await asyncio.to_thread(write_trajectories, self.state.dir, step, batch.sampled)
-        values |= clock.values | self.world.workshop.metrics()
+        values |= clock.values | self.world.workshop.metrics() | self.world.engine.fleet.metrics()
         values |= self.guard.judge(step, values, self.metrics.rows)
         self.metrics.append(step, values)
         self.progress = self.progress.after(step, batch.position, values)
@@ -278,13 +280,14 @@ class TrainingRun:
         chosen = self.world.workshop.tasks(self.config.eval.split)[: self.config.eval.tasks]
         tasks = [task for task in chosen if task.id not in self.quarantine]
         self.display.stage(what, total=len(tasks))
-        report = await evaluate(
-            tasks,
-            self.world.runner(self.rules.for_evaluation(greedy=greedy)),
-            policy="engine",
-            limiter=self.world.limiter,
-            on_event=self._on_event,
-        )
+        async with self.newcomers.welcomed():
+            report = await evaluate(
+                tasks,
+                self.world.runner(self.rules.for_evaluation(greedy=greedy)),
+                policy="engine",
+                limiter=self.world.limiter,
+                on_event=self._on_event,
+            )
         if not report.graded:
             self.display.fact(what, f"not known: none of {report.tasks} tasks could be graded")
             return report

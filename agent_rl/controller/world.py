@@ -99,20 +99,22 @@ def _context(config: RunConfig, backend: SandboxBackend) -> EnvContext:
 
 @asynccontextmanager
 async def open_world(
-    config: RunConfig, facts: ModelFacts, log_dir: Path, display: Display, *, routes: bool
+    config: RunConfig, facts: ModelFacts, log_dir: Path, display: Display, *, routes: bool, publishing: bool = False
 ) -> AsyncIterator[World]:
     """Open a workshop, and an engine that serves ``config.model``: running ones by url, or a server of our own.
 
-    ``facts`` are that model's. ``routes``: whether the engine is to capture its routes. Leaving stops what was started.
-    Raises ConfigError, SandboxError or EngineStartError, each one line.
+    ``facts`` are that model's. ``routes``: whether the engine is to capture its routes; ``publishing``: whether it gets
+    weights before it is used. Leaving stops what was started. Raises ConfigError, SandboxError or EngineStartError,
+    each one line.
     """
     async with AsyncExitStack() as stack:
         workshop = await stack.enter_async_context(open_workshop(config, display))
         renderer = ChatRenderer(config.model, observation_role=find_interface(config.env.interface).observation_role)
         display.stage("starting the engine")
-        engine = await stack.enter_async_context(
-            open_engine(config.engine, config.model, facts, log_dir, routes=routes)
+        opening = open_engine(
+            config.engine, config.model, facts, log_dir, display.note, routes=routes, publishing=publishing
         )
+        engine = await stack.enter_async_context(opening)
         info = await engine.info()
         display.fact("engine", f"SGLang, {info.dtype}, {', '.join(engine.urls)}")
         yield World(

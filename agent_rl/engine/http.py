@@ -21,10 +21,17 @@ import urllib3
 from urllib3.exceptions import LocationValueError
 
 from agent_rl.aio import shielded
-from agent_rl.errors import EngineAborted, EngineError, EngineOverloaded, EngineRejected, EngineUnreachable
+from agent_rl.errors import (
+    EngineAborted,
+    EngineError,
+    EngineOverloaded,
+    EngineRejected,
+    EngineStale,
+    EngineUnreachable,
+)
 
 CONNECT_SECONDS = 10.0
-INFRASTRUCTURE: tuple[type[EngineError], ...] = (EngineUnreachable, EngineOverloaded, EngineAborted)
+INFRASTRUCTURE: tuple[type[EngineError], ...] = (EngineUnreachable, EngineOverloaded, EngineAborted, EngineStale)
 """Failures of the engine or of the way to it: the same request may succeed when it is sent again."""
 
 _BUSY = (429, 503)

@@ -26,20 +26,25 @@ from agent_rl.errors import ConfigError, EngineError, EngineStartError
 from agent_rl.model_facts import ModelFacts
 
 _SERVE = Path(__file__).resolve().parent / "server" / "serve.py"
+_DEVICES = Path("/dev")
 _PORT_ATTEMPTS = 3
 _HEALTH_SECONDS = 5.0
 _KILL_SECONDS = 5.0
 
 
 class EngineServer:
-    """One SGLang server as an async context manager.
+    """One SGLang server as an async context manager; it may be stopped and started again.
 
-    ``model`` is a checkpoint's folder, ``log`` the file its output goes to. Entering raises ConfigError for a wrong
-    config and EngineStartError, with the reason from the log, when the server dies or is not healthy in time.
+    ``model`` is a checkpoint's folder, ``log`` the file its output goes to (that of the start before is kept beside
+    it). ``number``: which of ``engine.count`` servers it is. Entering raises ConfigError for a wrong config and
+    EngineStartError, with the reason from the log, when the server dies or is not healthy in time.
     """
 
-    def __init__(self, config: EngineConfig, model: Path, log: Path, *, capture_routes: bool = True) -> None:
+    def __init__(
+        self, config: EngineConfig, model: Path, log: Path, *, number: int = 0, capture_routes: bool = True
+    ) -> None:
         self._config = config
+        self._number = number
         self._model = model
         self._log = log
         self._capture = capture_routes
@@ -72,20 +77,21 @@ class EngineServer:
     ) -> None:
         await self.stop()
 
-    async def start(self) -> None:
-        """Start the server and wait until it is healthy; stops what was started if that fails."""
+    async def start(self) -> str:
+        """Start the server and wait until it is healthy; its address. Stops what was started if that fails."""
         command = self._command()
         await asyncio.to_thread(remove_stale)
         for attempt in range(1, _PORT_ATTEMPTS + 1):
-            port = self._config.port or _free_port()
+            port = self._config.port + self._number if self._config.port else _free_port()
             _refuse_taken(port)
             try:
                 await self._start_on(port, command)
-                return
+                return self.url
             except EngineStartError as error:
                 # A free port may be taken between our look and the bind; a configured one is not changed.
                 if self._config.port or attempt == _PORT_ATTEMPTS or "is taken" not in str(error):
                     raise
+        raise AssertionError("unreachable: the last attempt raises")
 
     async def _start_on(self, port: int, command: list[str]) -> None:
         self._log.parent.mkdir(parents=True, exist_ok=True)
@@ -98,6 +104,8 @@ class EngineServer:
             raise
 
     def _spawn(self, command: list[str]) -> None:
+        if self._log.exists():
+            self._log.replace(self._log.with_suffix(".before.log"))
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 command,
@@ -122,6 +130,8 @@ class EngineServer:
         ]  # fmt: skip
         if self._capture:
             command.append("--enable-return-routed-experts")
+        if self.device == "cuda" and config.gpus > 1:
+            command += ["--tp-size", str(config.gpus)]
         if self.device == "cpu":
             # An idle scheduler polls a whole core away, which the trainer beside it needs.
             command += ["--attention-backend", "torch_native", "--disable-overlap-schedule", "--sleep-on-idle"]
@@ -144,7 +154,21 @@ class EngineServer:
             environment["OMP_NUM_THREADS"] = str(self._config.threads or len(os.sched_getaffinity(0)))
             # Threads that spin at a barrier starve the sandboxes that share these cores, and each other.
             environment["OMP_WAIT_POLICY"] = "PASSIVE"
+        elif self._config.count > 1:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus())
         return environment
+
+    def _gpus(self) -> list[str]:
+        """The GPUs of this server, of those that this process may use."""
+        wanted = self._config.count * self._config.gpus
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        found = visible.split(",") if visible else [path.name[6:] for path in sorted(_DEVICES.glob("nvidia[0-9]*"))]
+        if len(found) < wanted:
+            raise ConfigError(
+                f"engine: {self._config.count} servers of {self._config.gpus} GPUs need {wanted}, and this machine has "
+                f"{len(found)}: lower engine.count or engine.gpus"
+            )
+        return found[self._number * self._config.gpus :][: self._config.gpus]
 
     async def _wait_healthy(self) -> None:
         deadline = time.monotonic() + self._config.start_timeout

@@ -1,15 +1,18 @@
-"""The engine a config asks for: running servers by URL, or one that we launch."""
+"""The engines a config asks for: running servers by address, or ones that we launch; looked after while open."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
+from agent_rl.aio import beside, first_leaf
 from agent_rl.config import EngineConfig
+from agent_rl.engine.fleet import Fleet, Member
 from agent_rl.engine.http import AsyncHttp
+from agent_rl.engine.keeper import FleetKeeper, addresses, story
 from agent_rl.engine.launch import EngineServer, refuse_unservable
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import EngineError, UserError
@@ -21,31 +24,87 @@ ANSWER_SECONDS = 15.0
 
 @asynccontextmanager
 async def open_engine(
-    config: EngineConfig, model: Path, facts: ModelFacts, run_dir: Path, *, routes: bool = True
+    config: EngineConfig,
+    model: Path,
+    facts: ModelFacts,
+    run_dir: Path,
+    note: Callable[[str], None] = lambda line: None,
+    *,
+    routes: bool = True,
+    publishing: bool = False,
 ) -> AsyncIterator[SGLangEngine]:
     """A checked client of the engine(s) in ``config``, which serve the checkpoint in folder ``model``.
 
-    ``routes``: whether they are to capture the routes. A launched server logs to ``run_dir/engine.log`` and is stopped
-    on the way out.
+    ``routes``: whether they are to capture the routes. Launched servers log to ``run_dir/engine-N.log`` and are stopped
+    on the way out. ``note`` is called with a line for each engine that goes out of use or comes back. Unless the caller
+    is ``publishing`` weights of its own, all engines must have the same.
 
     Raises ConfigError for a model that cannot be served or a wrong interpreter, EngineStartError when a launched server
-    does not come up, UserError when a given one does not answer, RoutesMissingError when one does not capture
-    routes.
+    does not come up, UserError when a given one does not answer or differs from the others, RoutesMissingError when one
+    does not capture routes.
     """
     if routes:
         refuse_dense(facts, model)
+    fleet = Fleet(config.restarts)
+    fleet.listeners.append(lambda before, after: _tell(note, before, after))
+    servers = _servers(config, model, facts, run_dir, routes=routes) if config.launched else {}
+    names = tuple(servers) or given(config)
+    await check_engines(() if servers else names)
+    for name in names:
+        fleet.add(name, "" if servers else name)
     async with AsyncExitStack() as stack:
-        if not config.urls:
-            server = EngineServer(config, model, run_dir / "engine.log", capture_routes=routes)
-            refuse_unservable(facts, model, server.device)
-            await stack.enter_async_context(server)
-            engine = SGLangEngine(server.url, facts, config, death=server.death, routes=routes)
-        else:
-            await check_engines(config.urls)
-            engine = SGLangEngine(config.urls, facts, config, routes=routes)
-        entered = await stack.enter_async_context(engine)
+        engine = SGLangEngine((), facts, config, fleet=fleet, routes=routes)
+        stack.push_async_callback(engine.close)
+        keeper = FleetKeeper(engine, servers, config)
+        stack.push_async_callback(keeper.close)
+        try:
+            await keeper.open()
+        except BaseExceptionGroup as errors:
+            raise first_leaf(errors) from None
+        if not publishing:
+            await _refuse_mixed(engine)
         gc.freeze()  # what is loaded by now stays: full collections need not go through it, which stops the loop
-        yield entered
+        await stack.enter_async_context(beside(keeper.run()))
+        yield engine
+
+
+def _servers(
+    config: EngineConfig, model: Path, facts: ModelFacts, run_dir: Path, *, routes: bool
+) -> dict[str, EngineServer]:
+    logs = [run_dir / f"engine-{number}.log" for number in range(config.count)]
+    servers = {
+        log.stem: EngineServer(config, model, log, number=number, capture_routes=routes)
+        for number, log in enumerate(logs)
+    }
+    refuse_unservable(facts, model, servers["engine-0"].device)
+    return servers
+
+
+def given(config: EngineConfig) -> tuple[str, ...]:
+    """The addresses of running servers in ``engine.urls`` and ``engine.urls_file``. Raises UserError for a file that
+    can't be read, or where there is none."""
+    urls = [url.rstrip("/") for url in config.urls]
+    if config.urls_file is not None:
+        try:
+            urls += addresses(config.urls_file.read_text())
+        except OSError as error:
+            raise UserError(f"engine.urls_file: {config.urls_file}: {error.strerror}") from None
+    if not urls and config.urls_file is not None:
+        raise UserError(f"engine.urls_file: {config.urls_file}: no address in it; write one a line")
+    return tuple(dict.fromkeys(urls))
+
+
+def _tell(note: Callable[[str], None], before: Member, after: Member) -> None:
+    if (line := story(before, after)) is not None:
+        note(line)
+
+
+async def _refuse_mixed(engine: SGLangEngine) -> None:
+    """Raise UserError where the engines in use have weights of different versions."""
+    versions = {url: (await engine.info(url)).weight_version for url in engine.urls}
+    if len(set(versions.values())) > 1:
+        found = ", ".join(f"{url} has {version!r}" for url, version in versions.items())
+        raise UserError(f"engine.urls: their weights are of different versions ({found}): start them anew, or use one")
 
 
 async def check_engines(urls: Sequence[str], *, seconds: float = ANSWER_SECONDS) -> None:

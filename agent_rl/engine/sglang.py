@@ -3,6 +3,8 @@
 What can fail and what is done about it::
 
     no answer, 5xx           EngineUnreachable   retried on the budget, on another engine where there is one
+    unpublished weights      EngineStale         the same; that engine serves no more until it was published to
+    no engine serves         EngineLost          after a wait for one that is being started, where one is
     429, 503                 EngineOverloaded    retried on the budget
     other 4xx                EngineRejected      never retried: the request is wrong
     aborted by the server    -                   the part that came, with finish ABORT: the caller may go on from there
@@ -18,22 +20,33 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import tenacity
 
-from agent_rl.aio import shielded
+from agent_rl.aio import Pulse, shielded
 from agent_rl.config import EngineConfig
 from agent_rl.engine.answer import Asked, read_answer, read_scores, split_body
+from agent_rl.engine.fleet import Fleet
 from agent_rl.engine.homes import SessionHomes
-from agent_rl.engine.http import INFRASTRUCTURE, AsyncHttp, retrying, timed_out
+from agent_rl.engine.http import AsyncHttp, retrying, timed_out
 from agent_rl.engine.options import refusal
 from agent_rl.engine.types import EngineInfo, Scores
-from agent_rl.errors import EngineError, EngineRejected, EngineUnreachable, RoutesMissingError, UserError
-from agent_rl.model_facts import ModelFacts
+from agent_rl.errors import (
+    EngineError,
+    EngineLost,
+    EngineRejected,
+    EngineStale,
+    EngineUnreachable,
+    RoutesMissingError,
+    UserError,
+)
+from agent_rl.model_facts import ModelFacts, read_facts
 from agent_rl.types import Completion, SamplingParams, TokenIds
 
 _ABORT_SECONDS = 5.0
@@ -42,14 +55,25 @@ _LARGE = 1 << 20
 """Bytes of an answer from which on it is read on a thread: 1 MiB takes a millisecond or two."""
 
 
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Tried:
+    """The attempts at one request: the last engine, those that failed it, and whether one was late."""
+
+    last: str = ""
+    urls: list[str] = field(default_factory=list)
+    late: bool = False
+
+
 class SGLangEngine:
     """Client of one or more SGLang servers that hold the same weights. Implements ``agent_rl.engine.types.Engine``.
 
     ``facts`` describe the model served. Of ``config``, ``request_timeout`` bounds one request and ``retries`` how often
-    one that met an infrastructure failure is tried again. ``death`` is asked why a server that we launched is dead:
-    once it answers, nothing is retried. Entering it as an async context manager refuses servers with options that
-    do harm (:mod:`.options`) and, where ``routes`` will be asked for, checks that every engine captures them
-    (:meth:`check_capture`); leaving closes it.
+    one that met an infrastructure failure is tried again. Requests go to the engines that serve by ``fleet``; without
+    one, to those at ``urls``. ``routes``: whether they will be asked for. Entering it as an async context manager
+    checks every engine (:meth:`admit`); leaving closes it.
     """
 
     def __init__(
@@ -58,30 +82,28 @@ class SGLangEngine:
         facts: ModelFacts,
         config: EngineConfig | None = None,
         *,
-        death: Callable[[], str | None] = lambda: None,
+        fleet: Fleet | None = None,
         routes: bool = True,
         backoff: float = 0.5,
     ) -> None:
         config = config or EngineConfig()
-        self.urls: tuple[str, ...] = tuple(
-            url.rstrip("/") for url in ((urls,) if isinstance(urls, str) else tuple(urls))
-        )
+        self.fleet = fleet or _unattended((urls,) if isinstance(urls, str) else urls, config.restarts)
         self.facts = facts
         self._routes = routes
-        self._homes = SessionHomes(self.urls)
+        self._turns = Pulse()
+        self.fleet.listeners.append(lambda before, after: self._turns.give())
+        self._homes = SessionHomes()
         self._slots: dict[str, asyncio.Semaphore] = {}
+        self._tokenizer = ""
         self._retries = config.retries
-        self._death = death
+        self._patience = config.start_timeout + config.weight_sync_timeout
         self._backoff = backoff
         self._http = AsyncHttp(config.request_timeout)
 
     async def __aenter__(self) -> SGLangEngine:
         try:
-            await self._refuse_options()
-            await self.resume()  # a trainer that was killed within a weight update left it paused
-            if self._routes:
-                await self.check_capture()
-            await self._read_limits()
+            for url in self.urls:
+                await self.admit(url)
         except BaseException:
             await self.close()
             raise
@@ -96,14 +118,18 @@ class SGLangEngine:
         """Close the connections. Idempotent."""
         await self._http.close()
 
-    def death(self) -> str | None:
-        """Why the server that we launched is dead, in one line; None while it lives, or where we launched none."""
-        return self._death()
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The engines in use."""
+        return self.fleet.in_use
 
-    def retire(self, url: str) -> None:
-        """Use the engine at ``url`` no more. Raises ValueError where it is the last."""
-        self._homes.retire(url)
-        self.urls = tuple(each for each in self.urls if each != url)
+    async def until(self, look: Callable[[Fleet], T]) -> T:
+        """Wait until ``look`` finds something in the fleet, and return it. Raises EngineLost where none is left."""
+        while not (found := look(self.fleet)):
+            if (reason := self.fleet.lost) is not None:
+                raise EngineLost(f"no engine is left: {reason}")
+            await self._turns.wait()
+        return found
 
     async def generate(
         self, tokens: TokenIds, sampling: SamplingParams, *, routes_from: int | None, session: str
@@ -127,9 +153,10 @@ class SGLangEngine:
     async def _ask(
         self, body: Mapping[str, Any], tokens: TokenIds, routes_from: int | None, session: str
     ) -> Completion:
-        async for attempt in self._attempts(session):
+        tried = _Tried()
+        async for attempt in self._attempts(tried):
             with attempt:
-                return await self._once(body, tokens, routes_from, session)
+                return await self._once(body, tokens, routes_from, session, tried)
         raise AssertionError("unreachable: the last attempt re-raises")
 
     def _request(self, tokens: TokenIds, sampling: SamplingParams, routes_from: int | None) -> dict[str, Any]:
@@ -154,55 +181,71 @@ class SGLangEngine:
             body |= {"return_routed_experts": True, "routed_experts_start_len": routes_from}
         return body
 
-    def _attempts(self, session: str) -> tenacity.AsyncRetrying:
-        late = False
+    def _attempts(self, tried: _Tried) -> tenacity.AsyncRetrying:
+        return retrying(self._retries, self._backoff, before_pause=partial(self._note_failure, tried))
 
-        def rehome(error: BaseException) -> None:
-            nonlocal late
-            if not isinstance(error, EngineUnreachable):
+    def _note_failure(self, tried: _Tried, error: BaseException) -> None:
+        """What a failed attempt says of its engine, which is tried again only where there is no other."""
+        if not isinstance(error, EngineUnreachable | EngineStale):
+            return
+        # One that only was late holds the session's prefix: it gets a second chance.
+        if isinstance(error, EngineUnreachable):
+            if timed_out(error) and not tried.late:
+                tried.late = True
                 return
-            # One that only was late holds the session's prefix: it gets a second chance.
-            if timed_out(error) and not late:
-                late = True
-                return
-            self._homes.failed(session)
-
-        return retrying(self._retries, self._backoff, worth=self._worth_retrying, before_pause=rehome)
-
-    def _worth_retrying(self, error: BaseException) -> bool:
-        return isinstance(error, INFRASTRUCTURE) and self._death() is None
+            self.fleet.failed(tried.last, str(error))
+        tried.urls.append(tried.last)
 
     @asynccontextmanager
-    async def _visit(self, session: str) -> AsyncIterator[str]:
+    async def _visit(self, session: str, tried: _Tried) -> AsyncIterator[str]:
         """The session's engine, once it runs one request less than it can: so time-outs don't count its queue."""
-        with self._homes.visit(session) as url:
-            async with self._slots.get(url) or nullcontext():
-                yield url
+        while True:
+            candidates = await self._candidates(tried)
+            with self._homes.visit(session, candidates) as url:
+                async with self._slots.get(url) or nullcontext():
+                    if url in self.fleet.candidates(tried.urls):
+                        tried.last = url
+                        yield url
+                        return
+
+    async def _candidates(self, tried: _Tried) -> tuple[str, ...]:
+        """Engines for a request; waits for one that is being started or published to."""
+        try:
+            async with asyncio.timeout(self._patience):
+                return await self.until(lambda fleet: fleet.candidates(tried.urls))
+        except TimeoutError:
+            raise EngineLost(f"no engine came into use within {self._patience:g} s") from None
 
     async def _once(
-        self, body: Mapping[str, Any], tokens: TokenIds, routes_from: int | None, session: str
+        self, body: Mapping[str, Any], tokens: TokenIds, routes_from: int | None, session: str, tried: _Tried
     ) -> Completion:
         rid, prompt_tokens = uuid.uuid4().hex, len(tokens)
         started = time.perf_counter()
-        async with self._visit(session) as url:
-            asked = Asked(rid, session, url, prompt_tokens, routes_from, self.facts.layout)
+        async with self._visit(session, tried) as url:
+            asked, floor = Asked(rid, session, url, prompt_tokens, routes_from, self.facts.layout), self.fleet.floor
             answer = await self._post(url, {"rid": rid, **body})
         read = partial(read_answer, answer, asked, time.perf_counter() - started)
-        return await asyncio.to_thread(read) if len(answer) > _LARGE else read()
+        completion = await asyncio.to_thread(read) if len(answer) > _LARGE else read()
+        if completion.tokens:
+            self._check_version(asked, completion.weight_version, floor)
+        return completion
+
+    def _check_version(self, asked: Asked, version: str, floor: int) -> None:
+        """Raise EngineStale for an answer from other weights than were published since the request began."""
+        if not self.fleet.accepts(version, floor):
+            self.fleet.stale(asked.url, version)
+            raise EngineStale(f"{asked}: answered from weights {version!r}, which are not the published ones")
+        if (member := self.fleet.find(asked.url)) is not None:
+            self.fleet.answered(member.name)
 
     async def _post(self, url: str, body: Mapping[str, Any]) -> bytes:
         """POST to ``/generate``; whatever ends our waiting early also ends the request on the server."""
         try:
-            answer = await self._http.post(f"{url}/generate", body)
-            self._homes.answered(url)
-            return answer
+            return await self._http.post(f"{url}/generate", body)
         except asyncio.CancelledError:
             await shielded(self._abort(url, str(body["rid"])))
             raise
         except EngineUnreachable as error:
-            reason = self._death()
-            if reason is not None:
-                raise EngineUnreachable(reason) from error
             if timed_out(error):
                 await self._abort(url, str(body["rid"]))
             raise
@@ -214,20 +257,24 @@ class SGLangEngine:
 
     async def score(self, tokens: TokenIds, *, url: str | None = None) -> tuple[float, ...]:
         """Teacher-forced log-prob of every token given those before it, 0 for the first, at temperature 1."""
-        return (await self._scores(url or self.urls[0], tokens, "score")).logprobs
+        return (await self._scores(url or self.urls[0], tokens, "score"))[1].logprobs
 
     async def rescore(self, tokens: TokenIds, *, session: str) -> Scores:
         """As :meth:`score`, on any of the engines, tried again like a turn; see :class:`agent_rl.engine.types.Scorer`.
 
         A sequence that fills the model's context is EngineRejected: SGLang wants room for a token after a prompt.
         """
-        async for attempt in self._attempts(session):
+        tried = _Tried()
+        async for attempt in self._attempts(tried):
             with attempt:
-                async with self._visit(session) as url:
-                    return await self._scores(url, tokens, session)
+                async with self._visit(session, tried) as url:
+                    floor = self.fleet.floor
+                    asked, scores = await self._scores(url, tokens, session)
+                self._check_version(asked, scores.weight_version, floor)
+                return scores
         raise AssertionError("unreachable: the last attempt re-raises")
 
-    async def _scores(self, url: str, tokens: TokenIds, session: str) -> Scores:
+    async def _scores(self, url: str, tokens: TokenIds, session: str) -> tuple[Asked, Scores]:
         asked = Asked(uuid.uuid4().hex, session, url, len(tokens), None, None)
         body = {
             "rid": asked.rid,
@@ -237,7 +284,16 @@ class SGLangEngine:
             # From token 0, which keeps SGLang from taking a prefix from its cache: for that it has no log-probs.
             "logprob_start_len": 0,
         }
-        return read_scores(await self._post(url, body), tokens, asked, self.facts.vocab_size)
+        return asked, read_scores(await self._post(url, body), tokens, asked, self.facts.vocab_size)
+
+    async def lives(self, url: str) -> bool:
+        """Whether the server at ``url`` says which model it serves, within seconds."""
+        try:
+            async with asyncio.timeout(_ABORT_SECONDS):
+                await self._http.get(f"{url}/model_info")
+        except (EngineError, TimeoutError):
+            return False
+        return True
 
     async def info(self, url: str | None = None) -> EngineInfo:
         """What the server at ``url`` (the first by default) says of itself."""
@@ -253,44 +309,78 @@ class SGLangEngine:
             max_total_tokens=int(server.get("max_total_num_tokens") or server.get("max_total_tokens") or 0),
         )
 
-    async def check_capture(self) -> None:
-        """Ask every engine for one token with routes. Raises RoutesMissingError where it does not capture them.
+    async def admit(self, url: str) -> None:
+        """Check the engine at ``url`` before it is used: its options, its model, and that it captures routes,
+        where these will be asked for.
 
-        The engine silently leaves the routes out when it was started without the flag, so this is found out by asking.
+        Raises UserError for options that give wrong routes or keep old weights, for another model, and for another
+        tokenizer than that of the engines before it; RoutesMissingError where no routes come. The engine silently
+        leaves the routes out when it was started without the flag: so it is asked for some.
         """
-        greedy = SamplingParams(temperature=0.0, max_new_tokens=1)
-        for url in self.urls:
-            asked = Asked(uuid.uuid4().hex, "capture probe", url, 2, 0, self.facts.layout)
-            body = self._request((0, 1), greedy, 0)
-            answer = await self._post(url, {"rid": asked.rid, **body})
-            _, payload = split_body(answer, asked)
-            if payload is None:
-                raise RoutesMissingError(
-                    f"{url}: the engine sends no routes: start it with --enable-return-routed-experts, or take the "
-                    f"router away that drops them; `agent-rl r3 probe {url}` says which it is"
-                )
-            read_answer(answer, asked, 0.0)
+        await self._refuse_options(url)
+        await self._refuse_model(url)
+        # A trainer that was killed within a weight update left it paused.
+        await self._http.post(f"{url}/continue_generation", {}, seconds=_CONTROL_SECONDS)
+        if self._routes:
+            await self._check_capture(url)
+        await self._read_limit(url)
 
-    async def _refuse_options(self) -> None:
-        """Raise UserError for servers started in a way that gives wrong routes or keeps old weights."""
-        for url in self.urls:
-            try:
-                reason = refusal(await self._http.get_json(f"{url}/server_info"), routes=self._routes)
-            except EngineRejected:
-                continue  # a router in front of it, perhaps: the probe and each answer's checks remain
-            if reason is not None:
-                raise UserError(f"the engine at {url} was started with {reason}")
+    async def _check_capture(self, url: str) -> None:
+        asked = Asked(uuid.uuid4().hex, "capture probe", url, 2, 0, self.facts.layout)
+        body = self._request((0, 1), SamplingParams(temperature=0.0, max_new_tokens=1), 0)
+        answer = await self._post(url, {"rid": asked.rid, **body})
+        _, payload = split_body(answer, asked)
+        if payload is None:
+            raise RoutesMissingError(
+                f"{url}: the engine sends no routes: start it with --enable-return-routed-experts, or take the "
+                f"router away that drops them; `agent-rl r3 probe {url}` says which it is"
+            )
+        read_answer(answer, asked, 0.0)
 
-    async def _read_limits(self) -> None:
-        """How many requests each engine runs at once, which is how many it is sent; no limit where it does not tell."""
-        for url in self.urls:
-            with contextlib.suppress(EngineError, KeyError, TypeError, ValueError):
-                loads = (await self._http.get_json(f"{url}/v1/loads"))["loads"]
-                most = sum(int(load["max_running_requests"]) for load in loads)
-                if most > 0:
-                    self._slots[url] = asyncio.Semaphore(most)
+    async def _refuse_options(self, url: str) -> None:
+        try:
+            reason = refusal(await self._http.get_json(f"{url}/server_info"), routes=self._routes)
+        except EngineRejected:
+            return  # a router in front of it, perhaps: the probe and each answer's checks remain
+        if reason is not None:
+            raise UserError(f"the engine at {url} was started with {reason}")
 
-    async def resume(self) -> None:
-        """Let every engine go on sampling, were it paused."""
-        for url in self.urls:
-            await self._http.post(f"{url}/continue_generation", {}, seconds=_CONTROL_SECONDS)
+    async def _refuse_model(self, url: str) -> None:
+        try:
+            info = await self._http.get_json(f"{url}/model_info")
+        except EngineRejected:
+            return
+        kind, folder = info.get("model_type"), Path(str(info.get("tokenizer_path") or ""))
+        if kind not in (None, self.facts.kind):
+            raise UserError(f"the engine at {url} serves a {kind}, and the config's model is a {self.facts.kind}")
+        if (folder / "config.json").is_file() and _sizes(read_facts(folder)) != _sizes(self.facts):
+            raise UserError(f"the engine at {url} serves {folder}, which is another model than the config's")
+        self._tokenizer = self._tokenizer or folder.name
+        if folder.name not in ("", self._tokenizer):
+            raise UserError(
+                f"the engine at {url} has the tokenizer {folder.name}, and those before it {self._tokenizer}: "
+                "all engines must serve one model"
+            )
+
+    async def _read_limit(self, url: str) -> None:
+        """How many requests it runs at once, which is how many it is sent; no limit where it does not tell."""
+        with contextlib.suppress(EngineError, KeyError, TypeError, ValueError):
+            loads = (await self._http.get_json(f"{url}/v1/loads"))["loads"]
+            most = sum(int(load["max_running_requests"]) for load in loads)
+            if most > 0:
+                self._slots[url] = asyncio.Semaphore(most)
+
+
+def _sizes(facts: ModelFacts) -> tuple[object, ...]:
+    """What tells models of one kind apart."""
+    return facts.moe, facts.hidden, facts.vocab_size, facts.num_experts, facts.top_k
+
+
+def _unattended(urls: Sequence[str], restarts: int) -> Fleet:
+    """Engines that are taken to serve, whose health nobody looks after."""
+    fleet = Fleet(restarts)
+    for url in (each.rstrip("/") for each in urls):
+        fleet.add(url)
+        fleet.up(url, url)
+        fleet.admitted(url)
+    return fleet

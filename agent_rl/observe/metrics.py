@@ -70,6 +70,7 @@ _BALANCE = "agent_rl/train/balance_report.py"
 _WORLD = "agent_rl/controller/world.py"
 _SYNC = "agent_rl/weight_sync/sync.py"
 _PUBLISHER = "agent_rl/weight_sync/publisher.py"
+_FLEET = "agent_rl/engine/fleet.py"
 
 _STOPS = tuple(reason.value for reason in StopReason if not reason.infrastructure)
 _SPREAD = ("mean", "p10", "p50", "p90", "max")
@@ -292,6 +293,15 @@ METRICS: tuple[Metric, ...] = (
         ("weight_sync/broadcast_seconds", "seconds", "Broadcasting the weights, beyond preparing the next bucket."),
         ("weight_sync/load_seconds", "seconds", "The engines' loading of the last bucket."),
         ("weight_sync/check_seconds", "seconds", "Comparing the checksums."),
+    ),
+    *_of(
+        _FLEET,
+        ("fleet/serving", "count", "Engines that serve at the step's end."),
+        ("fleet/joins", "count", "Engines that came up or came back during the step, and serve."),
+        ("fleet/suspected", "count", "Times in the step that an engine did not answer and was kept from new requests."),
+        ("fleet/deaths", "count", "Times in the step that an engine died or did not come up."),
+        ("fleet/stale", "count", "Times in the step that an engine was found with weights other than the published."),
+        ("fleet/retired", "count", "Engines that were put out of use for good in the step."),
     ),
     *_of(
         _GUARD,

@@ -18,6 +18,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from agent_rl.aio import first_leaf
 from agent_rl.errors import EngineError, RolloutFailed
 from agent_rl.rollout.filters import contrasting
 from agent_rl.rollout.limiter import Limiter
@@ -121,13 +122,6 @@ async def collect_groups(
     except BaseExceptionGroup as errors:
         raise first_leaf(errors) from None
     return Rollout(tuple(collector.groups), tuple(collector.dropped), time.perf_counter() - started)
-
-
-def first_leaf(error: BaseException) -> BaseException:
-    """The first error of a (nested) group: what a user should read in one line."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 @dataclass(slots=True)

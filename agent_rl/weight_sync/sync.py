@@ -6,9 +6,10 @@
             │                              │              │
             └──────────────────────────────┴──────────────┴──▶ checksums and log-probs agree ──▶ in use
 
-An arrow to the right is taken by the engines that failed; each way is tried once. Until an engine has been checked it
-stays paused (what only the log-probs can tell comes just after), so no token is sampled from weights that are part old
-and part new. What is loaded from disk is the trainer's own current weights, exported when an engine needs them.
+An arrow to the right is taken by the engines that failed; each way is tried once. One that died meanwhile is out of use
+until it comes back; then it gets the weights alone (:meth:`WeightSync.join`). Until an engine has been checked it stays
+paused (what only the log-probs can tell comes just after), so no token is sampled from weights that are part old and
+part new. What is loaded from disk is the trainer's own current weights, exported when an engine needs them.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
 from agent_rl.config import RunConfig
+from agent_rl.engine.fleet import Fleet
 from agent_rl.engine.types import EngineInfo
 from agent_rl.errors import EngineError, WeightSyncError
 from agent_rl.model_facts import ModelFacts
@@ -57,7 +59,7 @@ class Trainer(Protocol):
 class Engines(Protocol):
     """The client of the engines in use, as far as a weight update needs it."""
 
-    urls: tuple[str, ...]
+    fleet: Fleet
     facts: ModelFacts
 
     async def info(self, url: str) -> EngineInfo:
@@ -68,12 +70,8 @@ class Engines(Protocol):
         """As :meth:`Trainer.logprobs`, of one sequence by the engine at ``url``. Raises EngineError."""
         ...
 
-    def retire(self, url: str) -> None:
-        """Use the engine at ``url`` no more."""
-        ...
-
-    def death(self) -> str | None:
-        """Why a server that we launched is dead, in one line; None while it lives."""
+    async def lives(self, url: str) -> bool:
+        """Whether the server at ``url`` answers at all."""
         ...
 
 
@@ -106,18 +104,32 @@ class WeightSync:
     ) -> None:
         self._config, self._engine, self._trainer, self._folder, self._note = config, engine, trainer, folder, note
         self._tokens = np.arange(min(PROBE_TOKENS, engine.facts.vocab_size), dtype=np.int32)
+        self._last: Update | None = None
         self._good = (config.model, "start")  # the newest version on disk that is known to be whole
         shutil.rmtree(folder, ignore_errors=True)  # of an earlier start, which may have gone on beyond our checkpoint
 
     async def publish(self, step: int) -> dict[str, float]:
         """Bring every engine in use to the trainer's weights as version ``step``; metrics ``weight_sync/*``.
 
-        An engine that cannot be brought there is put out of use. Raises WeightSyncError where none is left.
+        An engine that cannot be brought there is put out of use. Raises WeightSyncError where it was the last, unless
+        it died: it may come back, and be waited for.
         """
         probe = Sample(self._tokens, np.ones(len(self._tokens), bool), np.zeros(len(self._tokens), "f4"), 0.0, None)
         (logprobs,) = await self._trainer.logprobs([probe], replay=False)
-        update = Update(step, np.asarray(logprobs))
-        failures = await self._by_group(update, self._engine.urls)
+        self._last = update = Update(step, np.asarray(logprobs))
+        self._engine.fleet.publishing(update.version)
+        await self._bring(update, self._engine.fleet.in_use)
+        self._engine.fleet.settled()
+        return self._metrics(update)
+
+    async def join(self, url: str) -> None:
+        """Bring an engine that came up, or came back, to the version that was published last; it serves then, or is out
+        of use. The trainer must still have those weights."""
+        assert self._last is not None, "an engine waits only for what was published"
+        await self._bring(replace(self._last, worst=0.0), (url,))
+
+    async def _bring(self, update: Update, urls: Sequence[str]) -> None:
+        failures = await self._by_group(update, urls) if urls else {}
         for way in (self._alone, self._from_disk):
             for url, reason in tuple(failures.items()):
                 self._note(f"weights {update.version}: {reason}")
@@ -125,9 +137,11 @@ class WeightSync:
                 failures |= await way(update, url)
                 if failures[url] == "":
                     del failures[url]
+        for url in urls:
+            if url not in failures:
+                self._engine.fleet.published(url)
         for url, reason in failures.items():
-            await self._retire(url, reason)
-        return self._metrics(update)
+            await self._put_out_of_use(url, reason)
 
     async def _by_group(self, update: Update, urls: Sequence[str]) -> dict[str, str]:
         """Publish to ``urls`` together; the reason by URL where an engine failed."""
@@ -199,13 +213,21 @@ class WeightSync:
             f"a fixed sequence, more than {limit}"
         )
 
-    async def _retire(self, url: str, reason: str) -> None:
-        """Take an engine out of use that could not be brought to the new weights, on its last good ones if it can."""
-        reason = self._engine.death() or reason
+    async def _put_out_of_use(self, url: str, reason: str) -> None:
+        """Take an engine out of use that could not be brought to the new weights: for good, on its last good ones if it
+        takes them, or until it comes back where it is dead."""
+        fleet = self._engine.fleet
+        if (member := fleet.find(url)) is None:
+            return
+        if not await self._engine.lives(url):
+            fleet.died(member.name, reason)
+            if (lost := fleet.lost) is not None:
+                raise WeightSyncError(f"no engine is left: {lost}")
+            return
         holds = await asyncio.to_thread(self._restore, url)
-        if len(self._engine.urls) == 1:
+        if fleet.in_use == (url,):
             raise WeightSyncError(f"{reason}; {holds}, and there is no other engine")
-        self._engine.retire(url)
+        fleet.retire(member.name, reason)
         self._note(f"{url} is out of use, {holds}: {reason}")
 
     def _restore(self, url: str) -> str:
@@ -224,15 +246,15 @@ class WeightSync:
         return WeightReceivers([url], timeout=self._config.engine.weight_sync_timeout)
 
     def _metrics(self, update: Update) -> dict[str, float]:
-        assert update.first is not None, "the first way is always tried"
+        first = update.first or PublishReport({})  # no engine lived
         values = {
             "logprob_abs_diff": update.worst,
             "retries": update.retries,
             "disk_loads": update.disk_loads,
-            "engines": len(self._engine.urls),
-            "verified": update.first.verified,
-            "stale_caches": update.first.stale_caches,
-            "bytes": update.first.bytes,
-            **{f"{stage}_seconds": seconds for stage, seconds in update.first.seconds.items()},
+            "engines": len(self._engine.fleet.in_use),
+            "verified": first.verified,
+            "stale_caches": first.stale_caches,
+            "bytes": first.bytes,
+            **{f"{stage}_seconds": seconds for stage, seconds in first.seconds.items()},
         }
         return {f"weight_sync/{name}": float(value) for name, value in values.items()}

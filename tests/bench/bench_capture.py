@@ -93,7 +93,7 @@ async def measure(model: Path, logs: Path, batch: int, tokens: int, rounds: int)
         for capture in (True, False):
             server = EngineServer(config, model, logs / f"capture-{capture}.log", capture_routes=capture)
             await stack.enter_async_context(server)
-            engine = SGLangEngine(server.url, facts, config, death=server.death)
+            engine = SGLangEngine(server.url, facts, config)
             stack.push_async_callback(engine.close)
             arms[capture] = Arm(server, engine, 0 if capture else None)
         for turn in range(rounds + 1):

@@ -295,7 +295,7 @@ async def rescored(model: Path, logs: Path, groups: Sequence[Group], n: int) -> 
         return replace(trajectory, rescored=Rescored(np.array(scores, np.float32)[:, mask]))
 
     async with EngineServer(config, model, logs / "engine.log") as server:
-        engine = SGLangEngine(server.url, read_facts(model), config, death=server.death)
+        engine = SGLangEngine(server.url, read_facts(model), config)
         try:
             return [
                 replace(group, trajectories=tuple([await one(engine, each) for each in group.trajectories]))
@@ -375,7 +375,7 @@ def pairs_table(measured: Sequence[Mapping[str, Mapping[str, float]]]) -> str:
 async def measure_spread(model: Path, logs: Path, others: int) -> dict[str, dict[str, float]]:
     config = EngineConfig(threads=1, max_total_tokens=65536, max_running_requests=64, start_timeout=600)
     async with EngineServer(config, model, logs / "engine.log") as server:
-        engine = SGLangEngine(server.url, read_facts(model), config, death=server.death)
+        engine = SGLangEngine(server.url, read_facts(model), config)
         try:
             return await spread(engine, others)
         finally:

@@ -17,12 +17,14 @@ from local_server import Handler, serving
 
 from agent_rl.config import EngineConfig
 from agent_rl.engine.answer import read_answer
+from agent_rl.engine.fleet import Phase
 from agent_rl.engine.open import check_engines, open_engine
 from agent_rl.engine.options import REFUSED, refusal
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.engine.types import Scores
 from agent_rl.errors import (
     EngineAborted,
+    EngineLost,
     EngineOverloaded,
     EngineRejected,
     EngineUnreachable,
@@ -119,11 +121,18 @@ async def test_nobody_there_is_unreachable() -> None:
     await engine.close()
 
 
-async def test_a_dead_server_of_ours_is_not_waited_for() -> None:
+async def test_where_no_engine_is_left_nothing_is_tried_again() -> None:
     handler, seen = failing(99, 0)
     async with serving(handler) as url:
-        engine = client(url, death=lambda: "the engine server died (signal SIGKILL): out of memory")
-        with pytest.raises(EngineUnreachable, match=r"died .*out of memory"):
+        engine = client(url)
+        engine.fleet.listeners.append(
+            lambda before, after: (
+                engine.fleet.retire(url, "the engine server died (signal SIGKILL): out of memory")
+                if after.phase is Phase.SUSPECT
+                else None
+            )
+        )
+        with pytest.raises(EngineLost, match=r"no engine is left: the engine server died .*out of memory"):
             await engine.generate([1], SAMPLE, routes_from=0, session="s")
         await engine.close()
     assert len(seen) == 1
@@ -471,7 +480,9 @@ async def test_entering_finds_an_engine_without_capture() -> None:
         with pytest.raises(RoutesMissingError, match="the engine sends no routes: start it with --enable"):
             async with client(url):
                 pass
-    assert asked[:2] == ["/server_info", "/continue_generation"], "one that was left paused would never answer"
+    assert asked[:3] == ["/server_info", "/model_info", "/continue_generation"], (
+        "one that was left paused would never answer"
+    )
 
 
 async def test_addresses_that_do_not_answer_are_told_with_their_key() -> None:

@@ -360,7 +360,7 @@ async def test_a_paused_engine_goes_on_later(engine: SGLangEngine) -> None:
         task = group.create_task(engine.generate(PROMPT, SAMPLE, routes_from=0, session="s"))
         done, _ = await asyncio.wait({task}, timeout=0.5)
         assert not done
-        await engine.resume()
+        await tell(engine, "continue_generation")
         assert len((await asyncio.wait_for(task, 30)).tokens) == 12
 
 

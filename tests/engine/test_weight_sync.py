@@ -21,6 +21,7 @@ from engine_proxy import Fault, proxy
 
 from agent_rl.config import EngineConfig, RunConfig
 from agent_rl.engine.answer import Asked, read_answer
+from agent_rl.engine.fleet import Phase
 from agent_rl.engine.launch import EngineServer
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import WeightSyncError
@@ -372,7 +373,7 @@ class TestTwoEngines:
             (Fault(), 2, 0, None),  # no fault: both at once
             (Refuses(distributed), 2, 1, None),  # mended from disk
             (Refuses(distributed, disk), 1, 0, "what it holds is unknown"),
-            (Refuses(distributed, kill=second_server.pid), 1, 0, "what it holds is unknown"),
+            (Refuses(distributed, kill=second_server.pid), 1, 0, "dead"),
         ]
         for step, (fault, left, disk_loads, out) in enumerate(cases, start=3):
             async with AsyncExitStack() as stack:
@@ -383,8 +384,12 @@ class TestTwoEngines:
                 assert engine.urls == tuple(urls[:left])
                 assert (metrics["weight_sync/engines"], metrics["weight_sync/disk_loads"]) == (left, disk_loads)
                 await setting.holds(engine, setting.new, str(step))
-                if out is not None:
+                if out == "dead":
+                    assert engine.fleet[second].phase is Phase.DEAD, "it may come back"
+                elif out is not None:
                     assert setting.notes[-1].startswith(f"{second} is out of use, {out}: ")
+                    assert engine.fleet[second].phase is Phase.RETIRED
+                if out is not None:
                     assert await engine.generate(
                         TOKENS, SamplingParams(max_new_tokens=1), routes_from=None, session="s"
                     )

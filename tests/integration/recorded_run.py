@@ -32,6 +32,7 @@ from agent_rl.config_files import load_config
 from agent_rl.controller.restarts import Restarts
 from agent_rl.controller.state import RunState
 from agent_rl.controller.train import TrainingRun, run_to_the_end
+from agent_rl.engine.fleet import Fleet
 from agent_rl.model_facts import read_facts
 from agent_rl.observe.display import Display
 from agent_rl.rollout.episode import EpisodeRules
@@ -91,7 +92,7 @@ class RecordedWorld:
     def __post_init__(self) -> None:
         self.limiter = Limiter(self.config.rollout.concurrency)
         self.facts = read_facts(self.config.model)
-        self.engine = SimpleNamespace(urls=(), facts=self.facts)
+        self.engine = SimpleNamespace(facts=self.facts, fleet=Fleet(), until=_never)
         env = SimpleNamespace(prepare=_nothing)
         self.workshop = SimpleNamespace(env=env, tasks=lambda split: self.tasks, backend=SimpleNamespace(name="none"))
 
@@ -122,6 +123,11 @@ class _Recorded:
 
 async def _nothing(*splits: str) -> None:
     """Nothing is to be made ready."""
+
+
+async def _never(look: Any) -> Any:
+    """No engine comes."""
+    await asyncio.Event().wait()
 
 
 async def main(folder: Path, overrides: Sequence[str]) -> None:

@@ -1,0 +1,191 @@
+"""Looks after the engines of a run: starts them, asks after their health, starts those again that died.
+
+Each engine has a task of its own, which does what its phase asks for (:mod:`agent_rl.engine.fleet`)::
+
+    starting   start the server that is ours; ask one that is not whether it is there yet
+    joining    check it; then it waits for the published weights
+    serving    ask which weights it has, every ``engine.health_every`` seconds
+    suspect    let it sample a token, every second
+    dead       as starting
+    retired    stop the server that is ours
+
+Whoever opened the engines owns the tasks: they end with :func:`attended`. Every question has a time-out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+from agent_rl.aio import Pulse, shielded
+from agent_rl.config import EngineConfig
+from agent_rl.engine.fleet import Member, Phase
+from agent_rl.engine.http import AsyncHttp
+from agent_rl.engine.sglang import SGLangEngine
+from agent_rl.errors import EngineError, EngineRejected, EngineStartError, RoutesMissingError, UserError
+
+QUESTION_SECONDS = 10.0
+SAMPLE_SECONDS = 25.0
+"""SGLang gives its own question, whether it can sample, 20 s."""
+ADMIT_SECONDS = 60.0
+_SUSPECT_SECONDS = 1.0
+
+
+class Server(Protocol):
+    """A server that is ours to start, here or on another machine."""
+
+    async def start(self) -> str:
+        """Start it and wait until it is healthy; its address. Raises EngineStartError."""
+        ...
+
+    def death(self) -> str | None:
+        """Why it is dead, in one line; None while it lives."""
+        ...
+
+    async def stop(self) -> None:
+        """End all of its processes. Idempotent."""
+        ...
+
+
+class FleetKeeper:
+    """Keeps the engines of ``engine.fleet``; ``servers`` are those that are ours, by the engine's name."""
+
+    def __init__(self, engine: SGLangEngine, servers: Mapping[str, Server], config: EngineConfig) -> None:
+        self._engine, self._fleet, self._servers, self._config = engine, engine.fleet, servers, config
+        self._http = AsyncHttp(SAMPLE_SECONDS)
+        self._turns = Pulse()
+        self._fleet.listeners.append(lambda before, after: self._turns.give())
+
+    async def open(self) -> None:
+        """Start what is ours and check every engine, all side by side. Raises what the first that fails raises."""
+        async with asyncio.TaskGroup() as opening:
+            for name in self._fleet.names:
+                opening.create_task(self._open(name))
+
+    async def _open(self, name: str) -> None:
+        server = self._servers.get(name)
+        url = name if server is None else await server.start()
+        self._fleet.up(name, url)
+        await self._engine.admit(url)
+        self._fleet.admitted(name)
+
+    async def run(self) -> None:
+        """Look after the engines until it is cancelled."""
+        async with asyncio.TaskGroup() as keeping:
+            for name in self._fleet.names:
+                keeping.create_task(self._keep(name), name=f"keep-{name}")
+            if self._config.urls_file is not None:
+                keeping.create_task(self._follow(self._config.urls_file, keeping), name="keep-urls-file")
+
+    async def close(self) -> None:
+        """Stop what is ours. Idempotent."""
+        await shielded(asyncio.gather(*(server.stop() for server in self._servers.values())))
+        await self._http.close()
+
+    async def _keep(self, name: str) -> None:
+        """One engine's life, from phase to phase."""
+        while (member := self._fleet[name]).phase is not Phase.RETIRED:
+            await self._tend(member)
+            if self._fleet[name].phase is member.phase:
+                await self._pause(_SUSPECT_SECONDS if member.phase is Phase.SUSPECT else self._config.health_every)
+        if (server := self._servers.get(name)) is not None:
+            await server.stop()
+
+    async def _pause(self, seconds: float) -> None:
+        """Wait so long, or until something happens in the fleet."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._turns.wait()
+
+    async def _tend(self, member: Member) -> None:
+        if member.phase in (Phase.STARTING, Phase.DEAD):
+            await self._start(member)
+        elif (server := self._servers.get(member.name)) is not None and (reason := server.death()) is not None:
+            self._fleet.died(member.name, reason)
+        elif member.phase is Phase.JOINING and not member.admitted:
+            await self._admit(member)
+        else:
+            await self._look(member)
+
+    async def _start(self, member: Member) -> None:
+        server = self._servers.get(member.name)
+        if server is None:
+            if await self._engine.lives(member.name):
+                self._fleet.up(member.name, member.name)
+            return
+        await server.stop()
+        self._fleet.restart(member.name)
+        try:
+            self._fleet.up(member.name, await server.start())
+        except EngineStartError as error:
+            self._fleet.died(member.name, str(error))
+
+    async def _admit(self, member: Member) -> None:
+        try:
+            async with asyncio.timeout(ADMIT_SECONDS):
+                await self._engine.admit(member.url)
+        except (EngineRejected, RoutesMissingError, UserError) as error:
+            self._fleet.retire(member.name, str(error))
+        except (EngineError, TimeoutError) as error:
+            self._fleet.missed(member.name, str(error) or f"{member.url}: not checked within {ADMIT_SECONDS:g} s")
+        else:
+            self._fleet.admitted(member.name)
+
+    async def _look(self, member: Member) -> None:
+        """Ask after the health of an engine, and which weights it has."""
+        floor, updating = self._fleet.floor, self._fleet.updating
+        try:
+            if member.phase is Phase.SUSPECT and not updating:  # one that is paused samples nothing
+                await self._http.get(f"{member.url}/health")
+            async with asyncio.timeout(QUESTION_SECONDS):
+                version = str((await self._http.get_json(f"{member.url}/model_info")).get("weight_version", ""))
+        except (EngineError, TimeoutError) as error:
+            self._fleet.missed(member.name, str(error) or f"{member.url}: no answer within {QUESTION_SECONDS:g} s")
+            return
+        steady = not updating and not self._fleet.updating and floor == self._fleet.floor
+        if member.phase is not Phase.JOINING and steady and not self._fleet.accepts(version, floor):
+            self._fleet.stale(member.url, version)
+        else:
+            self._fleet.answered(member.name)
+
+    async def _follow(self, path: Path, keeping: asyncio.TaskGroup) -> None:
+        """Add the engines whose lines are added to ``urls_file``; take those out of use whose lines are gone."""
+        fixed = {url.rstrip("/") for url in self._config.urls}
+        before = set(self._fleet.names) - fixed
+        while True:
+            await asyncio.sleep(self._config.health_every)
+            with suppress(OSError):  # it is being replaced
+                now = set(addresses(await asyncio.to_thread(path.read_text)))
+                for url in before - now:
+                    self._fleet.retire(url, f"its line was taken from {path}")
+                for url in sorted(now - before - fixed):
+                    self._fleet.add(url, url)
+                    keeping.create_task(self._keep(url), name=f"keep-{url}")
+                before = now
+
+
+def addresses(text: str) -> Sequence[str]:
+    """The addresses in a file of them: one a line, what follows a ``#`` left out, each once."""
+    lines = (line.partition("#")[0].strip().rstrip("/") for line in text.splitlines())
+    return list(dict.fromkeys(line for line in lines if line))
+
+
+def story(before: Member, after: Member) -> str | None:
+    """What a user is told of a change of phase, in one line; None of one that is none of their business."""
+    who = f"engine {after.name}" + (f" ({after.url})" if after.url not in ("", after.name) else "")
+    if after.phase is before.phase:
+        return None
+    if after.phase is Phase.DEAD:
+        return f"{who} is out of use: {after.reason}"
+    if after.phase is Phase.RETIRED:
+        return f"{who} is not used again: {after.reason}"
+    if after.phase is Phase.JOINING and before.phase in (Phase.SERVING, Phase.SUSPECT):
+        return f"{who} waits for the published weights: {after.reason}"
+    if after.phase is Phase.STARTING:
+        return f"{who} is started again"
+    if after.phase is Phase.SERVING and after.losses and before.phase is Phase.JOINING:
+        return f"{who} serves again"
+    return None
