@@ -195,8 +195,8 @@ class EnvConfig(Section):
     options: dict[str, Any] = Field(default_factory=dict, description="Arguments of the environment's constructor.")
     interface: Annotated[str, AfterValidator(_interface)] = Field(
         OWN_INTERFACE,
-        description="How agents meet the tasks of swe and mini: agent-rl, r2egym, mini-swe-agent, or one of your own "
-        "(docs/interfaces.md). It decides keys of rollout that the config leaves out.",
+        description="How agents meet the tasks of swe and mini: agent-rl, r2egym, mini-swe-agent, openhands, or one of "
+        "your own (docs/interfaces.md). It decides keys of rollout that the config leaves out.",
     )
     tool_style: Literal["full", "concise"] = Field(
         "full", description="concise shortens prompts and tool answers for models with a short context."

@@ -85,6 +85,7 @@ INTERFACES = Registry(
         OWN: "envs.interfaces.own:AGENT_RL",
         "r2egym": "envs.interfaces.r2egym:R2EGYM",
         "mini-swe-agent": "envs.interfaces.mini_swe_agent:MINI_SWE_AGENT",
+        "openhands": "envs.interfaces.openhands:OPENHANDS",
     },
     InterfaceError,
 )

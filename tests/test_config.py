@@ -59,7 +59,8 @@ def test_overrides_reach_nested_keys_as_yaml_values(quickstart: Path) -> None:
         ("train.overlong.buffer=99999", "every trajectory would be punished; take a smaller buffer"),
         (
             "rollout.tool_format=xlm",
-            "unknown tool-call format 'xlm': did you mean 'xml'? (registered: hermes, mini-swe-agent, r2egym, xml)",
+            "unknown tool-call format 'xlm': did you mean 'xml'? "
+            "(registered: hermes, mini-swe-agent, openhands, r2egym, xml)",
         ),
         (
             "sandbox.backend=dokcer",

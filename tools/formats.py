@@ -122,6 +122,7 @@ TOOL_FORMATS = Registry(
         "xml": "tools.formats:XmlFormat",
         "r2egym": "tools.r2egym:R2EGymFormat",
         "mini-swe-agent": "tools.mini_swe_agent:MiniSweAgentFormat",
+        "openhands": "tools.openhands:OpenHandsFormat",
     },
     ToolFormatError,
 )

@@ -1,0 +1,10 @@
+"""OpenHands' tools and its text form of calls, as models without function calling of their own meet them.
+
+github.com/SWE-Gym/OpenHands at e644a2ca (OpenHands 0.13.1, MIT), the scaffold of SWE-Gym's models, and its editor, the
+distribution openhands-aci 0.1.1 (MIT). Each module names the file whose behaviour it has.
+"""
+
+from tools.openhands.format import OpenHandsFormat
+from tools.openhands.toolset import openhands_tools
+
+__all__ = ["OpenHandsFormat", "openhands_tools"]

@@ -1,0 +1,52 @@
+"""How OpenHands reads calls from text: ``openhands/llm/fn_call_converter.py``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tools.types import ParseFailure, ToolCall
+
+CONTINUE = (
+    "Please continue working on the task on whatever approach you think is suitable.\n"
+    "If you think you have solved the task, please first send your answer to user through message and then finish the "
+    "interaction.\n"
+    "IMPORTANT: YOU SHOULD NEVER ASK FOR HUMAN HELP.\n"
+)
+"""What a turn without a call is answered with: ``codeact_user_response`` of ``evaluation/utils/shared.py``."""
+
+_CALL = re.compile(r"<function=([^>]+)>\n(.*?)</function>", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>]+)>(.*?)</parameter>", re.DOTALL)
+
+
+class OpenHandsFormat:
+    """Implements :class:`tools.types.ToolCallFormat`. A call that the turn ends in may lack its closing tag."""
+
+    name = "openhands"
+
+    def parse(self, text: str) -> ToolCall | ParseFailure:
+        call = _CALL.search(_closed(text))
+        if call is None:
+            return ParseFailure(CONTINUE)
+        return ToolCall(call[1], {key: value.strip() for key, value in _PARAMETER.findall(call[2])})
+
+    def render(self, call: ToolCall) -> str:
+        parameters = "".join(
+            f"<parameter={key}>{_written(value)}</parameter>\n" for key, value in call.arguments.items()
+        )
+        return f"<function={call.name}>\n{parameters}</function>"
+
+    def describe(self, schemas: Sequence[Mapping[str, Any]]) -> str:
+        """Nothing: the interface's system prompt describes the tools."""
+        return ""
+
+
+def _closed(text: str) -> str:
+    if text.count("<function=") != 1:
+        return text
+    return f"{text.rstrip()}function>" if text.endswith("</") else f"{text}\n</function>"
+
+
+def _written(value: Any) -> str:
+    return f"\n{value}\n" if isinstance(value, str) and "\n" in value else str(value)
