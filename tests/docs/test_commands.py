@@ -25,7 +25,7 @@ from agent_rl.config_files import load_config
 AGENT_RL: Any = typer.main.get_command(app)
 
 
-WRITTEN_BY_COMMANDS = ("letters.yaml",)
+WRITTEN_BY_COMMANDS = ("letters.yaml", "service.yaml")
 
 
 @dataclass(frozen=True)
@@ -143,6 +143,14 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
         "python -m envs.swe.isolate .cache/tasks/real.jsonl --out .cache/tasks/isolated.jsonl",
     ),
     "downloads sources of real releases": ("python -m envs.swe.real --out .cache/tasks/real.jsonl",),
+    "makes tasks of a repository for minutes: tests/envs/test_swe_harvest.py makes some of small ones": (
+        "agent-rl tasks from-git service --out tasks",
+        "agent-rl tasks inject service --out tasks --tasks 50",
+        "agent-rl doctor real env.options.path=tasks/tasks.jsonl",
+        "agent-rl eval real --policy gold env.options.path=tasks/tasks.jsonl",
+        "agent-rl plan service.yaml",
+        "agent-rl train service.yaml",
+    ),
     "measures for minutes": (
         "python tests/bench/bench_balance_step.py --rounds 4 --tokens 4096",
         "python tests/bench/bench_balance.py",

@@ -1,0 +1,163 @@
+"""What a repository's tests import: read from its files as data, never by running them."""
+
+from __future__ import annotations
+
+import ast
+import configparser
+import re
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+PYTEST = "pytest==8.3.5"
+_TEST_EXTRAS = frozenset({"test", "tests", "testing", "dev", "develop", "development"})
+_REQUIREMENTS = re.compile(r"(?:requirements/)?[\w.-]*(?:requirements|test|dev)[\w.-]*\.(?:txt|in)")
+# A name, extras, versions, a marker: no address, no option, no path. Only such a line is given to pip.
+_LINE = re.compile(
+    r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)\s*(?P<extras>\[[\w,.\s-]+\])?\s*\(?(?P<version>[^;@()]*)\)?\s*(?P<marker>;.*)?"
+)
+_VERSION = re.compile(r"\s*(?:[<>=!~]=?=?\s*[\w.*+!-]+\s*,?\s*)*")
+_IMPORTED = {
+    "attr": "attrs",
+    "dateutil": "python-dateutil",
+    "freezegun": "freezegun",
+    "hypothesis": "hypothesis",
+    "mock": "mock",
+    "numpy": "numpy",
+    "parameterized": "parameterized",
+    "pretend": "pretend",
+    "pytz": "pytz",
+    "six": "six",
+    "yaml": "pyyaml",
+}
+"""What tests import that no requirement may name: module -> package."""
+
+
+def needs_of(files: Mapping[str, str], name: str, metadata: str = "") -> tuple[str, ...]:
+    """The requirements of a repository ``name`` and its tests, without the repository itself and pytest, sorted.
+
+    ``metadata`` is the text of a source release's PKG-INFO, where there is one.
+    """
+    found: dict[str, str] = {}
+    for line in _lines(files, metadata):
+        if (need := _need(line)) is not None and need[0] not in (_plain(name), "pytest", "pip", "tox", "nox"):
+            found.setdefault(*need)
+    return tuple(sorted(found.values()))
+
+
+def name_of_project(files: Mapping[str, str]) -> str:
+    """The project's name as its own files tell it; empty where they don't."""
+    project = _toml(files.get("pyproject.toml", ""))
+    named = _table(project, "project").get("name") or _table(project, "tool", "poetry").get("name")
+    named = named or _config(files.get("setup.cfg", "")).get("metadata", {}).get("name")
+    return named if isinstance(named, str) else ""
+
+
+def _lines(files: Mapping[str, str], metadata: str) -> Iterator[str]:
+    yield from _of_metadata(metadata)
+    yield from _of_pyproject(_toml(files.get("pyproject.toml", "")))
+    yield from _of_setup_cfg(_config(files.get("setup.cfg", "")))
+    yield from _of_setup_py(files.get("setup.py", ""))
+    yield from _config(files.get("tox.ini", "")).get("testenv", {}).get("deps", "").splitlines()
+    for path, text in files.items():
+        if _REQUIREMENTS.fullmatch(path):
+            yield from text.splitlines()
+    yield from _of_imports(files)
+
+
+def _need(line: str) -> tuple[str, str] | None:
+    """The plain name and the requirement of a line; None where it is anything else."""
+    match = _LINE.fullmatch(line.split(" #")[0].strip())
+    if match is None or not _VERSION.fullmatch(match["version"]):
+        return None
+    marker = match["marker"] or ""
+    if re.search(r"\bextra\b", marker) or "\\" in marker:
+        return None
+    version = match["version"].replace(" ", "")
+    return _plain(match["name"]), f"{match['name']}{match['extras'] or ''}{version}{marker}"
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _of_metadata(text: str) -> Iterator[str]:
+    head = text.split("\n\n")[0]
+    for requirement in re.findall(r"^Requires-Dist: (.+)$", head, re.MULTILINE):
+        extra = re.search(r"""\bextra\s*==\s*['"]([\w-]+)['"]""", requirement)
+        if extra is None:
+            yield requirement
+        elif extra[1] in _TEST_EXTRAS:
+            yield requirement.partition(";")[0]
+
+
+def _of_pyproject(project: Mapping[str, Any]) -> Iterator[str]:
+    yield from _strings(_table(project, "project").get("dependencies"))
+    for groups in (_table(project, "project", "optional-dependencies"), _table(project, "dependency-groups")):
+        for group, lines in groups.items():
+            if group in _TEST_EXTRAS:
+                yield from _strings(lines)
+    poetry = _table(project, "tool", "poetry")
+    tables = [_table(poetry, "dependencies"), _table(poetry, "dev-dependencies")]
+    tables += [_table(poetry, "group", group, "dependencies") for group in _TEST_EXTRAS]
+    for table in tables:  # poetry's own way of writing versions is left out
+        yield from (name for name in table if name != "python")
+
+
+def _of_setup_cfg(config: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
+    yield from config.get("options", {}).get("install_requires", "").splitlines()
+    for extra, lines in config.get("options.extras_require", {}).items():
+        if extra in _TEST_EXTRAS:
+            yield from lines.splitlines()
+
+
+def _of_setup_py(text: str) -> Iterator[str]:
+    """The literal lists that ``setup()`` is called with."""
+    for node in ast.walk(_parsed(text)):
+        if not isinstance(node, ast.keyword) or node.arg not in ("install_requires", "tests_require"):
+            continue
+        items = node.value.elts if isinstance(node.value, ast.List | ast.Tuple) else []
+        yield from (item.value for item in items if isinstance(item, ast.Constant) and isinstance(item.value, str))
+
+
+def _of_imports(files: Mapping[str, str]) -> Iterator[str]:
+    for path, text in files.items():
+        if path.endswith(".py") and "test" in path:
+            modules = re.findall(r"^\s*(?:import|from)\s+(\w+)", text, re.MULTILINE)
+            yield from (_IMPORTED[module] for module in modules if module in _IMPORTED)
+
+
+def _parsed(text: str) -> ast.Module:
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return ast.Module([], [])
+
+
+def _toml(text: str) -> Mapping[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError):
+        return {}
+
+
+def _config(text: str) -> Mapping[str, Mapping[str, str]]:
+    parser = configparser.ConfigParser(interpolation=None, strict=False)
+    try:
+        parser.read_string(text)
+    except configparser.Error:
+        return {}
+    return {section: dict(parser.items(section)) for section in parser.sections()}
+
+
+def _table(table: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
+    for key in keys:
+        inner = table.get(key)
+        if not isinstance(inner, dict):
+            return {}
+        table = inner
+    return table
+
+
+def _strings(value: object) -> Iterable[str]:
+    return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
