@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import subprocess
+import sys
 import tarfile
 import zipfile
 import zlib
@@ -13,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from local_server import serving
 
 from envs import EnvContext
 from envs.swe.harvest.checkout import read_checkout, read_release
@@ -20,7 +22,7 @@ from envs.swe.harvest.draft import Draft, Fallen
 from envs.swe.harvest.git import open_git
 from envs.swe.harvest.history import History
 from envs.swe.harvest.inject import Injection
-from envs.swe.harvest.issues import failures, from_message, holds_fix
+from envs.swe.harvest.issues import Writer, failures, from_message, holds_fix
 from envs.swe.harvest.mutations import sites
 from envs.swe.harvest.needs import needs_of
 from envs.swe.harvest.package import Releases
@@ -382,3 +384,88 @@ def wheel(folder: Path, name: str) -> None:
             f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
         )
         archive.writestr(f"{info}/RECORD", "")
+
+
+GOOD = "add() gives a wrong sum\n\nThe library calc subtracts its second number: adding two and three gives minus one."
+WEATHER = "Weather around London stays pleasant throughout another sunny summer holiday; people enjoy their gardens."
+
+
+async def test_a_writer_that_answers_nonsense_is_counted_and_the_commits_words_are_used() -> None:
+    gold = "diff --git a/c.py b/c.py\n--- a/c.py\n+++ b/c.py\n@@ -1 +1 @@\n-x\n+    return first + second_of_all\n"
+    record = SweRecord(
+        repo_name="calc",
+        expected_output_json='{"t": "PASSED"}',
+        problem_statement="x",
+        files={"c.py": ""},
+        test_command="pytest",
+        gold_patch=gold,
+    )
+    answers = [
+        json.dumps({"choices": [{"message": {"content": text}}]}).encode()
+        for text in (
+            "",
+            "la la la la " * 20,
+            GOOD + "\n" + gold,
+            "\x1b[2J" + GOOD,
+            WEATHER,
+            GOOD,
+        )
+    ]
+    answers += [b"no JSON", b'{"choices": []}']
+
+    async def answer(path: str, body: object) -> tuple[int, bytes]:
+        assert path == "/v1/chat/completions"
+        return 200, answers[asked]
+
+    draft = Draft(record, "Add rightly")
+    issues = []
+    async with serving(answer) as url:
+        writer = Writer(f"{url}/v1", "m", seconds=20.0)
+        for asked in range(len(answers)):  # noqa: B007 (answer reads it)
+            issues.append(await writer.write(draft, ["E   assert calc == -1"]))
+    assert issues.pop(5) == GOOD
+    assert set(issues) == {from_message(draft, ["E   assert calc == -1"])}
+    assert writer.written == 1
+    assert writer.fallbacks == {
+        "too short, too long or empty words": 2,
+        "it holds a diff": 1,
+        "unprintable": 1,
+        "about something else": 1,
+        "no answer": 2,
+    }
+    gone = Writer("http://127.0.0.1:1/v1", "m", seconds=5.0)
+    assert (await gone.write(draft, [])).startswith("Add rightly")
+    assert gone.fallbacks == {"no answer": 1}
+
+
+def test_a_mistake_on_the_command_line_is_told_in_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "agent_rl.cli", "tasks", "from-git", str(tmp_path), "--out", str(tmp_path / "out")]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (ran.returncode, ran.stderr) == (
+        2,
+        f"error: {tmp_path}: no git repository; right would be the folder of a clone (git clone URL)\n",
+    )
+
+
+async def test_a_build_that_is_stopped_ends_what_it_started(tmp_path: Path, context: EnvContext) -> None:
+    slow = "import time\n\n\ndef test_slow():\n    time.sleep(300)\n"
+    repo = start(tmp_path / "calc", {"calc.py": BROKEN, "test_calc.py": "x = 1\n"})
+    commit(repo, "Slow", {"calc.py": FIXED, "test_calc.py": slow})
+    started = asyncio.Event()
+
+    class Told(Quiet):
+        def stage(self, text: str, total: int | None = None) -> None:
+            if "trying" in text:
+                started.set()
+
+    async def build() -> None:
+        async with open_git(context, repo) as opened:
+            source = History(opened, BareSites(tmp_path / "out"), "calc")
+            await Harvest.open(tmp_path / "out").gather(source, Trial(context, tmp_path / "out"), Bounds(), Told())
+
+    building = asyncio.create_task(build())
+    await started.wait()
+    building.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await building
+    assert not (tmp_path / "out/tasks.jsonl").exists()

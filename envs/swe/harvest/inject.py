@@ -28,6 +28,7 @@ from envs.swe.harvest.mutations import Bug, Site, sites
 from envs.swe.harvest.needs import needs_of
 from envs.swe.harvest.sites import Sites
 from envs.swe.harvest.tracer import TRACER
+from envs.swe.harvest.trial import USAGE, without_addopts
 from envs.swe.repositories import WORKDIR, in_workdir
 from sandbox import SandboxError, SandboxFileError, SandboxSpec
 
@@ -37,7 +38,11 @@ _RUN = 2
 """Test modules that check one bug."""
 _TRACE = "/tmp/agent-rl-trace"
 _TRACE_BYTES = 16 << 20
-_MODULE_SECONDS = 30.0
+_MODULE_SECONDS = 15.0
+
+
+_Traced = tuple[float, str, list[tuple[str, int]]]
+"""Seconds of a test module, its path, and the functions that its passing tests run."""
 
 
 @dataclass
@@ -117,36 +122,31 @@ class Injection:
     async def _covering(self, modules: Sequence[str]) -> dict[tuple[str, int], list[str]]:
         """The test modules that run each function (its file and first line), the quickest first."""
         site = await self._site()
-        gate = asyncio.Semaphore(self.jobs)
-
-        async def one(module: str) -> tuple[float, str, Sequence[tuple[str, int]]]:
-            async with gate:
-                return await self._trace(module, site)
-
-        traced = await asyncio.gather(*map(one, modules))
+        parts = [modules[start :: self.jobs] for start in range(min(self.jobs, len(modules)))]
+        traces = await asyncio.gather(*(self._trace(part, site) for part in parts))
         covering: dict[tuple[str, int], list[str]] = defaultdict(list)
-        for _, module, functions in sorted(traced, key=lambda trace: trace[:2]):
+        for _, module, functions in sorted(row for trace in traces for row in trace):
             for function in functions:
                 covering[function].append(module)
         return dict(covering)
 
-    async def _trace(self, module: str, site: str) -> tuple[float, str, Sequence[tuple[str, int]]]:
-        """How many seconds a test module takes, and the functions that its passing tests run."""
+    async def _trace(self, modules: Sequence[str], site: str) -> list[_Traced]:
+        """What the passing tests of some modules run; nothing of those that don't end in time."""
         files = self._shown(())
-        spec = site_spec(self.context, self.folder / site)
-        command = f"export PYTHONPATH=/tmp:$PYTHONPATH; {pytest_command(import_root(files), [module])}"
-        command = command.replace("-m pytest ", "-m pytest -p agent_rl_tracer ")
+        command = pytest_command(import_root(files), modules).replace(
+            "-m pytest ", "-m pytest -p agent_rl_tracer --continue-on-collection-errors "
+        )
+        script = f"export PYTHONPATH=/tmp:$PYTHONPATH AGENT_RL_TRACE={_TRACE}; {command}"
+        seconds = _MODULE_SECONDS * len(modules)
         try:
-            async with self.context.box(spec) as box:
+            async with self.context.box(site_spec(self.context, self.folder / site)) as box:
                 await box.write_files({**in_workdir(files), "/tmp/agent_rl_tracer.py": TRACER.encode()})
-                ran = await box.exec(command, timeout=_MODULE_SECONDS, cwd=WORKDIR, env={"AGENT_RL_TRACE": _TRACE})
-                if ran.exit_code == 4:
-                    plain = command.replace("-m pytest ", "-m pytest -o addopts= ")
-                    ran = await box.exec(plain, timeout=_MODULE_SECONDS, cwd=WORKDIR, env={"AGENT_RL_TRACE": _TRACE})
-                trace = await box.read_file(_TRACE, max_bytes=_TRACE_BYTES)
+                ran = await box.exec(script, timeout=seconds, cwd=WORKDIR)
+                if ran.exit_code == USAGE:
+                    await box.exec(without_addopts(script), timeout=seconds, cwd=WORKDIR)
+                return _traced(await box.read_file(_TRACE, max_bytes=_TRACE_BYTES))
         except (SandboxFileError, SandboxError):
-            return 0.0, module, ()
-        return ran.seconds, module, _functions(trace)
+            return []
 
 
 def site_spec(context: EnvContext, site: Path) -> SandboxSpec:
@@ -155,12 +155,15 @@ def site_spec(context: EnvContext, site: Path) -> SandboxSpec:
     return replace(context.limits, workdir=WORKDIR, env=env, ro_binds={**context.limits.ro_binds, str(site): SITE})
 
 
-def _functions(trace: bytes) -> list[tuple[str, int]]:
+def _traced(trace: bytes) -> list[_Traced]:
     """What the tracer wrote; nothing where it is not of that form, as the code under test may have written it."""
     try:
         rows = json.loads(trace)
-        return [(str(path), int(line)) for path, line in rows]
-    except (ValueError, TypeError, RecursionError):
+        return [
+            (float(seconds), str(module), [(str(path), int(line)) for path, line in functions])
+            for module, (seconds, functions) in rows.items()
+        ]
+    except (ValueError, TypeError, AttributeError, RecursionError):
         return []
 
 

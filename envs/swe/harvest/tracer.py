@@ -1,12 +1,16 @@
-"""A pytest plugin, as text for a box: it writes which functions below the working folder the passing tests called."""
+"""A pytest plugin, as text for a box: it writes which functions below the working folder each test module's passing
+tests called, and how many seconds the module took: module -> [seconds, [[path, first line], ...]].
+
+It writes as each module ends, so that one that hangs takes only itself and those after it along.
+"""
 
 TRACER = """
-import json, os, sys, threading
+import json, os, sys, threading, time
 
 import pytest
 
 HERE = os.getcwd() + os.sep
-passed, calls = set(), set()
+modules, calls = {}, set()
 
 
 def note(frame, event, argument):
@@ -18,23 +22,25 @@ def note(frame, event, argument):
 def pytest_runtest_protocol(item, nextitem):
     calls.clear()
     item.agent_rl_failed = False
+    began = time.monotonic()
     sys.setprofile(note)
     threading.setprofile(note)
     yield
     sys.setprofile(None)
     threading.setprofile(None)
+    module = item.nodeid.partition("::")[0]
+    seconds, found = modules.setdefault(module, [0.0, set()])
+    modules[module][0] = seconds + time.monotonic() - began
     if not item.agent_rl_failed:
-        found = {(code.co_filename, code.co_firstlineno) for code in calls}
-        passed.update((name[len(HERE):], line) for name, line in found if name.startswith(HERE))
+        places = {(code.co_filename, code.co_firstlineno) for code in calls}
+        found.update((name[len(HERE):], line) for name, line in places if name.startswith(HERE))
+    if nextitem is None or nextitem.nodeid.partition("::")[0] != module:
+        with open(os.environ["AGENT_RL_TRACE"], "w") as out:
+            json.dump(modules, out, default=sorted)
 
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item, call):
     outcome = yield
     item.agent_rl_failed |= not outcome.get_result().passed
-
-
-def pytest_sessionfinish(session):
-    with open(os.environ["AGENT_RL_TRACE"], "w") as out:
-        json.dump(sorted(passed), out)
 """

@@ -19,7 +19,7 @@ from envs.types import GradingError
 from sandbox import SandboxError
 
 REPEATS = 3
-_USAGE = 4
+USAGE = 4
 """pytest's exit code for options that it doesn't know, which a project's addopts may name."""
 _NETWORK = re.compile(
     r"Network is unreachable|Name or service not known|[Tt]emporary failure in name resolution"
@@ -74,9 +74,8 @@ class Trial:
     async def _after(self, record: SweRecord) -> tuple[SweRecord, TestRun, Statuses]:
         """The record with a command that pytest understands, the run with the fix, and what passed there."""
         run = await self._run(record, record.gold)
-        if run.result.exit_code == _USAGE:
-            plain = record.test_command.replace("-m pytest ", "-m pytest -o addopts= ")
-            record = record.model_copy(update={"test_command": plain})
+        if run.result.exit_code == USAGE:
+            record = record.model_copy(update={"test_command": without_addopts(record.test_command)})
             run = await self._run(record, record.gold)
         if not run.began:
             raise Fallen("the patch does not apply", run.account)
@@ -96,6 +95,11 @@ class Trial:
             if not finding.ok:
                 raise Fallen(f"audit: {finding.check}", finding.detail)
         return record.model_copy(update={"verified": True})
+
+
+def without_addopts(command: str) -> str:
+    """The command for a pytest that lacks a plugin whose options the project's ``addopts`` name."""
+    return command.replace("-m pytest ", "-m pytest -o addopts= ")
 
 
 def _statuses(run: TestRun) -> Statuses:
