@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -69,6 +70,8 @@ def from_git(repo: Path, commits: int) -> Open:
 
 def from_releases(package: str, old: str | None, new: str | None) -> Open:
     """The releases of a package; one step, where both versions are given."""
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", package):
+        raise UserError(f"from-releases {package!r}: right would be a package's name on the index that pip uses")
     if (old is None) != (new is None):
         raise UserError("from-releases: right would be PACKAGE alone, or PACKAGE OLD NEW")
     steps = [(old, new)] if old is not None and new is not None else []

@@ -19,6 +19,8 @@ _OUTPUT = 96 << 20
 _GIT = (
     *("git", f"--git-dir={_PLACE}", "--no-replace-objects", "-c", "core.fsmonitor=false"),
     *("-c", "core.quotePath=false", "-c", "core.hooksPath=/dev/null", "-c", "protocol.allow=never"),
+    # A pack of gigabytes is mapped in small pieces, within a box's memory.
+    *("-c", "core.packedGitWindowSize=32m", "-c", "core.packedGitLimit=256m"),
 )
 _RAW = re.compile(r":(\d{6}) (\d{6}) ([0-9a-f]{40}) ([0-9a-f]{40}) ([A-Z])\d*\t(.+)")
 _TREE = re.compile(rb"(\d{6}) (\w+) ([0-9a-f]{40}) +(\d+|-|BAD)\t(.+)", re.DOTALL)
