@@ -107,6 +107,8 @@ async def build(open_source: Open, options: BuildOptions) -> None:
         context = EnvContext(backend, limits=limits, grade_timeout=options.timeout)
         began, before = time.monotonic(), len(harvest.healthy)
         try:
+            if reaped := await backend.reap():
+                display.note(f"removed {reaped} sandbox(es) that a killed run had left behind")
             bench = Bench(context, Sites(options.out, await _python(context)), options)
             async with open_source(bench) as source:
                 name = source.name
