@@ -34,12 +34,13 @@ CALL_SECONDS = 6 * 3600.0
 
 
 class Ranks:
-    """The ranks' actors, in order. ``infos``: where each stands, once they are started."""
+    """The ranks' actors, in order. ``infos``: where each stands, once they are started. ``ray`` ends the connection to
+    Ray that they need; other ranks may follow on it."""
 
-    def __init__(self) -> None:
+    def __init__(self, ray: ExitStack) -> None:
         self.infos: list[RankInfo] = []
         self._actors: list[ActorProxy[RankActor]] = []
-        self._stack = ExitStack()
+        self._ray = ray
         self._ended: TrainerError | None = None
 
     async def start(self, config: RunConfig, optimizer: OptimizerSpec) -> None:
@@ -53,7 +54,7 @@ class Ranks:
         self.infos = await gather(calls, START_SECONDS)
 
     def _launch(self, config: RunConfig) -> RankOrder:
-        self._actors, order = start_actors(config, self._stack)
+        self._actors, order = start_actors(config, self._ray)
         return order
 
     async def call(
@@ -107,11 +108,10 @@ class Ranks:
         self._ended = self._ended or error
 
     def kill(self) -> None:
-        """End the actors, and Ray where it is ours; blocks. Idempotent."""
+        """End the actors; blocks. Idempotent."""
         import ray
 
         actors: list[Any] = list(self._actors)  # Any: by Ray's types no proxy can be killed
         self._actors = []
         for actor in actors:
             ray.kill(actor)
-        self._stack.close()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
@@ -63,7 +64,8 @@ class RayTrainer:
         check_trace(config)
         self.config = config
         self._optimizer = optimizer or OptimizerSpec.of(config.train)
-        self._hold(Ranks())
+        self._ray = ExitStack()
+        self._hold()
         self._cost = TOKENS  # the model's own once it is known, in start()
 
     async def start(self) -> RayTrainer:
@@ -77,14 +79,15 @@ class RayTrainer:
         return self
 
     async def restart(self) -> RayTrainer:
-        """End what is left of the ranks and start others, with the weights that the config names. Raises as start()."""
-        await self.close()
-        self._hold(Ranks())
+        """End what is left of the ranks and start others, with the weights that the config names; Ray stays. Raises as
+        start()."""
+        await shielded(self._end_ranks())
+        self._hold()
         return await self.start()
 
-    def _hold(self, ranks: Ranks) -> None:
-        self.ranks = ranks
-        self._checkpoints = CheckpointDriver(ranks, self.config.train)
+    def _hold(self) -> None:
+        self.ranks = Ranks(self._ray)
+        self._checkpoints = CheckpointDriver(self.ranks, self.config.train)
 
     @property
     def data_size(self) -> int:
@@ -246,6 +249,10 @@ class RayTrainer:
         await shielded(self._close())
 
     async def _close(self) -> None:
+        await self._end_ranks()
+        await asyncio.to_thread(self._ray.close)
+
+    async def _end_ranks(self) -> None:
         await asyncio.to_thread(self.ranks.kill)
         await self._checkpoints.stop()
 
