@@ -94,7 +94,9 @@ class RecordedWorld:
         self.facts = read_facts(self.config.model)
         self.engine = SimpleNamespace(facts=self.facts, fleet=Fleet(), until=_never)
         env = SimpleNamespace(prepare=_nothing)
-        self.workshop = SimpleNamespace(env=env, tasks=lambda split: self.tasks, backend=SimpleNamespace(name="none"))
+        self.workshop = SimpleNamespace(
+            env=env, tasks=lambda split: self.tasks, backend=SimpleNamespace(name="none"), metrics=dict
+        )
 
     def runner(self, rules: EpisodeRules) -> EpisodeRunner:
         """Gives the recordings that the newest journal does not hold yet."""
