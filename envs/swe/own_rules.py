@@ -24,20 +24,22 @@ _LINE = re.compile(
 def judge_log(spec: SwebenchSpec, log: str) -> Verdict | None:
     """The verdict on the eval script's output; None where it has no results. ``LookupError`` for an unknown parser.
 
-    A test counts as PASSED or FAILED. By SWE-smith's rules one that is not in the log has not failed: the verdict does
-    not name it.
+    A test counts as PASSED or FAILED. By SWE-smith's rules one that is not in the log has not failed, and the verdict
+    does not name it; but here it has where its file could not be collected.
     """
     output = _output(log)
     statuses = _pytest_statuses(output) if spec.rules == "swe-smith" else _parsed(spec.log_parser, output)
     if not statuses:
         return None
-    seen = {test: statuses.get(test) for test in (*spec.fail_to_pass, *spec.pass_to_pass)}
+    tests = (*spec.fail_to_pass, *spec.pass_to_pass)
+    lost = {test for test in tests if statuses.get(test.partition("::")[0]) == "ERROR"}
+    seen = {test: statuses.get(test) or ("ERROR" if test in lost else None) for test in tests}
     if spec.rules == "swe-smith":
-        tests = {test: PASSED if status in (PASSED, "XFAIL") else FAILED for test, status in seen.items() if status}
+        found = {test: PASSED if status in (PASSED, "XFAIL") else FAILED for test, status in seen.items() if status}
     else:
-        tests = {test: PASSED if status == PASSED else FAILED for test, status in seen.items()}
-    failed = next((test for test, status in tests.items() if status == FAILED), None)
-    return Verdict(failed is None, tests, f"{failed}: {FAILED}, expected {PASSED}" if failed else "")
+        found = {test: PASSED if status == PASSED else FAILED for test, status in seen.items()}
+    failed = next((test for test, status in found.items() if status == FAILED), None)
+    return Verdict(failed is None, found, f"{failed}: {FAILED}, expected {PASSED}" if failed else "")
 
 
 def _output(log: str) -> str:

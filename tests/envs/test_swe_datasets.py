@@ -266,6 +266,9 @@ def test_swe_smiths_rules_read_progress_and_pass_what_is_not_in_the_log() -> Non
     assert verdict(smith(), f"{ADD} FAILED", f"PASSED {DOUBLE}") == (False, {ADD: "FAILED", DOUBLE: "PASSED"})
     assert verdict(smith(), f"{ADD} SKIPPED (no)", f"{DOUBLE} PASSED") == (False, {ADD: "FAILED", DOUBLE: "PASSED"})
     assert verdict(smith(), "collected 0 items") is None
+    uncollected = verdict(smith(), "ERROR tests/test_calc.py - ImportError: no calc")  # SWE-smith calls that a success
+    assert uncollected == (False, {ADD: "FAILED", DOUBLE: "FAILED"})
+    assert verdict(smith(), "tests/test_calc.py PASSED") == (True, {})  # names neither: in doubt
 
 
 def test_swe_rebench_v2s_rules_want_every_test_passed_and_know_no_durations() -> None:

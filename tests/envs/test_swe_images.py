@@ -23,6 +23,7 @@ from envs.swe import SweRecord, commit_content, diff_files, grade_patch, read_js
 from envs.swe.audit import audit_record
 from sandbox import ImagePolicy, SandboxSpec, SandboxUnavailableError, open_backend
 from sandbox.docker.engine import EngineClient, connect
+from tests.envs import dataset_rows
 from tests.envs.images import BUILT, GIT_WITH_A_FUTURE, swebench_row
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -220,6 +221,22 @@ async def test_rewriting_the_tests_of_an_r2e_row_is_undone(boxes: EnvContext, ro
     grade = await grade_patch(boxes, read_jsonl(rows["r2e"])[0], diff_files({}, forged))
     assert not grade.resolved
     assert len(grade.suspected_hack) == 3
+
+
+@IN_DOCKER
+@pytest.mark.exhaustive
+async def test_a_bug_and_a_repository_in_its_own_folder(boxes: EnvContext, api: EngineClient, place: str) -> None:
+    """SWE-smith's rows, whose patch breaks the image's repository, and SWE-rebench-V2's, which is not at /testbed."""
+    image = f"{place}/swesmith.x86_64.demo_1776_calc.0a1b2c3d:latest"
+    repositories = {"testbed": dataset_rows.HEALTHY, "calc": dataset_rows.BROKEN}
+    files = {f"/{at}/{path}": text.encode() for at, texts in repositories.items() for path, text in texts.items()}
+    files |= {f"/{path}": text.encode() for path, text in dataset_rows.conda_files().items()}
+    git = [f"(cd /{folder}\n{GIT_WITH_A_FUTURE})\n" for folder in repositories]
+    containers.build(api, image, files, f"chmod +x {CONDA}/envs/testbed/bin/pytest\n{''.join(git)}")
+    config = dataset_rows.rebench_v2()["install_config"]
+    config |= {"test_cmd": "python3 -m pytest -rA -p no:cacheprovider tests/test_calc.py"}
+    for row in (dataset_rows.smith(image_name=image), dataset_rows.rebench_v2(image_name=image, install_config=config)):
+        assert (await verify_record(boxes, SweRecord.model_validate(row))).verified
 
 
 @IN_DOCKER
