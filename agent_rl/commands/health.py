@@ -59,7 +59,7 @@ async def check_parts(config: RunConfig) -> list[Check]:
         await _check("model", lambda: _model(config)),
         await _check("engine", lambda: _engine(config)),
         await _check("trainer", _trainer),
-        *await _sandboxes(config),
+        *await check_sandboxes(config),
         await _check("disk", lambda: _disk(config)),
     ]
 
@@ -103,7 +103,7 @@ async def _trainer() -> str:
     return ", ".join(f"{name} {version(name)}" for name in preflight.TRAINER_PACKAGES)
 
 
-async def _sandboxes(config: RunConfig) -> list[Check]:
+async def check_sandboxes(config: RunConfig) -> list[Check]:
     """The sandbox of this machine, or of each host; with several hosts also whether they have the same image."""
     try:
         async with open_boxes(config, lambda line: None) as backend:

@@ -42,6 +42,9 @@ async def warm_up(out: Path, seed: int) -> None:
 
 async def _image(config: RunConfig, display: Display) -> None:
     """Build the base image where the backend is a container engine that lacks it; other backends need none."""
+    if config.sandbox.hosts == "ray":
+        display.fact("sandbox image", "each host needs its own: `agent-rl doctor` says which lack it")
+        return
     backend = open_backend(config.sandbox.backend, run_id="setup")
     await backend.close()
     if backend.name not in ENGINES:

@@ -78,7 +78,7 @@ class BubblewrapBackend:
         ``ImageMissingError``."""
         if image == HOST_IMAGE:
             return await asyncio.to_thread(_system)
-        return str(await asyncio.to_thread(allowed_folder, image, self._policy))
+        return str((await self._root(image)).seed)
 
     async def fetch(self, image: str) -> None:
         """Nothing: images are folders. Raises ``ImageMissingError`` where ``image`` is none."""

@@ -37,33 +37,46 @@ async def open_cluster(
     one line that names the host, where a host lacks the backend, or two chose different ones.
     """
     policy = images or ImagePolicy()
-    actors = await asyncio.to_thread(_start_actors)
-    asked = [actor.ask.remote("open", backend, run_id, policy, runtime) for actor in actors.values()]
+    nodes = host_nodes(await asyncio.to_thread(ray_nodes))
+    actors = await asyncio.to_thread(_start_actors, nodes)
+    asked = {name: actor.ask.remote("open", backend, run_id, policy, runtime) for name, actor in actors.items()}
     try:
-        opened = await asyncio.gather(*(_opened(name, call) for name, call in zip(actors, asked, strict=True)))
-        check_alike(dict(zip(actors, opened, strict=True)))
+        opened = await asyncio.gather(*(_opened(name, nodes[name], call) for name, call in asked.items()))
+        kinds = {name: kind for name, kind in zip(asked, opened, strict=True) if kind is not None}
+        check_alike(kinds)
     except BaseException:
         await shielded(asyncio.to_thread(_kill, list(actors.values())))
         raise
-    hosts = [RemoteHost(name, kind, actor) for (name, actor), kind in zip(actors.items(), opened, strict=True)]
+    for name in actors.keys() - kinds.keys():
+        tell(f"the sandbox host {name} is lost: its node died as it was opened")
+    hosts = [RemoteHost(name, kind, actors[name]) for name, kind in kinds.items()]
     return ClusterBackend([Place(host, pool(host)) for host in hosts], most=boxes_per_host, pull=policy.pull, tell=tell)
 
 
 def host_nodes(nodes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """The nodes that boxes are on, of those that ``ray.nodes()`` gives: name -> node id. Nodes of one name (several on
-    one machine) get their ids added."""
+    """The nodes that boxes are on, of those that ``ray.nodes()`` gives: name -> node id, sorted. Nodes of one name
+    (several on one machine) get their ids added."""
     living = [node for node in nodes if node["Alive"]]
     declared = [node for node in living if node["Resources"].get(RESOURCE)]
     chosen = declared or living
     times = Counter(node["NodeName"] for node in chosen)
-    return {
+    named = {
         node["NodeName"] if times[node["NodeName"]] == 1 else f"{node['NodeName']}/{node['NodeID'][:6]}": node["NodeID"]
         for node in chosen
     }
+    return dict(sorted(named.items()))
 
 
-def _start_actors() -> dict[str, Any]:
-    """An actor on every host, by the host's name. Blocking."""
+def ray_nodes() -> list[dict[str, Any]]:
+    """The nodes of the cluster, as Ray tells of them. Blocking."""
+    import ray
+
+    nodes: list[dict[str, Any]] = ray.nodes()
+    return nodes
+
+
+def _start_actors(nodes: Mapping[str, str]) -> dict[str, Any]:
+    """An actor on every node (name -> node id), by its name. Blocking."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -71,12 +84,12 @@ def _start_actors() -> dict[str, Any]:
     actor_class: Any = ray.remote(**options)(BoxHost)
     return {
         name: actor_class.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote()
-        for name, node in host_nodes(ray.nodes()).items()
+        for name, node in nodes.items()
     }
 
 
-async def _opened(name: str, call: Any) -> str:
-    """The kind of the backend that a host opened."""
+async def _opened(name: str, node: str, call: Any) -> str | None:
+    """The kind of the backend that a host opened; None where its node died: Ray notices that half a minute later."""
     from ray.exceptions import RayError
 
     try:
@@ -85,6 +98,8 @@ async def _opened(name: str, call: Any) -> str:
     except TimeoutError:
         raise SandboxUnavailableError(f"sandbox host {name}: it did not open within {OPEN_SECONDS:g} s") from None
     except RayError as error:
+        if not any(each["Alive"] for each in await asyncio.to_thread(ray_nodes) if each["NodeID"] == node):
+            return None
         reason = str(error).strip().splitlines()[-1]
         raise SandboxUnavailableError(
             f"sandbox host {name}: {reason}; every node needs the same agent-rl as this one"
@@ -99,7 +114,9 @@ def _of_host(error: SandboxError, name: str) -> SandboxError:
 
 
 def check_alike(kinds: Mapping[str, str]) -> None:
-    """Raise ``SandboxUnavailableError`` where hosts chose different backends (host -> backend)."""
+    """Raise ``SandboxUnavailableError`` where hosts chose different backends (host -> backend), or there are none."""
+    if not kinds:
+        raise SandboxUnavailableError("sandbox.hosts: ray: no node of the Ray cluster is alive")
     if len(set(kinds.values())) > 1:
         found = ", ".join(f"{name}: {kind}" for name, kind in kinds.items())
         raise SandboxUnavailableError(

@@ -20,7 +20,8 @@ from typing import Any
 import pytest
 from ray_nodes import kill_node, ray_node
 
-from agent_rl.config import RolloutConfig
+from agent_rl.commands.health import check_sandboxes
+from agent_rl.config import RolloutConfig, RunConfig
 from agent_rl.errors import UserError
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.group import GroupSettings, collect_groups
@@ -228,7 +229,31 @@ def test_the_nodes_that_declare_boxes_are_the_hosts_else_all_that_live() -> None
     assert host_nodes([*nodes, node("d", "5", boxes=1.0)]) == {"d": "5"}
 
 
-# Hosts and runs that die, over a real Ray
+# Over a real Ray of two nodes
+
+
+async def test_the_doctor_looks_at_every_host(two_nodes: None, tmp_path: Path) -> None:
+    def config(**sandbox: Any) -> RunConfig:
+        settings = {"hosts": "ray", "backend": "bubblewrap", **sandbox}
+        return RunConfig.model_validate({"name": "doctor", "model": str(tmp_path), "sandbox": settings})
+
+    first, second, image = await check_sandboxes(config())
+    assert (second.name, image.name) == ("sandbox on second", "sandbox image")
+    for check in (first, second):
+        assert check.ok, check
+        assert "Python 3" in check.detail
+        assert "CPUs" in check.detail
+        assert "GiB free" in check.detail
+    assert image.ok
+    assert image.detail.endswith("on 2 of 2 hosts")
+    lacking = await check_sandboxes(config(image=str(tmp_path / "none")))
+    assert [check.ok for check in lacking] == [False] * 3
+    assert f"{tmp_path}/none" in lacking[1].detail
+    assert "so on each of the sandbox hosts" in lacking[2].detail
+    assert all("\n" not in check.detail for check in lacking)
+
+
+# Hosts and runs that die
 
 
 class Worker:
@@ -239,7 +264,7 @@ class Worker:
 
     @classmethod
     def tasks(cls, split: str, options: Any) -> list[dict[str, Any]]:
-        return [{"id": f"task-{at}"} for at in range(32)]
+        return [{"id": f"task-{at}"} for at in range(64)]
 
     async def setup(self, task: Any) -> str:
         return "work"
@@ -369,7 +394,7 @@ async def test_boxes_of_a_run_that_is_killed_go_on_every_host(two_nodes: None, m
 @pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 async def test_500_boxes_over_4_hosts(two_nodes: None) -> None:
-    run_id = f"many-{uuid.uuid4().hex[:8]}"
+    run_id = f"many{uuid.uuid4().hex[:8]}"
     with ExitStack() as stack:
         for name in ("third", "fourth"):
             stack.enter_context(ray_node(name))
