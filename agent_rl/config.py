@@ -625,7 +625,7 @@ class HardwareConfig(Section):
     gpu_memory_gb: float | None = Field(None, gt=0, description="Memory of a GPU; None plans for CPU ranks, or device.")
     gpus_per_host: int = Field(8, gt=0, description="GPUs of a host.")
     trainer_hosts: int | None = Field(None, gt=0, description="Hosts for trainer ranks; None: as many as they fill.")
-    engines: int | None = Field(None, gt=0, description="Engine servers; None: those of engine.urls, or one.")
+    engines: int | None = Field(None, gt=0, description="Engine servers; None: those of engine.urls, or engine.count.")
     engine_gpus: int = Field(1, gt=0, description="GPUs an engine server spans (its tensor parallelism).")
     host_memory_gb: float | None = Field(None, gt=0, description="Memory of a host; None: this machine's.")
     disk_gb: float | None = Field(None, gt=0, description="Room for runs_dir; None: what is free where it is.")

@@ -84,7 +84,8 @@ async def _engine(config: RunConfig) -> str:
 
 async def _running(config: RunConfig) -> str:
     facts, routes = read_facts(config.model), config.wants_routes
-    async with open_engine(config.engine, config.model, facts, config.runs_dir, routes=routes) as engine:
+    opening = open_engine(config.engine, config.model, facts, config.runs_dir, routes=routes, publishing=True)
+    async with opening as engine:
         found = [await engine.info(url) for url in engine.urls]
     return ", ".join(f"{info.url}: {info.model}, {info.dtype}" for info in found)
 

@@ -1,0 +1,87 @@
+"""One of two real engines is killed under load: no request is lost, and it is back with the published weights."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from test_weight_sync import TOKENS, Setting, setting_of
+
+from agent_rl.aio import beside
+from agent_rl.config import EngineConfig
+from agent_rl.controller.newcomers import Newcomers
+from agent_rl.engine.fleet import Fleet, Phase
+from agent_rl.engine.keeper import FleetKeeper
+from agent_rl.engine.launch import EngineServer
+from agent_rl.engine.sglang import SGLangEngine
+from agent_rl.model_facts import read_facts
+from agent_rl.types import Completion, SamplingParams
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+BACK_SECONDS = 200.0
+"""How long a killed one may take to serve again: 20 s on a quiet machine, most of it imports."""
+
+
+class Lent:
+    """A server of the whole session: it is ended only where it is dead already."""
+
+    def __init__(self, server: EngineServer) -> None:
+        self._server = server
+        self.start, self.death = server.start, server.death
+
+    async def stop(self) -> None:
+        if self._server.death() is not None:
+            await self._server.stop()
+
+
+@pytest.fixture
+async def setting(
+    server: str, model: Path, other_model: Path, engine_config: EngineConfig, tmp_path: Path
+) -> AsyncIterator[Setting]:
+    async with setting_of(server, model, other_model, engine_config, tmp_path / "weights") as setting:
+        yield setting
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=[pytest.mark.exhaustive, pytest.mark.timeout(7200)])])
+async def test_killed_under_load(
+    setting: Setting, server: str, second_server: EngineServer, model: Path, engine_config: EngineConfig, kills: int
+) -> None:
+    if second_server.death() is not None:
+        await second_server.start()
+    config = engine_config.model_copy(update={"health_every": 0.2, "restarts": kills, "start_timeout": BACK_SECONDS})
+    fleet = Fleet(config.restarts)
+    for name, url in ((server, server), ("second", second_server.url)):
+        fleet.add(name, url)
+        fleet.up(name, url)
+    async with SGLangEngine((), read_facts(model), config, fleet=fleet) as engine:
+        for name in fleet.names:
+            await engine.admit(fleet[name].url)
+            fleet.admitted(name)
+        keeper, sync = FleetKeeper(engine, {"second": Lent(second_server)}, config), setting.sync(engine)
+        await sync.publish(3)
+        async with beside(keeper.run()), Newcomers(setting.config, engine, sync).welcomed():
+            for kill in range(kills):
+                running = [asyncio.create_task(sampled(engine, f"{kill}-{n}")) for n in range(8)]
+                await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                assert second_server.pid is not None
+                os.killpg(second_server.pid, signal.SIGKILL)
+                got = await asyncio.gather(*running, sampled(engine, f"{kill}-later"))
+                assert {each.weight_version for each in got} == {"3"}
+                assert all(len(each.tokens) == 200 for each in got)
+                async with asyncio.timeout(BACK_SECONDS):
+                    await engine.until(lambda fleet, before=kill: fleet["second"].losses > before)
+                    await engine.until(lambda fleet: fleet["second"].phase is Phase.SERVING)
+        await keeper.close()
+        assert len(engine.urls) == 2
+        await setting.holds(engine, setting.new, "3")
+
+
+async def sampled(engine: SGLangEngine, session: str) -> Completion:
+    """A request that runs for a while."""
+    sampling = SamplingParams(max_new_tokens=200, temperature=1.0)
+    return await engine.generate(TOKENS, sampling, routes_from=0, session=session)
