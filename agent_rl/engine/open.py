@@ -61,6 +61,7 @@ async def open_engine(
             await keeper.open()
         except BaseExceptionGroup as errors:
             raise first_leaf(errors) from None
+        fleet.metrics()  # that they came up is no event of a step
         if not publishing:
             await _refuse_mixed(engine)
         gc.freeze()  # what is loaded by now stays: full collections need not go through it, which stops the loop
