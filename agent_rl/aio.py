@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import resource
 import signal
@@ -14,7 +15,7 @@ from typing import Any
 
 from sandbox.aio import shielded
 
-__all__ = ["Pulse", "allow_many_files", "beside", "cancel_on_signals", "first_leaf", "shielded"]
+__all__ = ["Pulse", "allow_many_files", "beside", "cancel_on_signals", "collect_rarely", "first_leaf", "shielded"]
 
 STOP_SECONDS = 30.0
 FILES = 65536
@@ -42,6 +43,13 @@ def allow_many_files() -> None:
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = FILES if most == resource.RLIM_INFINITY else min(most, FILES)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(now, wanted), most))
+
+
+def collect_rarely() -> None:
+    """Full garbage collections stop the event loop, about a second for a million objects: from now on they leave out
+    what there is by now, and come a hundred times as rarely (still, for an environment's code may need them)."""
+    gc.freeze()
+    gc.set_threshold(*gc.get_threshold()[:2], 1000)
 
 
 def cancel_on_signals() -> None:

@@ -8,15 +8,16 @@ calls in a row, and each takes 1 ms less than by httpx.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
+import asyncio
+import random
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import orjson
-import tenacity
 import urllib3
 from urllib3.exceptions import LocationValueError
 
@@ -29,6 +30,8 @@ from agent_rl.errors import (
     EngineStale,
     EngineUnreachable,
 )
+
+T = TypeVar("T")
 
 CONNECT_SECONDS = 10.0
 INFRASTRUCTURE: tuple[type[EngineError], ...] = (EngineUnreachable, EngineOverloaded, EngineAborted, EngineStale)
@@ -60,31 +63,29 @@ class HttpAnswer:
         return self.content.decode(errors="replace")
 
 
-def retrying(
+async def retried(
+    attempt: Callable[[], Awaitable[T]],
     retries: int,
     first_pause: float,
     *,
-    worth: Callable[[BaseException], bool] = lambda error: isinstance(error, INFRASTRUCTURE),
-    before_pause: Callable[[BaseException], None] = lambda error: None,
-) -> tenacity.AsyncRetrying:
-    """Attempts at a request: one and ``retries`` more, the last one's error raised.
+    worth: Callable[[Exception], bool] = lambda error: isinstance(error, INFRASTRUCTURE),
+    before_pause: Callable[[Exception], None] = lambda error: None,
+) -> T:
+    """What ``attempt`` gives, tried once and ``retries`` times more; the last error is raised.
 
     The pauses between them double from ``first_pause`` seconds up to 30 and are jittered. ``worth`` says of which
-    errors another attempt may come out better; ``before_pause`` is called with each of those.
+    errors another attempt may come out better; ``before_pause`` is called with each of those. (tenacity's objects refer
+    to each other, 45 a request: freeing them takes full garbage collections, which stop the loop.)
     """
-
-    def note(state: tenacity.RetryCallState) -> None:
-        error = state.outcome.exception() if state.outcome else None
-        if error is not None:
+    for number in range(retries):
+        try:
+            return await attempt()
+        except Exception as error:
+            if not worth(error):
+                raise
             before_pause(error)
-
-    return tenacity.AsyncRetrying(
-        retry=tenacity.retry_if_exception(worth),
-        stop=tenacity.stop_after_attempt(retries + 1),
-        wait=tenacity.wait_exponential(multiplier=first_pause, max=_MOST_PAUSE) + tenacity.wait_random(0, first_pause),
-        before_sleep=note,
-        reraise=True,
-    )
+        await asyncio.sleep(min(first_pause * 2**number, _MOST_PAUSE) + random.uniform(0, first_pause))
+    return await attempt()
 
 
 class AsyncHttp:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
-from agent_rl.aio import beside, first_leaf
+from agent_rl.aio import beside, collect_rarely, first_leaf
 from agent_rl.config import EngineConfig
 from agent_rl.engine.fleet import Fleet, Member
 from agent_rl.engine.http import AsyncHttp
@@ -64,7 +63,7 @@ async def open_engine(
         fleet.metrics()  # that they came up is no event of a step
         if not publishing:
             await _refuse_mixed(engine)
-        gc.freeze()  # what is loaded by now stays: full collections need not go through it, which stops the loop
+        collect_rarely()
         await stack.enter_async_context(beside(keeper.run()))
         yield engine
 

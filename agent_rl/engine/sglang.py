@@ -18,7 +18,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,14 +27,13 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import numpy as np
-import tenacity
 
 from agent_rl.aio import Pulse, shielded
 from agent_rl.config import EngineConfig
 from agent_rl.engine.answer import Asked, read_answer, read_scores, split_body
 from agent_rl.engine.fleet import Fleet
 from agent_rl.engine.homes import SessionHomes
-from agent_rl.engine.http import AsyncHttp, retrying, timed_out
+from agent_rl.engine.http import AsyncHttp, retried, timed_out
 from agent_rl.engine.options import refusal
 from agent_rl.engine.types import EngineInfo, Scores
 from agent_rl.errors import (
@@ -49,13 +48,12 @@ from agent_rl.errors import (
 from agent_rl.model_facts import ModelFacts, read_facts
 from agent_rl.types import Completion, SamplingParams, TokenIds
 
+T = TypeVar("T")
+
 _ABORT_SECONDS = 5.0
 _CONTROL_SECONDS = 120.0
 _LARGE = 1 << 20
 """Bytes of an answer from which on it is read on a thread: 1 MiB takes a millisecond or two."""
-
-
-T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -154,10 +152,7 @@ class SGLangEngine:
         self, body: Mapping[str, Any], tokens: TokenIds, routes_from: int | None, session: str
     ) -> Completion:
         tried = _Tried()
-        async for attempt in self._attempts(tried):
-            with attempt:
-                return await self._once(body, tokens, routes_from, session, tried)
-        raise AssertionError("unreachable: the last attempt re-raises")
+        return await self._retried(tried, partial(self._once, body, tokens, routes_from, session, tried))
 
     def _request(self, tokens: TokenIds, sampling: SamplingParams, routes_from: int | None) -> dict[str, Any]:
         room = self.facts.max_positions - len(tokens)
@@ -181,10 +176,10 @@ class SGLangEngine:
             body |= {"return_routed_experts": True, "routed_experts_start_len": routes_from}
         return body
 
-    def _attempts(self, tried: _Tried) -> tenacity.AsyncRetrying:
-        return retrying(self._retries, self._backoff, before_pause=partial(self._note_failure, tried))
+    async def _retried(self, tried: _Tried, attempt: Callable[[], Awaitable[T]]) -> T:
+        return await retried(attempt, self._retries, self._backoff, before_pause=partial(self._note_failure, tried))
 
-    def _note_failure(self, tried: _Tried, error: BaseException) -> None:
+    def _note_failure(self, tried: _Tried, error: Exception) -> None:
         """What a failed attempt says of its engine, which is tried again only where there is no other."""
         if not isinstance(error, EngineUnreachable | EngineStale):
             return
@@ -265,14 +260,15 @@ class SGLangEngine:
         A sequence that fills the model's context is EngineRejected: SGLang wants room for a token after a prompt.
         """
         tried = _Tried()
-        async for attempt in self._attempts(tried):
-            with attempt:
-                async with self._visit(session, tried) as url:
-                    floor = self.fleet.floor
-                    asked, scores = await self._scores(url, tokens, session)
-                self._check_version(asked, scores.weight_version, floor)
-                return scores
-        raise AssertionError("unreachable: the last attempt re-raises")
+
+        async def attempt() -> Scores:
+            async with self._visit(session, tried) as url:
+                floor = self.fleet.floor
+                asked, scores = await self._scores(url, tokens, session)
+            self._check_version(asked, scores.weight_version, floor)
+            return scores
+
+        return await self._retried(tried, attempt)
 
     async def _scores(self, url: str, tokens: TokenIds, session: str) -> tuple[Asked, Scores]:
         asked = Asked(uuid.uuid4().hex, session, url, len(tokens), None, None)

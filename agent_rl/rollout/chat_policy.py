@@ -12,12 +12,13 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 import orjson
 
-from agent_rl.engine.http import AsyncHttp, HttpAnswer, check, retrying, server_message
+from agent_rl.engine.http import AsyncHttp, HttpAnswer, check, retried, server_message
 from agent_rl.errors import EngineError, EngineOverloaded, EngineRejected, UserError
 from agent_rl.rollout.chat_tokens import STOP, encode, read_messages, read_native, write_answer
 from agent_rl.types import Completion, FinishReason, SamplingParams, TokenIds
@@ -116,7 +117,7 @@ class ChatEngine:
     async def _ask(self, body: Mapping[str, Any]) -> tuple[str, bool]:
         """The answer's text, and whether it was finished rather than cut short."""
         try:
-            answer: dict[str, Any] = await retrying(self._retries, self._backoff)(self._post, body)
+            answer = await retried(partial(self._post, body), self._retries, self._backoff)
         except EngineRejected as error:
             if not _too_long(str(error)):
                 raise

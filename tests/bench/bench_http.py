@@ -24,6 +24,7 @@ import httpx
 import numpy as np
 import orjson
 
+from agent_rl.aio import collect_rarely
 from agent_rl.config import EngineConfig
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.model_facts import ModelFacts
@@ -122,6 +123,7 @@ def _processor_seconds() -> float:
 
 
 async def main(url: str, callers: int, seconds: float) -> None:
+    collect_rarely()  # as every run does that opens an engine
     prompt, sampling = array("i", range(PROMPT)), SamplingParams(max_new_tokens=SAMPLED)
     engine = SGLangEngine(url, FACTS, EngineConfig(retries=0))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import threading
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -562,3 +563,22 @@ def test_every_refused_option_is_tried() -> None:
     assert refusal(SERVER_INFO | {"enable_hierarchical_cache": True}, routes=False) is None
     assert refusal(SERVER_INFO | {"pp_size": 2}, routes=False) is not None
     assert refusal(SERVER_INFO | {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1}) is None
+
+
+async def test_a_request_leaves_no_garbage_for_a_collection_that_stops_the_loop() -> None:
+    async def handler(path: str, request: dict[str, Any]) -> tuple[int, bytes]:
+        return 200, answer(request)
+
+    async with serving(handler) as url:
+        engine = client(url)
+        await engine.generate([1], SAMPLE, routes_from=0, session="first")
+        gc.collect()
+        gc.disable()
+        try:
+            for number in range(20):
+                await engine.generate([1], SAMPLE, routes_from=0, session=str(number))
+            left = gc.collect()
+        finally:
+            gc.enable()
+        await engine.close()
+    assert left < 20, "what a retry, a request or an answer is made of refers to itself"
