@@ -461,6 +461,9 @@ def probe(
         bool, typer.Option("--retract", help="Also put running requests back once: on an engine nobody else uses.")
     ] = False,
     json: Annotated[Path | None, typer.Option(help="Write the findings here as JSON.")] = None,
+    api_key_env: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Environment variable with the key of a gateway before it.")
+    ] = None,
 ) -> None:
     """Ask a running engine for routes in every way that training will, and say whether they can be replayed.
 
@@ -470,12 +473,15 @@ def probe(
     """
     from rich.console import Console
 
+    from agent_rl.config import EngineConfig
     from agent_rl.engine.probe.run import ProbeReport, table
     from agent_rl.engine.probe.run import probe as probe_server
     from agent_rl.model_facts import read_routed_facts
     from agent_rl.observe.files import write_json
 
-    report = _run_async(probe_server(url, read_routed_facts(model) if model else None, retract=retract))
+    facts = read_routed_facts(model) if model else None
+    headers = EngineConfig(api_key_env=api_key_env).headers
+    report = _run_async(probe_server(url, facts, retract=retract, headers=headers))
     assert isinstance(report, ProbeReport)
     Console().print(table(report))
     typer.echo(report.line())

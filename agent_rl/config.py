@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,6 +106,9 @@ class EngineConfig(Section):
         default_factory=lambda: str(engine_python()),
         description="Interpreter of the engine environment; by default that of `agent-rl install engine`.",
     )
+    api_key_env: str | None = Field(
+        None, description="Environment variable with the key of a gateway before engine.urls; None sends no key."
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where a launched server runs.")
     dtype: Precision = Field("bfloat16", description="Precision of the engine's weights.")
     port: int = Field(0, ge=0, le=65535, description="Port of a launched server; 0 takes a free one.")
@@ -134,6 +138,16 @@ class EngineConfig(Section):
     def launched(self) -> bool:
         """Whether the servers are ours to start."""
         return not self.urls and self.urls_file is None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What every request to the engines carries. Raises ConfigError where the key's variable is not set."""
+        if self.api_key_env is None:
+            return {}
+        key = os.environ.get(self.api_key_env, "").strip()
+        if not key:
+            raise ConfigError(f"engine.api_key_env: the environment has no {self.api_key_env}: put the key there")
+        return {"authorization": f"Bearer {key}"}
 
     @model_validator(mode="after")
     def _makes_sense(self) -> EngineConfig:

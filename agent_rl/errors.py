@@ -61,6 +61,10 @@ class EngineRejected(EngineError):
     """The engine refused the request."""
 
 
+class EngineKeyRefused(EngineRejected):
+    """The engine, or a gateway before it, wants another key."""
+
+
 class EngineAborted(EngineError):
     """The engine aborted the request."""
 

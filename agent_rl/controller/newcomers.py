@@ -38,7 +38,8 @@ class Newcomers:
             return
         try:
             if is_probed(self._config):
-                refuse_spoilt(self._config, await probe(url, self._engine.facts, retract=True))
+                headers = self._config.engine.headers
+                refuse_spoilt(self._config, await probe(url, self._engine.facts, retract=True, headers=headers))
         except RoutesMissingError as error:
             fleet.retire(member.name, str(error))
         except EngineError as error:

@@ -37,7 +37,8 @@ def check(config: RunConfig) -> ModelFacts:
 async def ask_elsewhere(config: RunConfig) -> None:
     """Ask the engines and the Ray cluster that run elsewhere whether they answer, side by side and with deadlines,
     before anything heavy is started. Raises UserError for the first that does not."""
-    questions = [] if config.engine.launched else [check_engines(given(config.engine))]
+    engine = config.engine
+    questions = [] if engine.launched else [check_engines(given(engine), headers=engine.headers)]
     if config.train.ray_address is not None:
         questions.append(check_ray(config.train.ray_address))
     try:

@@ -22,7 +22,7 @@ async def probe_engines(config: RunConfig, engine: SGLangEngine, display: Displa
         return
     display.stage("probing the engine's routes")
     for url in engine.urls:
-        report = await probe(url, engine.facts, retract=True)
+        report = await probe(url, engine.facts, retract=True, headers=config.engine.headers)
         if report.failed:
             display.table(table(report))
         display.fact("routes", report.line())

@@ -25,6 +25,7 @@ from agent_rl.aio import shielded
 from agent_rl.errors import (
     EngineAborted,
     EngineError,
+    EngineKeyRefused,
     EngineOverloaded,
     EngineRejected,
     EngineStale,
@@ -174,11 +175,12 @@ class AsyncHttp:
 class BlockingHttp:
     """Blocking requests to engines, from any thread. ``seconds`` bounds the wait for each answer.
 
-    Every method raises the engine error for what went wrong.
+    ``headers`` go with every request. Every method raises the engine error for what went wrong.
     """
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, *, headers: Mapping[str, str] | None = None) -> None:
         timeout = urllib3.Timeout(connect=min(seconds, CONNECT_SECONDS), read=seconds)
+        self._headers = dict(headers or {})
         self._pools = urllib3.PoolManager(maxsize=_MOST_IDLE, retries=False, timeout=timeout)
 
     def close(self) -> None:
@@ -194,7 +196,7 @@ class BlockingHttp:
         return json_object(check(self._ask("GET", url, None)).content, url)
 
     def _ask(self, method: str, url: str, content: bytes | None) -> HttpAnswer:
-        headers = _JSON_HEADERS if content is not None else {}
+        headers = self._headers | (_JSON_HEADERS if content is not None else {})
         with converted(url):
             response = self._pools.request(method, url, body=content, headers=headers, redirect=False)
         return HttpAnswer(method, url, response.status, response.headers, response.data)
@@ -221,6 +223,8 @@ def check(answer: HttpAnswer) -> HttpAnswer:
     if 200 <= answer.status < 300:
         return answer
     message = f"{answer.method} {answer.url} answered {answer.status}: {server_message(answer.content)}"
+    if answer.status in (401, 403):
+        raise EngineKeyRefused(f"{message}: it wants a key, in the variable that engine.api_key_env names, or another")
     if answer.status in _BUSY:
         raise EngineOverloaded(message)
     if 400 <= answer.status < 500:

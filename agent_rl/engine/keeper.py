@@ -55,7 +55,7 @@ class FleetKeeper:
 
     def __init__(self, engine: SGLangEngine, servers: Mapping[str, Server], config: EngineConfig) -> None:
         self._engine, self._fleet, self._servers, self._config = engine, engine.fleet, servers, config
-        self._http = AsyncHttp(SAMPLE_SECONDS)
+        self._http = AsyncHttp(SAMPLE_SECONDS, headers=config.headers)
         self._turns = Pulse()
         self._fleet.listeners.append(lambda before, after: self._turns.give())
 

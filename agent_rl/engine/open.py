@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from agent_rl.engine.http import AsyncHttp
 from agent_rl.engine.keeper import FleetKeeper, addresses, story
 from agent_rl.engine.launch import EngineServer, refuse_unservable
 from agent_rl.engine.sglang import SGLangEngine
-from agent_rl.errors import EngineError, UserError
+from agent_rl.errors import EngineError, EngineKeyRefused, UserError
 from agent_rl.model_facts import ModelFacts, refuse_dense
 
 ANSWER_SECONDS = 15.0
@@ -48,7 +48,7 @@ async def open_engine(
     fleet.listeners.append(lambda before, after: _tell(note, before, after))
     servers = _servers(config, model, facts, run_dir, routes=routes) if config.launched else {}
     names = tuple(servers) or given(config)
-    await check_engines(() if servers else names)
+    await check_engines(() if servers else names, headers=config.headers)
     for name in names:
         fleet.add(name, "" if servers else name)
     async with AsyncExitStack() as stack:
@@ -107,12 +107,14 @@ async def _refuse_mixed(engine: SGLangEngine) -> None:
         raise UserError(f"engine.urls: their weights are of different versions ({found}): start them anew, or use one")
 
 
-async def check_engines(urls: Sequence[str], *, seconds: float = ANSWER_SECONDS) -> None:
+async def check_engines(
+    urls: Sequence[str], *, seconds: float = ANSWER_SECONDS, headers: Mapping[str, str] | None = None
+) -> None:
     """Ask every server of ``engine.urls`` for its model, all at once, with a deadline.
 
-    Raises UserError, in one line, for those that do not answer as an SGLang server.
+    Raises UserError, in one line, for those that do not answer as an SGLang server, or refuse the key.
     """
-    async with AsyncHttp(seconds) as http:
+    async with AsyncHttp(seconds, headers=headers) as http:
         faults = [fault for fault in await asyncio.gather(*(_fault(http, url, seconds) for url in urls)) if fault]
     if faults:
         raise UserError(
@@ -128,6 +130,8 @@ async def _fault(http: AsyncHttp, url: str, seconds: float) -> str | None:
             await http.get_json(question)
     except TimeoutError:
         return f"{question}: no answer within {seconds:g} s"
+    except EngineKeyRefused as error:
+        raise UserError(f"engine.urls: {error}") from None
     except EngineError as error:
         return str(error)
     return None

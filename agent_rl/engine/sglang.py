@@ -96,7 +96,7 @@ class SGLangEngine:
         self._retries = config.retries
         self._patience = config.start_timeout + config.weight_sync_timeout
         self._backoff = backoff
-        self._http = AsyncHttp(config.request_timeout)
+        self._http = AsyncHttp(config.request_timeout, headers=config.headers)
 
     async def __aenter__(self) -> SGLangEngine:
         try:

@@ -226,8 +226,8 @@ class TrainerRank:
     def _publisher_to(self, order: PublishOrder) -> WeightPublisher:
         if self._publisher is None or not self._publisher.serves(order):
             self._drop_publisher()
-            kv_heads = self._model.facts.kv_heads
-            self._publisher = WeightPublisher(order.urls, self._model.device, kv_heads, order.config)
+            kv_heads, device = self._model.facts.kv_heads, self._model.device
+            self._publisher = WeightPublisher(order.urls, device, kv_heads, order.config, headers=order.headers)
         return self._publisher
 
     def _drop_publisher(self) -> None:

@@ -215,7 +215,8 @@ class RayTrainer:
 
     async def publish(self, engine_urls: Sequence[str], weight_version: str) -> PublishReport:
         """Send the weights to every engine as ``weight_version``; the report names those that did not take them."""
-        order = PublishOrder(tuple(engine_urls), weight_version, self.config.engine)
+        engine = self.config.engine
+        order = PublishOrder(tuple(engine_urls), weight_version, engine, engine.headers)
         reports = await self.ranks.call(lambda actor: actor.publish.remote(order), timeout=PUBLISH_SECONDS)
         assert reports[0] is not None, "rank 0 reports"
         return reports[0]

@@ -11,11 +11,15 @@ from agent_rl.weight_sync.digests import DigestKind, RankDigests
 
 @dataclass(frozen=True, slots=True)
 class PublishOrder:
-    """Send the weights to the engines at ``urls``, as ``config`` says, and call them ``version``."""
+    """Send the weights to the engines at ``urls``, as ``config`` says, and call them ``version``.
+
+    ``headers`` go with every request: the key, which the ranks' environment may lack, is among them, so not printed.
+    """
 
     urls: tuple[str, ...]
     version: str
     config: EngineConfig
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,16 +122,24 @@ class WeightPublisher:
 
     ``kv_heads`` is the model's, by which engines of several ranks are checked. Of ``config``, ``dtype`` is what the
     weights are sent in, ``pause_mode`` is SGLang's, the weights travel in pieces of about ``weight_bucket_mb``, and
-    ``weight_sync_timeout`` bounds each call, rendezvous and broadcast. After an update that an engine did not take it
-    must be closed.
+    ``weight_sync_timeout`` bounds each call, rendezvous and broadcast. ``headers`` go with each call. After an update
+    that an engine did not take it must be closed.
     """
 
-    def __init__(self, urls: Sequence[str], device: torch.device, kv_heads: int, config: EngineConfig) -> None:
+    def __init__(
+        self,
+        urls: Sequence[str],
+        device: torch.device,
+        kv_heads: int,
+        config: EngineConfig,
+        *,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         self.urls = tuple(urls)
         self._device, self._config = device, config
         self._dtype, self._timeout = getattr(torch, config.dtype), config.weight_sync_timeout
         self._name = f"agent-rl-{uuid.uuid4().hex[:8]}"  # an engine may still hold the group of a trainer that died
-        self._receivers = WeightReceivers(urls, timeout=self._timeout)
+        self._receivers = WeightReceivers(urls, timeout=self._timeout, headers=headers)
         self._hashing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-digests")
         self._kv_heads = kv_heads
         self._predictable = frozenset[str]()

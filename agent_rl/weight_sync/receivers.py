@@ -70,16 +70,19 @@ class Pending:
 class WeightReceivers:
     """The engines that take weights, in rank order: each has as many ranks as GPUs, behind the trainer's one.
 
-    ``ranks[i]`` is how many engine i has: 1, until :meth:`look` has asked. ``timeout`` bounds each call in seconds.
+    ``ranks[i]`` is how many engine i has: 1, until :meth:`look` has asked. ``timeout`` bounds each call in seconds;
+    ``headers`` go with each.
     Every method raises WeightSyncError, with the engine's own words, when an engine does not take what it is sent.
     Close it after use; a context manager does.
     """
 
-    def __init__(self, urls: Sequence[str], *, timeout: float = 300.0) -> None:
+    def __init__(
+        self, urls: Sequence[str], *, timeout: float = 300.0, headers: Mapping[str, str] | None = None
+    ) -> None:
         self.urls = tuple(url.rstrip("/") for url in urls)
         self.ranks = (1,) * len(self.urls)
         self._timeout = timeout
-        self._http = BlockingHttp(timeout)
+        self._http = BlockingHttp(timeout, headers=headers)
         # Two an engine: a bucket may be announced while the reply to the one before is still awaited by a thread.
         self._threads = ThreadPoolExecutor(max_workers=2 * max(1, len(self.urls)), thread_name_prefix="weight-receiver")
 

@@ -243,7 +243,8 @@ class WeightSync:
         return f"it holds the last good version, {version!r}, again"
 
     def _receiver(self, url: str) -> WeightReceivers:
-        return WeightReceivers([url], timeout=self._config.engine.weight_sync_timeout)
+        engine = self._config.engine
+        return WeightReceivers([url], timeout=engine.weight_sync_timeout, headers=engine.headers)
 
     def _metrics(self, update: Update) -> dict[str, float]:
         first = update.first or PublishReport({})  # no engine lived

@@ -71,7 +71,7 @@ async def probing(
     """The servers probed, and what was shown; a report stands in for the real probe (tests/engine/test_probe.py)."""
     probed, shown = list[str](), io.StringIO()
 
-    async def report(url: str, facts: object, *, retract: bool) -> ProbeReport:
+    async def report(url: str, facts: object, **options: object) -> ProbeReport:
         probed.append(url)
         return ProbeReport(url, tuple(Check(name, verdict, "as found", "mend it") for name, verdict in found), 13, 0.5)
 

@@ -488,8 +488,9 @@ async def test_entering_finds_an_engine_without_capture() -> None:
 
 async def test_addresses_that_do_not_answer_are_told_with_their_key() -> None:
     async with serving(_no_page) as other, serving(_model_info) as good:
+        urls = (good, "http://127.0.0.1:1", other, "http://[::1")
         with pytest.raises(UserError) as raised:
-            await check_engines([good, "http://127.0.0.1:1", other, "http://[::1"], seconds=5.0)
+            await check_engines(urls, seconds=5.0)
     message = str(raised.value)
     assert message.startswith("engine.urls: http://127.0.0.1:1/model_info: no answer (ClientConnectorError")
     assert f"{other}/model_info answered 404" in message

@@ -66,7 +66,7 @@ def test_a_dense_model_is_rolled_out_and_trained(start: Callable[..., Run], tmp_
     trajectories = [t for group in read_trajectories(tmp_path / "small", 1) for t in group.trajectories]
     assert all(trajectory.routing is None for trajectory in trajectories)
     assert (tmp_path / "small" / "model" / "config.json").read_text().count("qwen3")
-    log = (tmp_path / "small" / "logs" / "engine.log").read_text()
+    log = (tmp_path / "small" / "logs" / "engine-0.log").read_text()
     assert "enable_return_routed_experts=True" not in log
 
 

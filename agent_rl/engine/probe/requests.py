@@ -54,10 +54,10 @@ class RawServer:
     is not SGLang's.
     """
 
-    def __init__(self, url: str, *, timeout: float) -> None:
+    def __init__(self, url: str, *, timeout: float, headers: Mapping[str, str] | None = None) -> None:
         self.url = url.rstrip("/")
         self.requests = 0
-        self._http = AsyncHttp(timeout)
+        self._http = AsyncHttp(timeout, headers=headers)
 
     async def __aenter__(self) -> RawServer:
         return self

@@ -8,7 +8,7 @@ answers must fit each other (:mod:`agent_rl.engine.probe.checks` says how), on r
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
@@ -81,9 +81,16 @@ def table(report: ProbeReport) -> Table:
     return shown
 
 
-async def probe(url: str, facts: ModelFacts | None = None, *, retract: bool = False) -> ProbeReport:
+async def probe(
+    url: str,
+    facts: ModelFacts | None = None,
+    *,
+    retract: bool = False,
+    headers: Mapping[str, str] | None = None,
+) -> ProbeReport:
     """Probe the server at ``url``, which serves the model of ``facts`` (by default what its own folder says).
 
+    ``headers`` go with every request.
     With ``retract`` every running request of the server is put back once: only for an engine that is the caller's
     alone, since resuming it in the middle of another's weight update would spoil that.
 
@@ -91,8 +98,9 @@ async def probe(url: str, facts: ModelFacts | None = None, *, retract: bool = Fa
     refused, ConfigError where the model's facts can't be found.
     """
     started = perf_counter()
+    server_at = RawServer(url, timeout=REQUEST_SECONDS, headers=headers)
     try:
-        async with asyncio.timeout(PROBE_SECONDS), RawServer(url, timeout=REQUEST_SECONDS) as server:
+        async with asyncio.timeout(PROBE_SECONDS), server_at as server:
             known = facts or _facts_of(server.url, await server.model_path())
             answers = await _Questions(server, known, retract).ask()
             checks = check_all(answers, known)

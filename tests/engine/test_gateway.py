@@ -1,0 +1,99 @@
+"""Engines behind a gateway that wants a key: it goes with every request, and nowhere else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from aiohttp import web
+
+from agent_rl.config import EngineConfig, RunConfig
+from agent_rl.engine.open import check_engines
+from agent_rl.engine.probe.requests import RawServer
+from agent_rl.engine.sglang import SGLangEngine
+from agent_rl.errors import ConfigError, EngineKeyRefused, UserError, WeightSyncError
+from agent_rl.model_facts import read_facts
+from agent_rl.packaged import MODELS
+from agent_rl.weight_sync.order import PublishOrder
+from agent_rl.weight_sync.receivers import WeightReceivers
+
+KEY = "k3y-that-nobody-may-read"
+
+
+@asynccontextmanager
+async def gateway() -> AsyncIterator[tuple[str, list[str]]]:
+    """Answers requests that bring the key with an empty object, others with 401; its address, and the paths it let
+    through."""
+    passed: list[str] = []
+
+    async def handle(request: web.Request) -> web.Response:
+        if request.headers.get("authorization") != f"Bearer {KEY}":
+            return web.json_response({"error": {"message": "no such key"}}, status=401)
+        passed.append(request.path)
+        return web.json_response({})
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}", passed
+    finally:
+        await runner.cleanup()
+
+
+async def test_the_key_goes_with_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GATEWAY_KEY", f"{KEY}\n")
+    async with gateway() as (url, passed):
+        config = EngineConfig(urls=(url,), api_key_env="GATEWAY_KEY")
+        await check_engines([url], headers=config.headers)
+        engine = SGLangEngine(url, read_facts(MODELS["tiny-moe"]), config)
+        await engine.info()
+        await engine.close()
+        async with RawServer(url, timeout=5, headers=config.headers) as probed:
+            await probed.model_path()
+        with WeightReceivers([url], timeout=5, headers=config.headers) as receivers:
+            await asyncio.to_thread(receivers.end)
+    assert passed == [
+        "/model_info", "/server_info", "/model_info", "/model_info", "/end_weight_update",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("held", [None, "another"])
+async def test_a_key_that_is_refused_is_one_line(monkeypatch: pytest.MonkeyPatch, held: str | None) -> None:
+    monkeypatch.setenv("GATEWAY_KEY", held or "")
+    async with gateway() as (url, passed):
+        config = EngineConfig(urls=(url,), api_key_env="GATEWAY_KEY" if held else None, retries=9)
+        with pytest.raises(UserError) as refused:
+            await check_engines([url], headers=config.headers)
+        engine = SGLangEngine(url, read_facts(MODELS["tiny-moe"]), config)
+        with pytest.raises(EngineKeyRefused, match="answered 401: no such key"):
+            await engine.score([1, 2])
+        await engine.close()
+        refusing = pytest.raises(WeightSyncError, match="answered 401: no such key")
+        with WeightReceivers([url], timeout=5, headers=config.headers) as receivers, refusing:
+            await asyncio.to_thread(receivers.end)
+    assert str(refused.value) == (
+        f"engine.urls: GET {url}/model_info answered 401: no such key: it wants a key, in the variable that "
+        "engine.api_key_env names, or another"
+    )
+    assert not passed
+
+
+def test_a_variable_that_is_not_set_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GATEWAY_KEY", raising=False)
+    with pytest.raises(ConfigError, match="api_key_env: the environment has no GATEWAY_KEY: put the key there"):
+        _ = EngineConfig(api_key_env="GATEWAY_KEY").headers
+
+
+def test_the_key_is_not_in_what_is_written_or_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GATEWAY_KEY", KEY)
+    engine = EngineConfig(api_key_env="GATEWAY_KEY")
+    order = PublishOrder(("http://x",), "1", engine, engine.headers)
+    run = RunConfig(name="x", model="m", engine=engine.model_dump())
+    assert KEY in engine.headers["authorization"]
+    assert KEY not in run.model_dump_json() + repr(run) + repr(order) + str(order)
