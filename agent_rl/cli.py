@@ -7,12 +7,15 @@ import shlex
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from agent_rl import __version__
+
+if TYPE_CHECKING:
+    from agent_rl.config import RunConfig
 
 
 class Commands(TyperGroup):
@@ -96,6 +99,7 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
 
     loaded = load_config(config, overrides or ())
     check_trainer()
+    loaded = _with_models(loaded)
     from agent_rl.capacity.advice import slots_refusal
     from agent_rl.controller.train import train as run
     from agent_rl.errors import ConfigError
@@ -146,7 +150,9 @@ def evaluate(
 
     fields, native = request_fields(request or ()), tool_calls is ToolCalls.NATIVE
     options = EvalOptions(PolicyChoice(policy, model, greedy, native, fields), tasks, samples, split, out)
-    if (failure := _run_async(run_evaluation(load_config(config, overrides or ()), options), RESUMES)) is not None:
+    loaded = load_config(config, overrides or ())
+    loaded = _with_models(loaded) if policy == "engine" else loaded
+    if (failure := _run_async(run_evaluation(loaded, options), RESUMES)) is not None:
         print(f"error: {failure}", file=sys.stderr)
         raise typer.Exit(1)
 
@@ -218,7 +224,7 @@ def rollout(
     from agent_rl.commands.rollout import run_rollout
     from agent_rl.config_files import load_config
 
-    _run_async(run_rollout(load_config(config, overrides or ()), tasks=tasks, split=split))
+    _run_async(run_rollout(_with_models(load_config(config, overrides or ())), tasks=tasks, split=split))
 
 
 @app.command()
@@ -488,6 +494,13 @@ def probe(
     if json is not None:
         write_json(json, report.as_json())
     raise typer.Exit(1 if report.failed else 0)
+
+
+def _with_models(config: RunConfig) -> RunConfig:
+    """``config`` with the models that it names by a hub id fetched, before anything listens for Ctrl-C."""
+    from agent_rl.model.hub import with_models
+
+    return with_models(config)
 
 
 OutFolder = Annotated[Path, typer.Option("--out", help="Folder of the tasks; a build in it is gone on with.")]

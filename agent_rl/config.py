@@ -392,7 +392,7 @@ class KlConfig(Section):
         "loss", description="A term of the loss (GRPO), or taken from the advantages token by token (REINFORCE++)."
     )
     reference: Path | None = Field(
-        None, description="Folder of the reference's Hugging Face checkpoint; None: the starting model."
+        None, description="The reference's checkpoint, a folder or a hub id; None: the starting model."
     )
 
     @model_validator(mode="after")
@@ -652,7 +652,9 @@ class RunConfig(Section):
     runs_dir: Path = Field(Path("runs"), description="Where run folders go.")
     seed: int = Field(0, ge=0)
     model: Path = Field(
-        ..., description="Folder of a Hugging Face checkpoint to start from, or tiny-moe, the shipped one."
+        ...,
+        description="What to start from: the folder of a Hugging Face checkpoint, an id on the hub (OWNER/NAME, or "
+        "OWNER/NAME@REVISION), or tiny-moe, the shipped one.",
     )
     engine: EngineConfig = EngineConfig()
     sandbox: SandboxConfig = SandboxConfig()

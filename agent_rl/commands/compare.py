@@ -28,6 +28,7 @@ from agent_rl.config import RunConfig
 from agent_rl.config_files import load_config, load_recorded
 from agent_rl.controller.preflight import check_lengths, check_model
 from agent_rl.errors import ConfigError
+from agent_rl.model.hub import with_models
 from agent_rl.model_facts import read_facts
 from agent_rl.observe.display import Display
 from agent_rl.observe.files import write_atomic, write_json
@@ -73,7 +74,7 @@ async def run_compare(
     ``tasks`` of ``split`` are rolled out ``group_size`` times each, unless ``trajectories`` names a folder that holds
     some (of an earlier comparison, or of a run: all its steps). Raises ConfigError for what cannot be compared.
     """
-    config = config_of(source, overrides)
+    config = with_models(config_of(source, overrides))
     config = config.model_copy(update={"train": config.train.model_copy(update={"replay": "r3"})})  # to be replayed
     check_model(config.model)
     check_lengths(config, read_facts(config.model))
