@@ -120,6 +120,7 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
         "ray start --address FIRST:6379",
         "agent-rl doctor configs/paper-swe.yaml sandbox.hosts=ray train.ray_address=FIRST:6379",
         "agent-rl train configs/paper-swe.yaml sandbox.hosts=ray train.ray_address=FIRST:6379",
+        "agent-rl train configs/paper-swe.yaml train.ray_address=FIRST:6379 engine.urls_file=engines.txt",
     ),
     "needs the trajectories of a finished run": (
         "agent-rl eval configs/quickstart.yaml --policy replay:runs/quickstart/trajectories/step-000010.jsonl",
