@@ -163,7 +163,7 @@ def test_a_format_of_another_package_is_found_by_its_entry_point(monkeypatch: py
     point = EntryPoint("shouted", "tests_shouted_format:Shouted", "agent_rl.tool_formats")
     monkeypatch.setattr(plugins, "entry_points", lambda group: [point] if group == point.group else [])
     assert tool_format("shouted").name == tool_format("tests_shouted_format:Shouted").name == "shouted"
-    with pytest.raises(ToolFormatError, match=r"registered: hermes, shouted, xml"):
+    with pytest.raises(ToolFormatError, match=r"registered: hermes, .*, shouted, xml"):
         tool_format("zzz")
     with pytest.raises(ToolFormatError, match="is no format, it lacks name, parse, render, describe"):
         tool_format("tests_shouted_format:NAMES")
