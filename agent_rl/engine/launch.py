@@ -82,8 +82,7 @@ class EngineServer:
         command = self._command()
         await asyncio.to_thread(remove_stale)
         for attempt in range(1, _PORT_ATTEMPTS + 1):
-            port = self._config.port + self._number if self._config.port else _free_port()
-            _refuse_taken(port)
+            port = _refuse_taken(self._config.port + self._number) if self._config.port else _free_port()
             try:
                 await self._start_on(port, command)
                 return self.url
@@ -246,7 +245,8 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _refuse_taken(port: int) -> None:
+def _refuse_taken(port: int) -> int:
+    """``port``, unless something listens on it: then EngineStartError."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -255,6 +255,7 @@ def _refuse_taken(port: int) -> None:
             raise EngineStartError(
                 f"engine.port: port {port} is taken ({error.strerror}); free it, or set engine.port=0 for any free port"
             ) from None
+    return port
 
 
 def _stop_group(process: subprocess.Popen[bytes]) -> None:

@@ -222,7 +222,7 @@ def test_what_balancing_borrows_is_counted() -> None:
     assert "expert pool" not in without
 
 
-def test_slots_that_do_not_fit_are_refused_before_a_run_starts() -> None:
+def test_slots_that_do_not_fit_are_refused_before_a_run_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     rank = place(make_plan(recipe()), "GPU of a trainer rank")
     just = f"hardware.gpu_memory_gb={1.02 * rank.total / 0.95 / GIB}"
     assert slots_refusal(recipe("paper-swe", "train.balance={enabled: true, slots: 4}", just)) is None
@@ -234,6 +234,7 @@ def test_slots_that_do_not_fit_are_refused_before_a_run_starts() -> None:
     )
     small = "hardware.gpu_memory_gb=20"
     assert slots_refusal(recipe("paper-swe", "train.balance={enabled: true}", small)) is None, "not the slots' fault"
+    monkeypatch.setattr("agent_rl.cli._with_models", lambda config: config)  # its model is not asked of a hub
     started = CliRunner().invoke(app, ["train", str(ROOT / "configs/paper-swe.yaml"), *many])
     assert str(started.exception) == line
 

@@ -18,7 +18,7 @@ from trajectories import trajectory
 
 from agent_rl.config import EngineConfig, GuardConfig, R3Config
 from agent_rl.engine.sglang import SGLangEngine
-from agent_rl.errors import EngineRejected, RoutesMissingError
+from agent_rl.errors import EngineRejected, UserError
 from agent_rl.model_facts import ModelFacts, read_facts
 from agent_rl.rollout.audit import Auditor, audit_metrics
 from agent_rl.rollout.group import GroupSettings, collect_groups
@@ -372,7 +372,7 @@ async def test_it_says_what_it_is(engine: SGLangEngine, model: Path) -> None:
 
 async def test_facts_of_another_model_are_found_out(server: str, facts: ModelFacts) -> None:
     wrong = replace(facts, moe=(True,) * 48, num_experts=128, top_k=8)
-    with pytest.raises(RoutesMissingError, match="expected 2 rows of 48 layers x top-8"):
+    with pytest.raises(UserError, match="which is another model than the config's"):
         async with SGLangEngine(server, wrong):
             pass
 

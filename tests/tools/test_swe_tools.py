@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -233,8 +234,8 @@ class PathFirst:
         self._box, self._path = box, path
         self.id, self.spec, self.read_file, self.write_files = box.id, box.spec, box.read_file, box.write_files
 
-    async def exec(self, command: Any, *, timeout: float, cwd: str | None = None, stdin: bytes | None = None) -> Any:
-        return await self._box.exec(command, timeout=timeout, cwd=cwd, env={"PATH": self._path}, stdin=stdin)
+    async def exec(self, command: Any, *, env: Mapping[str, str] | None = None, **options: Any) -> Any:
+        return await self._box.exec(command, env={**(env or {}), "PATH": self._path}, **options)
 
 
 async def test_bash_tells_exit_code_streams_and_place(full) -> None:
