@@ -11,6 +11,7 @@
     │   ├── EngineUnreachable    no answer (connection refused, timeout): retried on a budget
     │   ├── EngineOverloaded     429 or 503: retried on a budget
     │   ├── EngineRejected       4xx: the request is wrong, never retried
+    │   │   └── EngineKeyRefused 401 or 403: another key is wanted
     │   ├── EngineAborted        the request was aborted by the server
     │   ├── EngineStale          it answered from other weights than the published ones: retried on a budget
     │   ├── EngineLost           no engine serves, and none will in time

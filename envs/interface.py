@@ -35,7 +35,7 @@ class OpenTools(Protocol):
 
 
 def no_remark(turns: int, max_turns: int) -> str:
-    """Nothing is said beside what the tools answer."""
+    """Nothing stands beside what the tools answer."""
     return ""
 
 

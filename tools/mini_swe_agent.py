@@ -14,7 +14,7 @@ from typing import Any
 from sandbox import ExecResult, Sandbox
 from tools.box import ToolBox
 from tools.errors import ToolError
-from tools.schema import check_text
+from tools.schema import check_text, outlined
 from tools.text import Style
 from tools.types import ParseFailure, ToolCall, ToolResult, ToolSet
 
@@ -90,10 +90,8 @@ class MiniSweAgentTools:
         self._box = box
 
     def schemas(self) -> Sequence[Mapping[str, Any]]:
-        properties = {"command": {"type": "string", "description": "The bash command to execute"}}
-        parameters = {"type": "object", "properties": properties, "required": ["command"]}
-        function = {"name": "bash", "description": "Execute a bash command", "parameters": parameters}
-        return [{"type": "function", "function": function}]
+        command = {"type": "string", "description": "The bash command to execute"}
+        return outlined({"bash": ("Execute a bash command", {"command": command}, ("command",))})
 
     async def call(self, call: ToolCall) -> ToolResult:
         if call.name != "bash" or set(call.arguments) != {"command"}:

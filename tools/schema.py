@@ -15,7 +15,7 @@ import json
 import re
 import types
 import typing
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +24,9 @@ from pydantic import TypeAdapter, ValidationError
 from tools.errors import ToolDefinitionError, ToolError
 
 AsyncFunction = Callable[..., Awaitable[Any]]
+
+ToolOutline = tuple[str, Mapping[str, Mapping[str, Any]], Sequence[str]]
+"""A tool in short: its description, the schema of each argument, and the arguments that it must have."""
 
 _TYPE_WORDS = {
     "string": "a string",
@@ -200,6 +203,21 @@ def _accepts_string(schema: Mapping[str, Any]) -> bool:
     if values:
         return any(isinstance(value, str) for value in values)
     return schema.get("type", "string") == "string" and "$ref" not in schema
+
+
+def outlined(tools: Mapping[str, ToolOutline]) -> list[Mapping[str, Any]]:
+    """The OpenAI function schemas of tools that are outlined by name."""
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": name,
+                "description": description,
+                "parameters": {"type": "object", "properties": dict(properties), "required": list(required)},
+            },
+        }
+        for name, (description, properties, required) in tools.items()
+    ]
 
 
 def check_text(name: str, value: str) -> None:

@@ -68,9 +68,6 @@ class Fleet:
     def __getitem__(self, name: str) -> Member:
         return self._members[name]
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._members
-
     def find(self, url: str) -> Member | None:
         """The member at ``url``, unless it is retired."""
         found = [each for each in self._members.values() if each.url == url and each.phase is not Phase.RETIRED]

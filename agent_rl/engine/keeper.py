@@ -9,7 +9,8 @@ Each engine has a task of its own, which does what its phase asks for (:mod:`age
     dead       as starting
     retired    stop the server that is ours
 
-Whoever opened the engines owns the tasks: they end with :func:`attended`. Every question has a time-out.
+Whoever opened the engines owns the tasks, which end with the block that they run beside
+(:func:`agent_rl.aio.beside`). Every question has a time-out.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
-from agent_rl.errors import AgentRlError, TrainerDied, TrainerError
+from agent_rl.errors import AgentRlError, TrainerDied, TrainerError, UserError, WeightSyncError
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -32,7 +32,7 @@ async def gather(calls: Sequence[ObjectRef[T]], timeout: float) -> list[T]:
         raise TrainerError(f"the trainer did not answer within {timeout:g} s") from None
     except RayError as failure:
         cause = _cause(failure)
-        if not isinstance(cause, AgentRlError):
+        if not isinstance(cause, UserError | WeightSyncError):  # others may follow from the death of another rank
             cause = await _death(answers) or cause
         raise _converted(cause) from failure
     finally:

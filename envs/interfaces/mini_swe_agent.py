@@ -16,7 +16,7 @@ from tools.mini_swe_agent import SUBMIT, mini_swe_agent_tools
 
 
 def opening(statement: str, workdir: str, style: Style) -> tuple[Message, Message]:
-    """The prompts name /testbed, which is where tasks are."""
+    """The prompts name /testbed, which is where tasks are; the folder of an example is called otherwise."""
     user = shipped_text("mini-swe-agent-instance.txt").replace("{{task}}", statement)
     return {"role": "system", "content": shipped_text("mini-swe-agent-system.txt")}, {"role": "user", "content": user}
 

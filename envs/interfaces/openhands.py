@@ -2,7 +2,7 @@
 
 The prompts are what github.com/SWE-Gym/OpenHands at e644a2ca (OpenHands 0.13.1) makes of its system prompt, the
 descriptions of its tools, its example and ``get_instruction`` of ``evaluation/swe_bench/run_infer.py``, with the task's
-folder in the place of /workspace and of the repository's folder below it. Tools: :mod:`tools.openhands`.
+folder in the place of OpenHands' own and of the repository's below it. Tools: :mod:`tools.openhands`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from tools.openhands import openhands_tools
 
 
 def opening(statement: str, workdir: str, style: Style) -> tuple[Message, Message]:
-    user = shipped_text("openhands-user.txt").replace("{workdir}", workdir)
+    system, user = (shipped_text(f"openhands-{role}.txt").replace("{workdir}", workdir) for role in ("system", "user"))
     user = user.replace("{name}", posixpath.basename(workdir)).replace("{statement}", statement)
-    return {"role": "system", "content": shipped_text("openhands-system.txt")}, {"role": "user", "content": user}
+    return {"role": "system", "content": system}, {"role": "user", "content": user}
 
 
 OPENHANDS = Interface(

@@ -6,6 +6,7 @@ import hashlib
 import json
 from typing import Any
 
+from agent_rl.config import OWN_INTERFACE
 from envs.interfaces.own import AGENT_RL
 from envs.mini import generate, to_record
 from envs.mini.environment import opening
@@ -21,6 +22,7 @@ def digest(value: Any) -> str:
 
 
 def test_prompts_and_tools_are_those_of_ever() -> None:
+    assert AGENT_RL.name == OWN_INTERFACE, "the config knows the name without the package"
     mini = [list(opening(to_record(task).problem_statement)) for task in generate("train", 20, 0)]
     tools = AGENT_RL.tools(NoBox(), style="full", timeout=90.0)  # type: ignore[arg-type]
     assert digest(list(AGENT_RL.opening("An {issue}.", "/testbed", "full"))) == "f58dd93bd59b69aa"

@@ -296,7 +296,7 @@ def test_requirements_are_read_as_data(tmp_path: Path) -> None:
         "click>=8",
         "hypothesis",
         "mock==1.0",
-        "numpy>=1.2; python_version > '3'",
+        'numpy>=1.2; python_version > "3"',
         "pyyaml",
         "six",
     )

@@ -11,13 +11,13 @@ from tools.box import ToolBox
 from tools.errors import ToolError
 from tools.openhands.editor import EditorRefused, StrReplaceEditor
 from tools.openhands.shell import Shell
-from tools.schema import check_text
+from tools.schema import ToolOutline, check_text, outlined
 from tools.text import Style
 from tools.types import ToolCall, ToolResult, ToolSet
 
 _TEXT, _NUMBER, _LIST = {"type": "string"}, {"type": "integer"}, {"type": "array", "items": {"type": "integer"}}
 _COMMAND = {"type": "string", "enum": ["view", "create", "str_replace", "insert", "undo_edit"]}
-_TOOLS: Mapping[str, tuple[str, Mapping[str, Mapping[str, Any]], Sequence[str]]] = {
+_TOOLS: Mapping[str, ToolOutline] = {
     "execute_bash": ("Execute a bash command in the terminal.", {"command": _TEXT}, ("command",)),
     "finish": ("Finish the interaction.", {}, ()),
     "str_replace_editor": (
@@ -49,17 +49,7 @@ class OpenHandsTools:
 
     def schemas(self) -> Sequence[Mapping[str, Any]]:
         """What the tools take, in short; the interface's prompt has OpenHands' own description of them."""
-        return [
-            {
-                "type": "function",
-                "function": {
-                    "name": name,
-                    "description": description,
-                    "parameters": {"type": "object", "properties": dict(properties), "required": list(required)},
-                },
-            }
-            for name, (description, properties, required) in _TOOLS.items()
-        ]
+        return outlined(_TOOLS)
 
     async def call(self, call: ToolCall) -> ToolResult:
         """Run ``call``. A call that is wrong is answered as OpenHands' agent reads of it."""

@@ -13,12 +13,12 @@ from tools.r2egym.bash import Bash
 from tools.r2egym.editor import FileEditor
 from tools.r2egym.output import Output
 from tools.r2egym.search import Search
-from tools.schema import check_text
+from tools.schema import ToolOutline, check_text, outlined
 from tools.text import Style
 from tools.types import ToolCall, ToolResult, ToolSet
 
 _TEXT, _NUMBER = {"type": "string"}, {"type": "integer"}
-_SCHEMAS: Mapping[str, tuple[str, Mapping[str, Mapping[str, str]], Sequence[str]]] = {
+_SCHEMAS: Mapping[str, ToolOutline] = {
     "file_editor": (
         "View, create and edit files: view, create, str_replace, insert, undo_edit.",
         dict.fromkeys(("command", "path", "file_text", "old_str", "new_str", "view_range", "concise"), _TEXT)
@@ -52,17 +52,7 @@ class R2EGymTools:
 
     def schemas(self) -> Sequence[Mapping[str, Any]]:
         """What the tools take, in short; the interface's prompt has R2E-Gym's own description of them."""
-        return [
-            {
-                "type": "function",
-                "function": {
-                    "name": name,
-                    "description": description,
-                    "parameters": {"type": "object", "properties": dict(properties), "required": list(required)},
-                },
-            }
-            for name, (description, properties, required) in _SCHEMAS.items()
-        ]
+        return outlined(_SCHEMAS)
 
     async def call(self, call: ToolCall) -> ToolResult:
         """Run ``call``; ``finish`` ends the task, whatever its arguments."""

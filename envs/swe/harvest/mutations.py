@@ -9,9 +9,6 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
-
-_Operator = TypeVar("_Operator", ast.operator, ast.cmpop, ast.boolop)
 
 _COMPARISONS: Mapping[type[ast.cmpop], tuple[tuple[str, str], ...]] = {
     ast.Lt: (("<=", "boundary"), (">", "flipped_comparison")),
@@ -33,7 +30,7 @@ _ARITHMETIC: Mapping[type[ast.operator], tuple[str, ...]] = {
     ast.Div: ("*",),
     ast.Mod: ("*",),
 }
-_BUILTINS = {"min": "max", "max": "min", "any": "all", "all": "any", "sorted": "list", "len": "id"}
+_BUILTINS = {"min": "max", "max": "min", "any": "all", "all": "any", "sorted": "list"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +208,7 @@ def _calls(node: ast.AST, text: _Text) -> Iterator[_Span]:
     if not isinstance(node, ast.Call):
         return
     if isinstance(node.func, ast.Name) and (other := _BUILTINS.get(node.func.id)) and node.args:
-        yield from _whole(node.func, text, ((other, "wrong_builtin"),) if other != "id" else ())
+        yield from _whole(node.func, text, ((other, "wrong_builtin"),))
     if isinstance(node.func, ast.Name) and node.func.id == "range" and len(node.args) == 1:
         yield from _whole(node.args[0], text, ((f"{text.of(node.args[0])} - 1", "off_by_one"),))
     if len(node.args) == 2 and not node.keywords and not any(isinstance(arg, ast.Starred) for arg in node.args):

@@ -9,14 +9,12 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+
 PYTEST = "pytest==8.3.5"
 _TEST_EXTRAS = frozenset({"test", "tests", "testing", "dev", "develop", "development"})
 _REQUIREMENTS = re.compile(r"(?:requirements/)?[\w.-]*(?:requirements|test|dev)[\w.-]*\.(?:txt|in)")
-# A name, extras, versions, a marker: no address, no option, no path. Only such a line is given to pip.
-_LINE = re.compile(
-    r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)\s*(?P<extras>\[[\w,.\s-]+\])?\s*\(?(?P<version>[^;@()]*)\)?\s*(?P<marker>;.*)?"
-)
-_VERSION = re.compile(r"\s*(?:[<>=!~]=?=?\s*[\w.*+!-]+\s*,?\s*)*")
 _IMPORTED = {
     "attr": "attrs",
     "dateutil": "python-dateutil",
@@ -40,7 +38,13 @@ def needs_of(files: Mapping[str, str], name: str, metadata: str = "") -> tuple[s
     """
     found: dict[str, str] = {}
     for line in _lines(files, metadata):
-        if (need := _need(line)) is not None and need[0] not in (_plain(name), "pytest", "pip", "tox", "nox"):
+        if (need := _need(line)) is not None and need[0] not in (
+            canonicalize_name(name),
+            "pytest",
+            "pip",
+            "tox",
+            "nox",
+        ):
             found.setdefault(*need)
     return tuple(sorted(found.values()))
 
@@ -66,19 +70,17 @@ def _lines(files: Mapping[str, str], metadata: str) -> Iterator[str]:
 
 
 def _need(line: str) -> tuple[str, str] | None:
-    """The plain name and the requirement of a line; None where it is anything else."""
-    match = _LINE.fullmatch(line.split(" #")[0].strip())
-    if match is None or not _VERSION.fullmatch(match["version"]):
-        return None
-    marker = match["marker"] or ""
-    if re.search(r"\bextra\b", marker) or "\\" in marker:
-        return None
-    version = match["version"].replace(" ", "")
-    return _plain(match["name"]), f"{match['name']}{match['extras'] or ''}{version}{marker}"
+    """The plain name and the requirement of a line; None where it is anything else, such as an option or an address.
 
-
-def _plain(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
+    pip is given the requirement alone, as it is written out anew.
+    """
+    try:
+        need = Requirement(line.split(" #")[0].strip())
+    except InvalidRequirement:
+        return None
+    if need.url or re.search(r"\bextra\b", str(need.marker)):
+        return None
+    return canonicalize_name(need.name), str(need)
 
 
 def _of_metadata(text: str) -> Iterator[str]:

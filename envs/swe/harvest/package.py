@@ -83,10 +83,10 @@ class Releases:
         """The steps between final releases that have a source release. Raises ``Fallen`` where there are none."""
         with _scratch(self.sdists) as fresh:
             listing = ["index", "versions", "--no-binary", ":all:", self.package]
-            code, said = await pip(listing, watched=fresh, mb=_SDIST_MB, seconds=_SECONDS)
-        found = re.search(r"^Available versions: (.+)$", said, re.MULTILINE)
+            code, output = await pip(listing, watched=fresh, mb=_SDIST_MB, seconds=_SECONDS)
+        found = re.search(r"^Available versions: (.+)$", output, re.MULTILINE)
         if code != 0 or found is None:
-            raise Fallen("no source release", pip_error(said))
+            raise Fallen("no source release", pip_error(output))
         final = [version.strip() for version in found[1].split(",") if _FINAL.fullmatch(version.strip())]
         return [(old, new) for new, old in pairwise(final)]
 
@@ -100,10 +100,10 @@ async def download(package: str, version: str, folder: Path) -> Path:
         program = str(Path(__file__).with_name("fetch_source.py"))
         wanted = ["--no-deps", "--no-binary", ":all:", "--dest", str(fresh / "got"), f"{package}=={version}"]
         command = [sys.executable, program, "--disable-pip-version-check", "--quiet", "download", *wanted]
-        code, said = await run_watched(command, watched=fresh, mb=_SDIST_MB, seconds=_SECONDS)
+        code, output = await run_watched(command, watched=fresh, mb=_SDIST_MB, seconds=_SECONDS)
         got = sorted((fresh / "got").glob("*.tar.gz"))
         if code != 0 or not got:
-            raise Fallen("no source release", f"{package} {version}: {pip_error(said)}")
+            raise Fallen("no source release", f"{package} {version}: {pip_error(output)}")
         got[0].rename(target)
     return target
 

@@ -17,6 +17,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
 from envs.swe.harvest.draft import Fallen
 from envs.swe.harvest.needs import PYTEST
 
@@ -70,18 +73,22 @@ class Sites:
         """Install what can be had, and return it."""
         arguments = ("--no-compile", "--only-binary", ":all:", "--python-version", self._python, "--target", str(site))
         for _ in range(_DROPPED):
-            code, said = await pip(["install", "--quiet", *arguments, *asked], watched=site.parent, mb=self._mb)
+            code, output = await pip(["install", "--quiet", *arguments, *asked], watched=site.parent, mb=self._mb)
             if code == 0:
                 return asked
             shutil.rmtree(site, ignore_errors=True)
-            missing = {_plain(name) for pair in _MISSING.findall(said) for name in pair if name}
-            left = [need for need in asked if need == self._always or _plain(_name(need)) not in missing]
+            missing = {canonicalize_name(name) for pair in _MISSING.findall(output) for name in pair if name}
+            left = [
+                need
+                for need in asked
+                if need == self._always or canonicalize_name(Requirement(need).name) not in missing
+            ]
             if len(left) == len(asked):
                 left = [self._always] if len(asked) > 1 else []
             if not left:
-                raise Fallen("dependencies can't be installed", pip_error(said))
+                raise Fallen("dependencies can't be installed", pip_error(output))
             asked = left
-        raise Fallen("dependencies can't be installed", pip_error(said))
+        raise Fallen("dependencies can't be installed", pip_error(output))
 
 
 async def pip(arguments: Sequence[str], *, watched: Path, mb: int, seconds: float = _SECONDS) -> tuple[int, str]:
@@ -133,11 +140,3 @@ def pip_error(text: str) -> str:
     """The last error that pip tells, or else its last line."""
     lines = [line.strip()[:300] for line in text.splitlines() if line.strip()]
     return next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1] if lines else "no message")
-
-
-def _name(requirement: str) -> str:
-    return re.match(r"[\w.-]+", requirement)[0]  # type: ignore[index]
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
