@@ -13,6 +13,7 @@ import os
 import shutil
 import sys
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -124,9 +125,13 @@ def ray_cluster(address: str | None, *, cpus: int) -> Iterator[None]:
         return
     leftovers.remove_stale()
     with ExitStack() as stack:
+        # The thread that starts Ray puts objects under the driver's own ids, counted from 1 in each session, as long as
+        # it lives: one that outlived a session would put into the next under ids that are given out there again. It
+        # must not end sooner either, for Ray's processes die with the thread that started them.
+        thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="ray-session"))
         folder = None if address else stack.enter_context(_own_folder())
-        stack.callback(_shut_down, folder)
-        _init(address, folder, cpus=cpus)
+        stack.callback(lambda: thread.submit(_shut_down, folder).result())
+        thread.submit(_init, address, folder, cpus=cpus).result()
         yield
 
 

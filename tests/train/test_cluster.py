@@ -38,6 +38,22 @@ with ray_cluster(None, cpus=1):
     print("ready", flush=True)
     sys.stdin.read()
 """
+SESSIONS = """
+from concurrent.futures import ThreadPoolExecutor
+import ray
+from agent_rl.train.cluster import ray_cluster
+
+first, second = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+for starter in (first, second):
+    session = ray_cluster(None, cpus=1)
+    starter.submit(session.__enter__).result()
+    values = [(thread, at) for at in range(3) for thread in (0, 1)]
+    put = [(first, second)[thread].submit(ray.put, (thread, at)).result() for thread, at in values]
+    assert len({reference.hex() for reference in put}) == len(values), put
+    assert ray.get(put) == values
+    del put
+    starter.submit(session.__exit__, None, None, None).result()
+"""
 KINDS = ("gcs_server", "raylet/raylet", "/monitor.py", "dashboard.py", "log_monitor.py", "Agent", "ray::Rank")
 """In the order in which command lines are told apart."""
 
@@ -111,6 +127,15 @@ def test_a_local_rays_processes_are_few_and_die_with_a_killed_owner(short_folder
         time.sleep(0.05)
     assert not processes(short_folder)
     assert not list(short_folder.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.megatron
+def test_threads_that_outlive_a_session_put_under_ids_of_their_own_in_the_next(short_folder: Path) -> None:
+    """A rank was given what another thread had put, or none, when one process trained twice."""
+    pytest.importorskip("ray", reason="needs the trainer environment")
+    environment = {**os.environ, "TMPDIR": str(short_folder)}
+    subprocess.run([sys.executable, "-c", SESSIONS], env=environment, check=True, timeout=120)
 
 
 def kind_of(line: str) -> str:
