@@ -117,7 +117,7 @@ def evaluate(
     policy: Annotated[
         str,
         typer.Option(
-            help="engine; gold (applies the true fix); noop (submits at once); replay:TRAJECTORIES.jsonl (repeats the "
+            help="engine; gold (applies the true fix); noop (submits at once); replay:TRAJECTORIES (repeats the "
             "recorded turns); or an OpenAI-compatible endpoint, http(s)://HOST/v1 with --model."
         ),
     ] = "engine",

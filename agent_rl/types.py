@@ -54,6 +54,25 @@ _WITHOUT_REWARD = frozenset(
 )
 
 
+class Fate(StrEnum):
+    """What training made of a trajectory."""
+
+    TRAINED = "trained"
+    DISCARDED = "discarded"  # with its whole group, by dynamic sampling
+    MASKED = "masked"  # for the way it ended
+    DROPPED = "dropped"  # for want of routes
+    UNIFORM = "uniform"  # all rewards that it is compared with are equal
+    EMPTY = "empty"  # nothing was sampled
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A trajectory's fate, and its advantage where one was taken."""
+
+    fate: Fate
+    advantage: float | None = None
+
+
 class FinishReason(StrEnum):
     """Why one completion ended."""
 
@@ -102,7 +121,8 @@ class Completion:
 class Turn:
     """One turn of an episode: what was sampled, what was called, what came back, and the time each took in seconds.
 
-    ``retractions``: how often the engine put the turn's requests back into its queue.
+    ``retractions``: how often the engine put the turn's requests back into its queue. ``began``: seconds after the
+    episode did.
     """
 
     text: str
@@ -118,6 +138,7 @@ class Turn:
     generate_seconds: float
     tool_seconds: float
     retractions: int = 0
+    began: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -156,7 +177,9 @@ class Trajectory:
 
     ``tokens`` int32 ``[S]``, ``loss_mask`` bool ``[S]`` (True where sampled), ``logprobs`` float32 ``[S]`` (0 where not
     sampled), ``routing`` of S rows (the last absent) or None. ``reward`` is None iff ``stop.infrastructure``.
-    ``tests`` and ``test_log`` are the grading's, for a person to read; they are not written with a run's trajectories.
+    ``tests`` and ``test_log`` are the grading's, for a person to read; of the log a run's records keep the end.
+    ``began``: the Unix time at which it got its place among the episodes in flight, after ``queue_seconds`` of waiting
+    (0: not recorded); its task took ``start_seconds`` to start, and grading began ``grade_began`` seconds after it did.
     ``recovered``: it was sampled by an earlier start of the run, so this process's clock says nothing of it.
     """
 
@@ -177,6 +200,10 @@ class Trajectory:
     suspected_hack: tuple[str, ...] = ()
     seconds: float = 0.0
     grade_seconds: float = 0.0
+    began: float = 0.0
+    queue_seconds: float = 0.0
+    start_seconds: float = 0.0
+    grade_began: float = 0.0
     tests: Mapping[str, str] = field(default_factory=dict)
     test_log: str = ""
     rescored: Rescored | None = None

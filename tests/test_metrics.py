@@ -35,6 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 NEED_A_RUN = (
     "agent_rl/controller/batch.py",
     "agent_rl/controller/train.py",
+    "agent_rl/observe/metrics_log.py",
     "agent_rl/weight_sync/publisher.py",
     "agent_rl/weight_sync/sync.py",
 )

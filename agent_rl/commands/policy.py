@@ -26,7 +26,7 @@ from tools.formats import tool_format
 
 SOLVERS = ("gold", "noop")
 REPLAY = "replay:"
-POLICIES = "engine, gold, noop, replay:TRAJECTORIES.jsonl or an OpenAI-compatible endpoint http(s)://HOST/v1"
+POLICIES = "engine, gold, noop, replay:TRAJECTORIES or an OpenAI-compatible endpoint http(s)://HOST/v1"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from agent_rl.commands.policy import Policy, advance, pick_tasks
 from agent_rl.config import RunConfig
 from agent_rl.controller import preflight
+from agent_rl.controller.state import keep_tokenizer
 from agent_rl.controller.world import open_world
 from agent_rl.observe.display import Display
 from agent_rl.observe.folder_lock import hold_folder
@@ -32,6 +33,7 @@ async def roll_out(config: RunConfig, folder: Path, display: Display, *, tasks: 
     facts = preflight.check(config)
     preflight.check_replay(config, facts)
     with hold_folder(folder):
+        keep_tokenizer(config.model, folder)
         async with open_world(config, facts, folder / "logs", display, routes=config.wants_routes) as world:
             policy = Policy(world.workshop, world.runner(EpisodeRules.of(config)))
             chosen = await pick_tasks(policy, split, tasks)

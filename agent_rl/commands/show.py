@@ -2,9 +2,9 @@
 
 ::
 
-    runs/<name>/ ── trajectories/step-NNNNNN.jsonl ─┐
-    an evaluation's folder ── logs/<task>/<n>.json ─┼──▶ episodes ── --task, --sample ──▶ one: its turns; more: a list
-    either kind of file ────────────────────────────┘
+    runs/<name>/ ── trajectories/step-NNNNNN.jsonl.zst ─┐
+    an evaluation's folder ── logs/<task>/<n>.json ─────┼─▶ episodes ── --task, --sample ─▶ one: its turns; more: a list
+    either kind of file ────────────────────────────────┘
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from rich.table import Table
 from rich.text import Text
 
 from agent_rl.errors import AgentRlError, UserError
-from agent_rl.rollout.records import FOLDER, read_rows, steps_on_disk, trajectories_path
+from agent_rl.rollout.records import FOLDER, messages_of, steps_on_disk, trajectories_path
+from agent_rl.rollout.row_files import SUFFIX, read_rows
 from sandbox import printable
 
 CALL_TAGS = ("<tool_call>", "<function=")
@@ -106,8 +107,8 @@ def _episodes(file: Path) -> Iterator[Shown]:
     if file.is_dir():
         logs = (json.loads(log.read_text()) for log in sorted(file.glob("logs/*/*.json")))
         yield from (Shown(row["task_id"], row["sample"], row) for row in logs)
-    elif file.suffix == ".jsonl":
-        yield from _numbered(read_rows(file))
+    elif file.name.endswith((".jsonl", SUFFIX)):
+        yield from _numbered({**row, "messages": messages_of(row)} for row in read_rows(file))
     else:
         row = json.loads(file.read_text())
         yield Shown(row["task_id"], row["sample"], row)

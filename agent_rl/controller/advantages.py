@@ -11,20 +11,25 @@ from numpy.typing import NDArray
 
 from agent_rl.config import AdvantageScale, Baseline, OverlongConfig
 from agent_rl.errors import TrainerError
-from agent_rl.types import Group, Sample, StopReason, Trajectory
+from agent_rl.types import Fate, Group, Sample, StopReason, Trajectory, Verdict
 from r3.routing import Routing, Span, SpanKind
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSamples:
     """The samples of a step's groups; how many groups taught nothing because all their rewards were equal; how many
-    trajectories were left out for want of routes; and what a trajectory's length took from its reward, the mean."""
+    trajectories were left out for want of routes; and what a trajectory's length took from its reward, the mean.
+
+    ``verdicts``: what became of every trajectory, in the order of groups and members; ``origins``: for each sample, the
+    place of its trajectory in that order."""
 
     samples: tuple[Sample, ...]
     groups: int
     zero_variance_groups: int
     dropped: int = 0
     overlong_penalty: float = 0.0
+    verdicts: tuple[Verdict, ...] = ()
+    origins: tuple[int, ...] = ()
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -90,8 +95,12 @@ def samples_of(
     trainer.
     """
     like = next((t.routing for group in groups for t in group.trajectories if t.routing is not None), None)
-    members_of = [[t for t in group.trajectories if not (drop_missing and t.routes_missing)] for group in groups]
-    dropped = sum(len(group.trajectories) for group in groups) - sum(map(len, members_of))
+    missing = [[drop_missing and t.routes_missing > 0 for t in group.trajectories] for group in groups]
+    members_of = [
+        [t for t, missed in zip(group.trajectories, own, strict=True) if not missed]
+        for group, own in zip(groups, missing, strict=True)
+    ]
+    dropped = sum(map(sum, missing))
     taken = [[penalty(len(t.tokens)) for t in members] for members in members_of]
     rewards = [
         [_reward(group, t) - less for t, less in zip(members, own, strict=True)]
@@ -103,14 +112,17 @@ def samples_of(
         teaching = [any(teaching)] * len(groups)
     if scale == "batch" and normalised:
         advantages = _over_tokens(members_of, advantages, eps)
-    samples = tuple(
-        _sample(t, advantage, like)
+    judged = iter(
+        Verdict(_fate(t, teaches, masked), advantage)
         for members, own, teaches in zip(members_of, advantages, teaching, strict=True)
         for t, advantage in zip(members, own.tolist(), strict=True)
-        if teaches and _trained(t, masked)
     )
+    verdicts = tuple(Verdict(Fate.DROPPED) if missed else next(judged) for own in missing for missed in own)
+    everything = [t for group in groups for t in group.trajectories]
+    origins = tuple(at for at, verdict in enumerate(verdicts) if verdict.fate is Fate.TRAINED)
+    samples = tuple(_sample(everything[at], verdicts[at], like) for at in origins)
     mean_taken = float(np.mean([less for own in taken for less in own] or [0.0]))
-    return GroupSamples(samples, len(groups), teaching.count(False), dropped, mean_taken)
+    return GroupSamples(samples, len(groups), teaching.count(False), dropped, mean_taken, verdicts, origins)
 
 
 def overlong_penalty(tokens: int, limit: int, overlong: OverlongConfig) -> float:
@@ -144,8 +156,12 @@ def _advantages(
     return np.split(flat, np.cumsum([len(group) for group in rewards]))[:-1]
 
 
-def _trained(trajectory: Trajectory, masked: Collection[StopReason]) -> bool:
-    return trajectory.stop not in masked and bool(trajectory.loss_mask.any())
+def _fate(trajectory: Trajectory, teaches: bool, masked: Collection[StopReason]) -> Fate:
+    if not trajectory.loss_mask.any():
+        return Fate.EMPTY
+    if trajectory.stop in masked:
+        return Fate.MASKED
+    return Fate.TRAINED if teaches else Fate.UNIFORM
 
 
 def _reward(group: Group, trajectory: Trajectory) -> float:
@@ -154,8 +170,9 @@ def _reward(group: Group, trajectory: Trajectory) -> float:
     return trajectory.reward
 
 
-def _sample(trajectory: Trajectory, advantage: float, like: Routing | None) -> Sample:
+def _sample(trajectory: Trajectory, verdict: Verdict, like: Routing | None) -> Sample:
     """``like`` is another trajectory's routing, whose shape one that got no routes at all is given."""
+    assert verdict.advantage is not None
     routing = trajectory.routing
     if routing is None and like is not None:
         routing = _absent_rows(len(trajectory.tokens), like)
@@ -163,7 +180,7 @@ def _sample(trajectory: Trajectory, advantage: float, like: Routing | None) -> S
         tokens=trajectory.tokens,
         loss_mask=trajectory.loss_mask,
         logprobs=trajectory.logprobs,
-        advantage=advantage,
+        advantage=verdict.advantage,
         routing=routing,
         old_logprobs=_old_logprobs(trajectory),
     )

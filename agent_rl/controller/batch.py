@@ -28,7 +28,7 @@ from agent_rl.rollout.group import DroppedGroup, EpisodeRunner, GroupSettings, R
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.rollout.rescore import Rescorer, rescore_metrics
 from agent_rl.rollout.stats import rollout_metrics
-from agent_rl.types import Group
+from agent_rl.types import Fate, Group, Verdict
 from envs import Task
 
 
@@ -50,6 +50,11 @@ class Batch:
     def sampled(self) -> tuple[Group, ...]:
         """All groups, those to train on first."""
         return self.groups + self.discarded
+
+    @property
+    def verdicts_of_discarded(self) -> tuple[Verdict, ...]:
+        """One for each trajectory of the discarded groups."""
+        return tuple(Verdict(Fate.DISCARDED) for group in self.discarded for _ in group.trajectories)
 
 
 class Collector:

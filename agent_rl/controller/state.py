@@ -4,11 +4,13 @@
 
     runs/<name>/
       config.yaml                      the resolved config
-      state.json                       the run's id; evaluations made so far, by step
+      state.json                       the run's id; steps after which it was resumed; evaluations, by step
       metrics.jsonl  tensorboard/      one object a step
       balance.jsonl                    expert loads before and after balancing, where experts are borrowed
       quarantine.json                  tasks that were found to be undecidable, and are drawn no more
-      trajectories/step-NNNNNN.jsonl   what the agents did
+      trajectories/step-NNNNNN.*       what the agents did (agent_rl/rollout/records.py)
+      evaluations/step-NNNNNN-KIND.*   the same of an evaluation, and its report with every task's outcome
+      tokenizer.json                   the model's tokenizer: what the tokens in these files are
       journal/step-NNNNNN.journal      episodes that finished since the last checkpoint
       checkpoints/step-NNNNNN/         what training resumes from
       weights/step-NNNNNN/             what an engine was given from disk, where it needed that
@@ -21,6 +23,7 @@ import math
 import shutil
 import uuid
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,10 @@ import yaml
 
 from agent_rl.config import RunConfig
 from agent_rl.errors import ConfigError
+from agent_rl.evaluation.finished import report_path
+from agent_rl.evaluation.report import EvalReport
 from agent_rl.observe.files import read_json, write_atomic, write_json
+from agent_rl.rollout.records import EVALUATIONS, FOLDER
 from agent_rl.train.balance_report import forget_balance
 
 # What may differ between a run and its resumption: how long, how observed, and where the parts are.
@@ -63,6 +69,8 @@ class RunState:
         saved = read_json(self._path) if self._path.exists() else {}
         self._evaluations.update(saved.get("evaluations", {}))
         self.run_id: str = saved.get("run_id") or uuid.uuid4().hex[:12]
+        self._resumes: list[int] = saved.get("resumes", [])
+        self._begun = bool(saved)
         self._write()
 
     @property
@@ -70,25 +78,33 @@ class RunState:
         """Reports by ``step-<n>/<sampled|greedy>``."""
         return self._evaluations
 
-    def record_evaluation(self, key: str, report: Mapping[str, Any]) -> None:
-        """Keep a report. A rate of nothing, NaN, is None from now on, as it is after a restart: JSON has no NaN."""
-        unknown = {name for name, value in report.items() if isinstance(value, float) and math.isnan(value)}
-        self._evaluations[key] = {name: None if name in unknown else value for name, value in report.items()}
+    def record_evaluation(self, key: str, report: EvalReport) -> None:
+        """Keep a report: whole in a file of its own, and in ``state.json``, which is written anew each time, without
+        its outcomes. A rate of nothing, NaN, is None from now on, as it is after a restart: JSON has no NaN."""
+        report.write(report_path(self.dir, key))
+        kept = {name: value for name, value in asdict(report).items() if name not in ("outcomes", "by_repo")}
+        unknown = {name for name, value in kept.items() if isinstance(value, float) and math.isnan(value)}
+        self._evaluations[key] = {name: None if name in unknown else value for name, value in kept.items()}
         self._write()
 
     def forget_after(self, step: int) -> None:
-        """Drop what belongs to steps later than ``step``: they are about to be done again."""
+        """Drop what belongs to steps later than ``step``: they are about to be done again. A run that was begun before
+        notes ``step`` among its resumes."""
         forget_balance(self.dir, step)
+        self._resumes = [*self._resumes, step] if self._begun else []
+        self._begun = True
         self._evaluations = {key: value for key, value in self._evaluations.items() if evaluation_step(key) <= step}
-        for path in (self.dir / "trajectories").glob("step-*"):
+        for path in (*(self.dir / FOLDER).glob("step-*"), *(self.dir / EVALUATIONS).glob("step-*")):
             if int(path.name.split("-")[1].split(".")[0]) > step:
                 path.unlink() if path.is_file() else shutil.rmtree(path)
+        self._write()
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:06d}"
 
     def _write(self) -> None:
-        write_json(self._path, {"run_id": self.run_id, "evaluations": self._evaluations})
+        held = {"run_id": self.run_id, "resumes": self._resumes, "evaluations": self._evaluations}
+        write_json(self._path, held)
 
     def _adopt_config(self, config: RunConfig) -> None:
         path = self.dir / "config.yaml"
@@ -96,6 +112,13 @@ class RunState:
         if path.exists():
             _check_same(yaml.safe_load(path.read_text()), resolved, self.dir)
         write_atomic(path, yaml.safe_dump(resolved, sort_keys=False).encode())
+
+
+def keep_tokenizer(model: Path, folder: Path) -> None:
+    """Copy the tokenizer of ``model`` into a run's folder, where it has one as a single file."""
+    source = model / "tokenizer.json"
+    if source.is_file():
+        write_atomic(folder / "tokenizer.json", source.read_bytes())
 
 
 def evaluation_step(key: str) -> int:

@@ -17,7 +17,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 
 from agent_rl.aio import cancel_on_signals
@@ -34,7 +34,7 @@ from agent_rl.controller.newcomers import Newcomers
 from agent_rl.controller.restarts import Restarts
 from agent_rl.controller.routes import check_budget, probe_engines
 from agent_rl.controller.schedule import check_enough
-from agent_rl.controller.state import RunState
+from agent_rl.controller.state import RunState, keep_tokenizer
 from agent_rl.controller.summary import summarize, summary_table
 from agent_rl.controller.world import World, open_world
 from agent_rl.errors import TrainerDied
@@ -48,8 +48,9 @@ from agent_rl.observe.metrics_log import MetricsLog
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.filters import length_report, masked_stops
 from agent_rl.rollout.group import RolloutEvent
-from agent_rl.rollout.records import write_trajectories
+from agent_rl.rollout.records import evaluation_stem, write_records, write_trajectories
 from agent_rl.train.ray_trainer import RayTrainer
+from agent_rl.types import Group
 from agent_rl.weight_sync.sync import WeightSync
 
 FILTER_REPORT_STEPS = 10
@@ -77,6 +78,7 @@ async def train(config: RunConfig) -> None:
     with hold_folder(config.run_dir), display:
         await preflight.ask_elsewhere(config)
         state = RunState(config)
+        keep_tokenizer(config.model, state.dir)
         async with _parts(config, facts, state, display) as (world, trainer):
             begin = partial(TrainingRun, config, state, display, world, trainer)
             summary = await run_to_the_end(begin, Restarts(config.train.restarts))
@@ -215,7 +217,8 @@ class TrainingRun:
                     prepared.samples, measure_native=native, step=step, spike_norm=spike
                 )  # fmt: skip
             values |= await self._publish(step, clock)
-            await asyncio.to_thread(write_trajectories, self.state.dir, step, batch.sampled)
+            verdicts = (*prepared.verdicts, *batch.verdicts_of_discarded)
+            await asyncio.to_thread(write_trajectories, self.state.dir, step, batch.sampled, verdicts=verdicts)
         values |= clock.values | self.world.workshop.metrics() | self.world.engine.fleet.metrics()
         values |= self.guard.judge(step, values, self.metrics.rows)
         self.metrics.append(step, values)
@@ -273,21 +276,30 @@ class TrainingRun:
         for kind in ("sampled", "greedy") if settings.greedy and ends else ("sampled",):
             key = f"step-{step}/{kind}"
             if key not in self.state.evaluations:
-                report = await self._evaluate_once(f"Pass@1 at step {step}, {kind}", greedy=kind == "greedy")
-                self.state.record_evaluation(key, asdict(report))
+                report = await self._evaluate_once(key, f"Pass@1 at step {step}, {kind}", greedy=kind == "greedy")
+                self.state.record_evaluation(key, report)
 
-    async def _evaluate_once(self, what: str, *, greedy: bool) -> EvalReport:
+    async def _evaluate_once(self, key: str, what: str, *, greedy: bool) -> EvalReport:
         chosen = self.world.workshop.tasks(self.config.eval.split)[: self.config.eval.tasks]
         tasks = [task for task in chosen if task.id not in self.quarantine]
         self.display.stage(what, total=len(tasks))
+        ended: dict[str, Group] = {}
+
+        def on_event(event: RolloutEvent) -> None:
+            if event.group is not None:
+                ended[event.group.task_id] = event.group
+            self._on_event(event)
+
         async with self.newcomers.welcomed():
             report = await evaluate(
                 tasks,
                 self.world.runner(self.rules.for_evaluation(greedy=greedy)),
                 policy="engine",
                 limiter=self.world.limiter,
-                on_event=self._on_event,
+                on_event=on_event,
             )
+        groups = [ended[task.id] for task in tasks if task.id in ended]
+        await asyncio.to_thread(write_records, evaluation_stem(self.state.dir, key), groups)
         if not report.graded:
             self.display.fact(what, f"not known: none of {report.tasks} tasks could be graded")
             return report

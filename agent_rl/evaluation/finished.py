@@ -4,7 +4,7 @@
 
     FOLDER, FOLDER/results.jsonl   what `agent-rl eval` wrote, also of an evaluation that is still under way
     FOLDER/report.json             its report alone
-    RUN:step-20/sampled            an evaluation in a run's state.json, by its step and its decoding
+    RUN:step-20/sampled            an evaluation that a training run made, by its step and its decoding
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from agent_rl.evaluation.folder import last_graded, read_results
 from agent_rl.evaluation.paired import Score
 from agent_rl.evaluation.report import EpisodeResult
 from agent_rl.observe.files import read_json
+from agent_rl.rollout.records import evaluation_stem
 
 RIGHT = "right would be an evaluation's folder, its results.jsonl or report.json, or RUN:step-N/sampled"
 
@@ -55,7 +56,14 @@ def _of_run(name: str) -> Finished:
     made = _json(state).get("evaluations", {})
     if key not in made:
         raise UserError(f"{name}: the run has no evaluation {key!r}; it has {', '.join(made) or 'none'}")
-    return _of_report(name, made[key])
+    whole = report_path(Path(folder), key)
+    return _of_report(name, _json(whole) if whole.is_file() else made[key])
+
+
+def report_path(run_dir: Path, key: str) -> Path:
+    """The whole report of a training run's evaluation ``key``; older runs have theirs in ``state.json``."""
+    stem = evaluation_stem(run_dir, key)
+    return stem.with_name(f"{stem.name}.report.json")
 
 
 def _of_report(name: str, report: Any) -> Finished:

@@ -170,6 +170,10 @@ METRICS: tuple[Metric, ...] = (
         ("data/position", "count", "Tasks drawn since the run began; the next step goes on there."),
     ),
     *_of(
+        "agent_rl/observe/metrics_log.py",
+        ("time/ended", "seconds", "The Unix time at which the step ended."),
+    ),
+    *_of(
         _WORLD,
         ("hosts/living", "count", "Sandbox hosts that take boxes (`sandbox.hosts: ray`)."),
         ("hosts/lost", "count", "Sandbox hosts that were lost since the run was started last."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -33,9 +34,11 @@ class MetricsLog:
         self._flush()
 
     def append(self, step: int, values: Mapping[str, float]) -> None:
-        """Write the row of ``step``. Raises AgentRlError for a metric that is not registered."""
-        check_registered(values)
-        self._rows.append({"step": step, **{name: float(value) for name, value in values.items()}})
+        """Write the row of ``step``, with the time by the clock. Raises AgentRlError for a metric that is not
+        registered."""
+        row = {"step": step, **{name: float(value) for name, value in values.items()}, "time/ended": time.time()}
+        check_registered(row.keys() - {"step"})
+        self._rows.append(row)
         self._flush()
         from tensorboardX import SummaryWriter  # imports protobuf: not needed by a reader
 

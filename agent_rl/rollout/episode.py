@@ -101,12 +101,12 @@ class _Run:
         self.renderer, self.fmt, self.rules, self.limits = renderer, fmt, rules, rules.rollout
         self.interface = find_interface(rules.env.interface)
         self.session = f"{task.id}-{uuid.uuid4().hex[:12]}"
-        self.started = time.perf_counter()
+        self.began, self.started = time.time(), time.perf_counter()
         self.transcript = Transcript((), max_tokens=self.limits.max_tokens, routes=None)
         self.messages: list[Mapping[str, str]] = []
         self.turns: list[dict[str, Any]] = []  # the fields of Turn: frozen at the end, since a turn may be cut short
         self.parse_failures_in_a_row = 0
-        self.grade_seconds = 0.0
+        self.start_seconds = self.grade_began = self.grade_seconds = 0.0
 
     async def run(self) -> Trajectory:
         try:
@@ -131,6 +131,7 @@ class _Run:
         async with AsyncExitStack() as stack:
             async with bounded(self.rules.env.start_timeout, "starting the task"):
                 episode = await stack.enter_async_context(self.env.start(self.task))
+            self.start_seconds = time.perf_counter() - self.started
             yield episode
 
     def _open(self, episode: Episode, tools: ToolSet) -> None:
@@ -182,7 +183,7 @@ class _Run:
             retractions += completion.retractions
             if completion.tokens or not aborted:
                 if not sampled:
-                    self._begin_turn(prompt_tokens, completion.cached_tokens)
+                    self._begin_turn(prompt_tokens, completion.cached_tokens, started - self.started)
                 sampled += completion.tokens
                 left -= len(completion.tokens)
                 self._note_sampled(sampled, completion.weight_version, time.perf_counter() - started)
@@ -194,7 +195,7 @@ class _Run:
             f"{len(sampled)} tokens into it"
         )
 
-    def _begin_turn(self, prompt_tokens: int, cached_tokens: int) -> None:
+    def _begin_turn(self, prompt_tokens: int, cached_tokens: int, began: float) -> None:
         self.messages.append({})
         self.turns.append(
             {
@@ -206,6 +207,7 @@ class _Run:
                 "observation_tokens": 0,
                 "cached_tokens": cached_tokens,
                 "tool_seconds": 0.0,
+                "began": began,
             }
         )
 
@@ -253,6 +255,7 @@ class _Run:
 
     async def _grade(self, episode: Episode) -> Grade:
         started = time.perf_counter()
+        self.grade_began = started - self.started
         async with bounded(self.rules.env.grading_limit, "grading"):
             grade = await episode.grade()
         self.grade_seconds = time.perf_counter() - started
@@ -278,6 +281,9 @@ class _Run:
             suspected_hack=tuple(grade.suspected_hack) if grade else (),
             seconds=time.perf_counter() - self.started,
             grade_seconds=self.grade_seconds,
+            began=self.began,
+            start_seconds=self.start_seconds,
+            grade_began=self.grade_began,
             tests=grade.tests if grade else {},
             test_log=grade.log if grade else "",
         )

@@ -163,10 +163,14 @@ class _Collector:
     async def _member(self, task: Task, forming: _Forming, scope: asyncio.TaskGroup) -> None:
         """Run one trajectory of the group, again after an infrastructure failure while the group's budget lasts."""
         while True:
+            asked = time.perf_counter()
             async with self.limiter:
                 if forming.undecidable:
                     return
+                waited = time.perf_counter() - asked
                 trajectory = await self.run(task)
+            if not trajectory.recovered:
+                trajectory = replace(trajectory, queue_seconds=waited)
             if trajectory.stop is StopReason.HOST_LOST:
                 self._tell(trajectory=trajectory)
                 continue  # its host's loss is counted where it was noticed, once for all episodes there

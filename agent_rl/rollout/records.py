@@ -1,18 +1,26 @@
-"""Trajectories on disk: ``trajectories/step-NNNNNN.jsonl``, one row a trajectory, and their arrays beside it.
+"""Trajectories on disk: ``trajectories/step-NNNNNN.*``, and an evaluation's ``evaluations/step-NNNNNN-sampled.*``.
 
-A row holds what a person reads (messages, tool calls, times, reward, ending) and refers to its arrays in
-``step-NNNNNN.safetensors`` by key: ``<key>/tokens``, ``<key>/loss_mask``, ``<key>/logprobs``, and ``<key>/routes``, the
-bytes of an :mod:`r3.archive`. The arrays are in place before the rows are, so a step whose JSONL exists is whole.
+::
+
+    <stem>.jsonl.zst     one row a trajectory: what a person reads (turns, times, tests, reward, ending, fate)
+    <stem>.safetensors   its arrays by the row's key: <key>/tokens, loss_mask, logprobs, and routes (an r3.archive)
+    <stem>.index.json    its row in a few numbers, for lists and filters (agent_rl.rollout.sidecars)
+
+The arrays are in place before the rows are, so a step whose rows exist is whole; the sidecar comes last and can be made
+again of the rows. Log-probs are those of the sampled tokens alone, the mask is eight tokens a byte. A row's messages
+name the turn whose text they have, so nothing is written twice.
 
 One trajectory alone, as bytes (:func:`encode_trajectory`), is a safetensors file of the same arrays with the row as
-metadata. Rows say their ``format``; one of an unknown or incomplete format is refused in a line, never guessed at.
+metadata. Rows say their ``format``: 2 (plain JSONL; whole arrays and messages; no times, tests or fates) is still read;
+any other is refused in a line, never guessed at.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,37 +31,62 @@ from safetensors.numpy import load, save, save_file
 
 from agent_rl.errors import AgentRlError
 from agent_rl.observe.files import replacing, write_atomic
-from agent_rl.types import Group, StopReason, Trajectory, Turn
+from agent_rl.rollout.row_files import SUFFIX, encode_rows, read_rows
+from agent_rl.rollout.sidecars import write_sidecar
+from agent_rl.types import Group, StopReason, Trajectory, Turn, Verdict
 from r3 import archive
 from r3.routing import Routing, RoutingError
 
-FORMAT = 2
-"""The format of rows. Rows of 2 did not say so at first; those of 1 had their routes as plain arrays."""
+FORMAT = 3
+"""What is written. Rows of 2 did not say so at first; those of 1 had their routes as plain arrays."""
+_READ = (2, FORMAT)
 
 FOLDER = "trajectories"
+EVALUATIONS = "evaluations"
+LOG_CHARACTERS = 8192
+"""Of a test log its end is kept, so many characters."""
 _ALONE = "trajectory"
 _BROKEN = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError, SafetensorError)
 """What reading a file raises that is damaged, or was never one of ours."""
 _PLAIN = ("task_id", "env", "reward", "resolved", "patch", "error", "seconds", "grade_seconds")
+_TIMES = ("began", "queue_seconds", "start_seconds", "grade_began")
 
 
-def write_trajectories(run_dir: Path, step: int, groups: Sequence[Group], *, routes: bool = True) -> Path:
-    """Write the groups of ``step`` and return the JSONL's path. ``routes`` False leaves the routes out (they are most
-    of the bytes). They are archived without their order within a row. Blocks on the disk: call it in a thread from an
-    event loop."""
-    path = trajectories_path(run_dir, step)
+def write_trajectories(
+    run_dir: Path, step: int, groups: Sequence[Group], *, verdicts: Sequence[Verdict] = (), routes: bool = True
+) -> Path:
+    """:func:`write_records` of a global step."""
+    return write_records(step_stem(run_dir, step), groups, verdicts=verdicts, routes=routes)
+
+
+def write_records(
+    stem: Path, groups: Sequence[Group], *, verdicts: Sequence[Verdict] = (), routes: bool = True
+) -> Path:
+    """Write the trajectories of ``groups`` under ``stem`` and return the path of their rows.
+
+    ``verdicts``: one a trajectory, in the order of groups and members, or none at all. ``routes`` False leaves the
+    routes out (they are most of the bytes). They are archived without their order within a row. Blocks on the disk:
+    call it in a thread from an event loop.
+    """
     members = [(index, group, t) for index, group in enumerate(groups) for t in group.trajectories]
     arrays: dict[str, NDArray] = {}
     rows: list[dict[str, Any]] = []
     for number, (index, group, trajectory) in enumerate(members):
         key = f"{number:05d}"
         arrays |= _arrays(key, trajectory, routes)
-        rows.append(_row(trajectory, index, group, key, routes))
-    # Not orjson: a model may write integers over 64 bits and lone surrogates, which it refuses.
-    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    path.unlink(missing_ok=True)  # rows of a step done before must not be read with the new arrays
-    _save_arrays(path.with_suffix(".safetensors"), arrays)
-    write_atomic(path, lines)
+        rows.append(
+            {
+                **_described(trajectory, key, routes and trajectory.routing is not None),
+                "group": {"index": index, "infrastructure_failures": group.infrastructure_failures},
+                **(asdict(verdicts[number]) if verdicts else {"fate": None, "advantage": None}),
+            }
+        )
+    path = stem.with_name(stem.name + SUFFIX)
+    encoded, places = encode_rows(rows)
+    _forget_rows(stem)  # rows that were written before must not be read with the new arrays
+    _save_arrays(arrays_path(path), arrays)
+    write_atomic(path, encoded)
+    write_sidecar(stem, rows, places)
     return path
 
 
@@ -72,37 +105,28 @@ def decode_trajectory(data: bytes, where: str) -> Trajectory:
         row = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["row"])
     except _BROKEN as error:
         raise AgentRlError(f"{where}: not a trajectory: {error}") from error
-    return _trajectory(row, arrays.__getitem__, where)
-
-
-def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a step's JSONL as they stand, without arrays. Raises AgentRlError for a line that is no row."""
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                row = json.loads(line)
-            except _BROKEN as error:
-                raise AgentRlError(f"{path}, line {number}: no JSON ({error})") from None
-            if not isinstance(row, dict):
-                raise AgentRlError(f"{path}, line {number}: not the row of a trajectory")
-            yield row
+    return read_trajectory(row, arrays.__getitem__, where)
 
 
 def read_trajectories(run_dir: Path, step: int) -> tuple[Group, ...]:
     """The groups of ``step`` as they were written. Raises AgentRlError where rows or arrays are absent, are of a format
     that this version does not read, or routes were damaged."""
     path = trajectories_path(run_dir, step)
-    arrays = path.with_suffix(".safetensors")
-    for file in (path, arrays):
+    for file in (path, arrays_path(path)):
         if not file.is_file():
             raise AgentRlError(f"{file}: no trajectories of step {step} there")
+    return read_groups(path)
+
+
+def read_groups(path: Path) -> tuple[Group, ...]:
+    """The groups whose rows ``path`` holds, with the arrays beside it. Raises as :func:`read_trajectories`."""
     members: dict[int, list[Trajectory]] = {}
     failures: dict[int, int] = {}
     tasks: dict[int, str] = {}
     try:
-        with safe_open(arrays, framework="numpy") as tensors:
+        with safe_open(arrays_path(path), framework="numpy") as tensors:
             for number, row in enumerate(read_rows(path), 1):
-                trajectory = _trajectory(row, tensors.get_tensor, f"{path}, line {number}")
+                trajectory = read_trajectory(row, tensors.get_tensor, f"{path}, line {number}")
                 index = int(row["group"]["index"])
                 members.setdefault(index, []).append(trajectory)
                 failures[index], tasks[index] = int(row["group"]["infrastructure_failures"]), row["task_id"]
@@ -113,39 +137,101 @@ def read_trajectories(run_dir: Path, step: int) -> tuple[Group, ...]:
 
 def steps_on_disk(run_dir: Path) -> list[int]:
     """The steps that have trajectories, in order."""
-    return sorted(int(path.stem.removeprefix("step-")) for path in (run_dir / FOLDER).glob("step-*.jsonl"))
+    files = chain.from_iterable((run_dir / FOLDER).glob(f"step-*{suffix}") for suffix in (SUFFIX, ".jsonl"))
+    return sorted({int(path.name.split(".")[0].removeprefix("step-")) for path in files})
+
+
+def step_stem(run_dir: Path, step: int) -> Path:
+    """What the names of a step's files begin with."""
+    return run_dir / FOLDER / f"step-{step:06d}"
+
+
+def evaluation_stem(run_dir: Path, key: str) -> Path:
+    """What the names of the files of evaluation ``key``, ``step-20/sampled``, begin with."""
+    step, _, decoding = key.partition("/")
+    return run_dir / EVALUATIONS / f"step-{int(step.removeprefix('step-')):06d}-{decoding}"
 
 
 def trajectories_path(run_dir: Path, step: int) -> Path:
-    return run_dir / FOLDER / f"step-{step:06d}.jsonl"
+    """The rows of ``step``, whether or not they are there."""
+    return rows_path(step_stem(run_dir, step))
 
 
-def _row(trajectory: Trajectory, index: int, group: Group, key: str, routes: bool) -> dict[str, Any]:
-    return {
-        **_described(trajectory, key, routes and trajectory.routing is not None),
-        "group": {"index": index, "infrastructure_failures": group.infrastructure_failures},
-    }
+def rows_path(stem: Path) -> Path:
+    """The rows under ``stem``: those of format 2 where there are no others."""
+    path, plain = stem.with_name(stem.name + SUFFIX), stem.with_name(stem.name + ".jsonl")
+    return plain if plain.exists() and not path.exists() else path
+
+
+def arrays_path(rows: Path) -> Path:
+    """The arrays of the rows in ``rows``."""
+    return rows.with_name(rows.name.removesuffix(".zst").removesuffix(".jsonl") + ".safetensors")
+
+
+def messages_of(row: Mapping[str, Any]) -> list[dict[str, str]]:
+    """The messages of a row, whole. Raises what reading a damaged row raises."""
+    turns = row["turns"]
+    return [_unfolded(message, turns) for message in row["messages"]]
+
+
+def _forget_rows(stem: Path) -> None:
+    for suffix in (SUFFIX, ".jsonl", ".index.json", ".train.safetensors"):
+        stem.with_name(stem.name + suffix).unlink(missing_ok=True)
 
 
 def _described(trajectory: Trajectory, key: str, routes: bool) -> dict[str, Any]:
     """All of a trajectory but its arrays, which are named ``<key>/<what>``."""
+    length = len(trajectory.tokens)
     return {
         "format": FORMAT,
-        **{name: getattr(trajectory, name) for name in _PLAIN},
+        **{name: getattr(trajectory, name) for name in (*_PLAIN, *_TIMES)},
         "stop": trajectory.stop.value,
         "weight_versions": trajectory.weight_versions,
         "suspected_hack": trajectory.suspected_hack,
-        "messages": [dict(message) for message in trajectory.messages],
+        "tests": dict(trajectory.tests),
+        "test_log": trajectory.test_log[-LOG_CHARACTERS:],
         "turns": [asdict(turn) for turn in trajectory.turns],
-        "arrays": {"key": key, "tokens": len(trajectory.tokens), "routes": routes},
+        "messages": _folded(trajectory),
+        "branches": [{"parent": None, "shared": 0, "cause": "start", "tokens": length}],
+        "arrays": {"key": key, "tokens": length, "sampled": int(trajectory.loss_mask.sum()), "routes": routes},
     }
+
+
+def _folded(trajectory: Trajectory) -> list[dict[str, Any]]:
+    """The messages; the content of one that only repeats a turn is that turn's number, and what follows its text."""
+    turns, at, folded = trajectory.turns, -1, list[dict[str, Any]]()
+    for message in trajectory.messages:
+        role, content = message["role"], message["content"]
+        if role == "assistant" and at + 1 < len(turns) and content == turns[at + 1].text:
+            at += 1
+            folded.append({**message, "content": {"turn": at}})
+        elif at >= 0 and role != "assistant" and str(content).startswith(turns[at].observation):
+            rest = content[len(turns[at].observation) :]
+            folded.append({**message, "content": {"observed": at, "rest": rest}})
+        else:
+            folded.append(dict(message))
+    return folded
+
+
+def _unfolded(message: Mapping[str, Any], turns: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    content = message["content"]
+    if isinstance(content, Mapping):
+        told = content.get("turn")
+        content = (
+            turns[told]["text"] if told is not None else turns[content["observed"]]["observation"] + content["rest"]
+        )
+    return {**message, "content": content}
+
+
+def _observed(turn: Mapping[str, Any], rest: str) -> str:
+    return f"{turn['observation']}{rest}"
 
 
 def _arrays(key: str, trajectory: Trajectory, routes: bool, *, keep_order: bool = False) -> dict[str, NDArray]:
     arrays: dict[str, NDArray] = {
         f"{key}/tokens": trajectory.tokens,
-        f"{key}/loss_mask": trajectory.loss_mask,
-        f"{key}/logprobs": trajectory.logprobs,
+        f"{key}/loss_mask": np.packbits(trajectory.loss_mask),
+        f"{key}/logprobs": trajectory.logprobs[trajectory.loss_mask],
     }
     if routes and trajectory.routing is not None:
         encoded = archive.encode(trajectory.routing, keep_order=keep_order)
@@ -155,34 +241,51 @@ def _arrays(key: str, trajectory: Trajectory, routes: bool, *, keep_order: bool 
 
 
 def _save_arrays(path: Path, arrays: Mapping[str, NDArray]) -> None:
-    """As :func:`write_atomic`, without the bytes of a whole step in memory a second time."""
+    """As write_atomic, without the bytes of a whole step in memory a second time."""
     with replacing(path) as temporary:
         save_file(dict(arrays), temporary)
 
 
-def _trajectory(row: Mapping[str, Any], array: Callable[[str], NDArray], where: str) -> Trajectory:
-    """The trajectory of a row; ``array`` gives its arrays by name."""
+def read_trajectory(row: Mapping[str, Any], array: Callable[[str], NDArray], where: str) -> Trajectory:
+    """The trajectory of ``row``; ``array`` gives its arrays by name. Raises AgentRlError naming ``where``."""
     try:
-        found = row.get("format", FORMAT if "routes" in row.get("arrays", ()) else 1)
-        if found != FORMAT:
+        found = row.get("format", 2 if "routes" in row.get("arrays", ()) else 1)
+        if found not in _READ:
             raise AgentRlError(
-                f"{where}: written in format {found} of trajectories; this version reads format {FORMAT}"
+                f"{where}: written in format {found} of trajectories; this version reads formats 2 and {FORMAT}"
             )
         key = row["arrays"]["key"]
+        later = {name: row[name] for name in (*_TIMES, "tests", "test_log")} if found == FORMAT else {}
+        tokens, (loss_mask, logprobs) = array(f"{key}/tokens"), _sampled(row, array, found)
         return Trajectory(
             **{name: row[name] for name in _PLAIN},
-            tokens=array(f"{key}/tokens"),
-            loss_mask=array(f"{key}/loss_mask"),
-            logprobs=array(f"{key}/logprobs"),
+            **later,
+            tokens=tokens,
+            loss_mask=loss_mask,
+            logprobs=logprobs,
             routing=_routing(key, array) if row["arrays"]["routes"] else None,
             stop=StopReason(row["stop"]),
             turns=tuple(Turn(**turn) for turn in row["turns"]),
-            messages=tuple(row["messages"]),
+            messages=tuple(messages_of(row)),
             weight_versions=tuple(row["weight_versions"]),
             suspected_hack=tuple(row["suspected_hack"]),
         )
     except _BROKEN as error:
         raise AgentRlError(f"{where}: not a trajectory that this version reads: {_why(error)}") from error
+
+
+def _sampled(
+    row: Mapping[str, Any], array: Callable[[str], NDArray], found: int
+) -> tuple[NDArray[np.bool_], NDArray[np.float32]]:
+    """The loss mask and the log-probs of a row, ``[S]`` each."""
+    key, length = row["arrays"]["key"], row["arrays"]["tokens"]
+    loss_mask, logprobs = array(f"{key}/loss_mask"), array(f"{key}/logprobs")
+    if found == 2:
+        return loss_mask, logprobs
+    mask = np.unpackbits(loss_mask, count=length).view(np.bool_)
+    whole = np.zeros(length, np.float32)
+    whole[mask] = logprobs
+    return mask, whole
 
 
 def _why(error: Exception) -> str:

@@ -9,7 +9,6 @@ grading.
 from __future__ import annotations
 
 import base64
-import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -18,9 +17,10 @@ from typing import Any
 
 from agent_rl.config import OWN_INTERFACE
 from agent_rl.engine.scripted import ScriptedEngine
-from agent_rl.errors import UserError
+from agent_rl.errors import AgentRlError, UserError
 from agent_rl.rollout.episode import EpisodeRules, run_episode
 from agent_rl.rollout.group import EpisodeRunner
+from agent_rl.rollout.row_files import read_rows
 from agent_rl.types import TokenIds, Trajectory
 from envs import Environment, Interface, Interfaced, Solvable, Task, find_interface
 from tools import ToolCall
@@ -82,10 +82,9 @@ def recorded(path: Path) -> tuple[Solver, frozenset[str]]:
     """
     turns: dict[str, list[str]] = {}
     try:
-        with path.open(encoding="utf-8") as rows:
-            for row in map(json.loads, rows):
-                turns.setdefault(row["task_id"], [turn["text"] for turn in row["turns"]])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        for row in read_rows(path):
+            turns.setdefault(row["task_id"], [turn["text"] for turn in row["turns"]])
+    except (OSError, AgentRlError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: no trajectories to replay ({type(error).__name__}: {error})") from None
     return (lambda env, task: turns[task.id]), frozenset(turns)
 

@@ -339,7 +339,7 @@ def updates(model: Path, batches: Sequence[Sequence[Sample]]) -> list[dict[str, 
 
 def pairs(out: Path, n: int) -> None:
     """Write ``pairs.json`` and ``pairs.md`` of the runs in ``out``."""
-    runs = sorted(path.parent.parent for path in out.glob("*/trajectories/step-000001.jsonl"))
+    runs = sorted(path.parent.parent for path in out.glob("*/trajectories/step-000001.jsonl.zst"))
     groups = [read_trajectories(run, 1) for run in runs]
     flat = asyncio.run(rescored(out / "model", out, [group for each in groups for group in each], n))
     batches, at = [], 0

@@ -142,6 +142,6 @@ async def test_on_the_real_engine_and_trainer(tmp_path: Path, monkeypatch: pytes
     assert replay["routes"]["router"] == 0
     assert 0 < native["logprobs"]["metrics"]["logprob_abs_diff"]["value"] < 0.3, "bfloat16 against float32"
     assert found["native_again"]["total"]["logprobs"]["metrics"]["logprob_abs_diff"]["value"] < 1e-4
-    assert (out / "trajectories" / "step-000000.jsonl").exists()
+    assert (out / "trajectories" / "step-000000.jsonl.zst").exists()
     for name in ("probabilities", "f_tau", "routers"):
         assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")

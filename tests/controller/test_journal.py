@@ -28,7 +28,8 @@ def trajectory(task: str, seed: int, stop: StopReason = StopReason.SUBMITTED) ->
     turn = Turn("hi", "bash", {"cmd": "ls"}, None, "a", 3, 2, 0, 0, "3", 0.5, 0.25)
     return Trajectory(
         task, "mini", np.arange(5, dtype=np.int32) + seed, np.arange(5) > 2,
-        generator.standard_normal(5).astype(np.float32), routing, stop, None if stop.infrastructure else 1.0,
+        np.where(np.arange(5) > 2, generator.standard_normal(5), 0).astype(np.float32), routing, stop,
+        None if stop.infrastructure else 1.0,
         resolved=True, turns=(turn,), messages=({"role": "user", "content": "x"},), weight_versions=("3",),
     )  # fmt: skip
 

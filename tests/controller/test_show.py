@@ -61,13 +61,13 @@ def test_an_episode_is_shown_turn_by_turn(run: Path) -> None:
 
 def test_many_are_listed_and_one_is_chosen(run: Path) -> None:
     text = shown(run)
-    assert "step-000002.jsonl" in text, "the last step"
+    assert "step-000002.jsonl.zst" in text, "the last step"
     assert [line.count("fix-sum") for line in text.splitlines() if "not resolved" in line][:1] == [1]
     assert f"one of them: agent-rl show {run} --task fix-sum --sample 0" in text.replace("\n", "")
     assert "steps: 1 to 2" in text
     assert "not resolved, reward 0;" in shown(run, task="fix-sum", sample=0)
     assert "resolved, reward 1;" in shown(run, task="fix-sum", sample=1)
-    assert "other, sample 0" in shown(run / "trajectories" / "step-000002.jsonl", task="other")
+    assert "other, sample 0" in shown(run / "trajectories" / "step-000002.jsonl.zst", task="other")
     assert "outcome" in shown(run, step=1, as_list=True)
 
 

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+from evaluations import eval_report
 
 from agent_rl.config import RunConfig, TrainConfig
 from agent_rl.controller.state import RunState
 from agent_rl.errors import ConfigError
+from agent_rl.evaluation.finished import read_evaluation
+from agent_rl.evaluation.paired import Score
 
 
 def config(runs: Path, **train: object) -> RunConfig:
@@ -16,7 +20,7 @@ def config(runs: Path, **train: object) -> RunConfig:
 def test_evaluations_survive_and_those_after_the_resume_point_are_forgotten(tmp_path: Path) -> None:
     state = RunState(config(tmp_path))
     for step in (0, 5, 10):
-        state.record_evaluation(f"step-{step}/sampled", {"pass_at_1": step / 10})
+        state.record_evaluation(f"step-{step}/sampled", eval_report(step / 10))
     trajectories = tmp_path / "demo" / "trajectories"
     trajectories.mkdir()
     for step in (5, 6):
@@ -25,6 +29,11 @@ def test_evaluations_survive_and_those_after_the_resume_point_are_forgotten(tmp_
     resumed = RunState(config(tmp_path))
     resumed.forget_after(5)
     assert list(resumed.evaluations) == ["step-0/sampled", "step-5/sampled"]
+    assert read_evaluation(f"{resumed.dir}:step-5/sampled").scores == {"a": Score(1, 2)}
+    assert sorted(path.name for path in (resumed.dir / "evaluations").iterdir()) == [
+        "step-000000-sampled.report.json", "step-000005-sampled.report.json",
+    ]  # fmt: skip
+    assert json.loads((resumed.dir / "state.json").read_text())["resumes"] == [5]
     assert sorted(path.name for path in trajectories.iterdir()) == ["step-000005.jsonl", "step-000005.safetensors"]
 
 

@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 
 import pytest
+from evaluations import eval_report
 from rich.console import Console
 
 from agent_rl.config import RunConfig
@@ -41,8 +42,7 @@ def test_steps_without_an_update_are_counted_with_their_reason(tmp_path: Path) -
 
 def test_an_evaluation_in_which_nothing_was_graded_has_no_rate(tmp_path: Path) -> None:
     state = RunState(RunConfig(name="demo", runs_dir=tmp_path, model=Path("m")))
-    report = {"pass_at_1": math.nan, "interval": (0.0, 1.0), "infrastructure_failures": 8, "seconds": 1.0}
-    state.record_evaluation("step-0/sampled", report)
+    state.record_evaluation("step-0/sampled", eval_report(math.nan, infrastructure_failures=8))
     summary = summarize(state, [{"step": 1.0, **LEARNED}], FACTS, steps=1)
     assert summary["pass_at_1_before"] is None
     out = io.StringIO()

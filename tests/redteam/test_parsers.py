@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -23,11 +24,10 @@ from agent_rl.evaluation.quarantine import read_quarantine
 from agent_rl.rollout.records import (
     decode_trajectory,
     encode_trajectory,
-    read_rows,
     read_trajectories,
-    trajectories_path,
     write_trajectories,
 )
+from agent_rl.rollout.row_files import read_rows
 from agent_rl.rollout.solvers import recorded
 from agent_rl.types import Group
 from envs.mini import generate, to_record
@@ -168,8 +168,9 @@ def named_error_or_value(read: Callable[[], object]) -> None:
 def test_any_file_of_trajectories_is_read_or_refused(folder: Path, content: bytes) -> None:
     for name in ("x.jsonl", "x.json"):
         (folder / name).write_bytes(content)
-    write_trajectories(folder, 1, [Group("t", (trajectory(1.0),), 0)])
-    trajectories_path(folder, 1).write_bytes(content)
+    write_trajectories(folder, 1, [Group("t", (trajectory(1.0),), 0)]).write_bytes(
+        zstandard.ZstdCompressor().compress(content)
+    )
     console = Console(file=io.StringIO())
     rows, whole = folder / "x.jsonl", folder / "x.json"
     for read in (

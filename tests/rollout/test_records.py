@@ -8,15 +8,25 @@ from typing import Any
 
 import numpy as np
 import pytest
+import zstandard
 from safetensors.numpy import load_file, save_file
 
 from agent_rl.errors import AgentRlError
 from agent_rl.rollout.episode import EpisodeRules, run_episode
 from agent_rl.rollout.group import GroupSettings, collect_groups
 from agent_rl.rollout.limiter import Limiter
-from agent_rl.rollout.records import read_rows, read_trajectories, steps_on_disk, write_trajectories
+from agent_rl.rollout.records import (
+    arrays_path,
+    messages_of,
+    read_trajectories,
+    step_stem,
+    steps_on_disk,
+    write_trajectories,
+)
+from agent_rl.rollout.row_files import encode_rows, read_row, read_rows
+from agent_rl.rollout.sidecars import read_sidecar
 from agent_rl.rollout.solvers import ByteRenderer
-from agent_rl.types import Group, StopReason, Trajectory
+from agent_rl.types import Fate, Group, StopReason, Trajectory, Verdict
 from envs import Task
 from tools.formats import tool_format
 
@@ -67,7 +77,8 @@ def test_a_row_says_what_happened(groups: tuple[Group, ...], tmp_path: Path) -> 
     row = rows[0]
     assert (row["stop"], row["reward"], row["patch"]) == ("submitted", 1.0, "diff")
     assert [turn["tool"] for turn in row["turns"]] == ["echo", "echo", "submit"]
-    assert row["messages"][3] == {"role": "tool", "content": row["task_id"]}
+    assert row["messages"][3] == {"role": "tool", "content": {"observed": 0, "rest": ""}}
+    assert messages_of(row)[3] == {"role": "tool", "content": row["task_id"]}
     assert row["weight_versions"] == ["1", "2"]
 
 
@@ -79,7 +90,7 @@ def test_routes_may_be_left_out(groups: tuple[Group, ...], tmp_path: Path) -> No
 
 
 def test_damaged_routes_are_named(groups: tuple[Group, ...], tmp_path: Path) -> None:
-    arrays = write_trajectories(tmp_path, 1, groups).with_suffix(".safetensors")
+    arrays = arrays_path(write_trajectories(tmp_path, 1, groups))
     tensors = load_file(arrays)
     tensors["00003/routes"][40] ^= 1
     save_file(tensors, arrays)
@@ -117,9 +128,8 @@ def test_a_step_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def test_every_line_is_json_of_its_own(groups: tuple[Group, ...], tmp_path: Path) -> None:
     path = write_trajectories(tmp_path, 1, groups)
-    assert [json.loads(line)["arrays"]["key"] for line in path.read_bytes().splitlines()] == [
-        f"{n:05d}" for n in range(6)
-    ]
+    lines = zstandard.ZstdDecompressor().decompress(path.read_bytes()).splitlines()
+    assert [json.loads(line)["arrays"]["key"] for line in lines] == [f"{n:05d}" for n in range(6)]
 
 
 def test_endings_survive(groups: tuple[Group, ...], tmp_path: Path) -> None:
@@ -127,3 +137,59 @@ def test_endings_survive(groups: tuple[Group, ...], tmp_path: Path) -> None:
     every = tuple(replace(trajectory, stop=stop) for stop in StopReason)
     write_trajectories(tmp_path, 1, [Group("t", every)])
     assert [t.stop for t in read_trajectories(tmp_path, 1)[0].trajectories] == list(StopReason)
+
+
+CAPTURED = Path(__file__).parent.parent / "captured"
+
+
+def test_rows_of_format_2_are_read() -> None:
+    groups = read_trajectories(CAPTURED, 1)
+    first = groups[0].trajectories[0]
+    assert steps_on_disk(CAPTURED) == [1, 2]
+    assert (first.task_id, len(first.tokens), first.loss_mask.dtype) == ("mini-train-0-00014", 141, np.bool_)
+    assert (first.logprobs[~first.loss_mask] == 0).all()
+    assert first.routing is not None
+    assert (first.began, first.tests, first.test_log) == (0.0, {}, "")
+
+
+def test_rows_say_what_training_made_of_them(groups: tuple[Group, ...], tmp_path: Path) -> None:
+    verdicts = [Verdict(Fate.TRAINED, 0.5)] * 3 + [Verdict(Fate.DROPPED)] * 3
+    rows = list(read_rows(write_trajectories(tmp_path, 1, groups, verdicts=verdicts)))
+    assert [(row["fate"], row["advantage"]) for row in rows] == [("trained", 0.5)] * 3 + [("dropped", None)] * 3
+    columns, _ = read_sidecar(step_stem(tmp_path, 1)) or ({}, [])
+    assert columns["fate"] == [row["fate"] for row in rows]
+
+
+def test_an_episode_accounts_for_its_time(groups: tuple[Group, ...]) -> None:
+    for trajectory in (t for group in groups for t in group.trajectories):
+        times = [trajectory.start_seconds, *(turn.began for turn in trajectory.turns), trajectory.grade_began]
+        assert times == sorted(times)
+        assert trajectory.grade_began + trajectory.grade_seconds <= trajectory.seconds
+        assert trajectory.began > 1.7e9
+        assert trajectory.queue_seconds >= 0
+
+
+def test_messages_that_repeat_a_turn_are_not_written_twice(groups: tuple[Group, ...], tmp_path: Path) -> None:
+    turn = replace(groups[0].trajectories[0].turns[0], text="I look. " * 500, observation="a file " * 500)
+    messages = (
+        {"role": "user", "content": "the task"},
+        {"role": "assistant", "content": turn.text},
+        {"role": "tool", "content": f"{turn.observation}\n[3 turns left]"},
+        {"role": "user", "content": "something else"},
+    )
+    odd = replace(groups[0].trajectories[0], turns=(turn,), messages=messages)
+    (row,) = read_rows(write_trajectories(tmp_path, 1, [Group("t", (odd,))]))
+    assert len(json.dumps(row["messages"])) < 300
+    assert messages_of(row) == list(messages)
+
+
+def test_one_row_is_found_without_those_before_it(tmp_path: Path) -> None:
+    rows = [{"number": number, "text": "x" * 300_000} for number in range(8)]
+    data, places = encode_rows(rows)
+    path = tmp_path / "rows.jsonl.zst"
+    path.write_bytes(data)
+    assert [offset for offset, _ in places] != [0] * 8
+    assert [read_row(path, place) for place in places] == rows == list(read_rows(path))
+    path.write_bytes(data[:-7])
+    with pytest.raises(AgentRlError, match=r"rows\.jsonl\.zst: damaged"):
+        list(read_rows(path))
