@@ -633,6 +633,16 @@ class EvalConfig(Section):
     split: str = Field("heldout", description="The environment's split to evaluate on.")
 
 
+class ObserveConfig(Section):
+    """What of a run is kept for whoever looks at it."""
+
+    token_detail: bool = Field(
+        True,
+        description="Keep what the trainer saw of every token it trained on: how far it is from the engine's "
+        "log-probs, with and without replay, entropy, clipping, and the layers whose experts differ.",
+    )
+
+
 class HardwareConfig(Section):
     """The machines a run is meant for. Nothing but `agent-rl plan` reads it; sizes in GiB."""
 
@@ -664,6 +674,7 @@ class RunConfig(Section):
     r3: R3Config = R3Config()
     guard: GuardConfig = GuardConfig()
     eval: EvalConfig = EvalConfig()
+    observe: ObserveConfig = ObserveConfig()
     hardware: HardwareConfig = HardwareConfig()
 
     @model_validator(mode="before")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import IntFlag, StrEnum
 from typing import Any
 
 import numpy as np
@@ -67,9 +67,9 @@ class Fate(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A trajectory's fate, and its advantage where one was taken."""
+    """A trajectory's fate, and its advantage where one was taken; None where nobody trained."""
 
-    fate: Fate
+    fate: Fate | None
     advantage: float | None = None
 
 
@@ -246,6 +246,33 @@ class Sample:
     routing: Routing | None
     weight: float = 1.0
     old_logprobs: NDArray[np.float32] | None = None
+
+
+class TokenFlag(IntFlag):
+    """What an update made of a sampled token."""
+
+    CLIPPED = 1  # the objective's clip took its gradient
+    REWEIGHTED = 2  # the correction changed its weight
+    MASKED = 4  # the correction left it out
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenDetail:
+    """What the trainer saw of one sample's ``S`` tokens, ``n`` of them sampled, in ``layers`` MoE layers.
+
+    ``gap`` and ``native_gap`` float32 ``[n]``: the trainer's log-prob less the engine's, with the configured replay and
+    without any. ``entropy`` float16 ``[n]``, ``flags`` uint8 ``[n]`` (:class:`TokenFlag`). ``differs`` and
+    ``native_differs`` uint8 ``[S, ceil(layers / 8)]``: a bit for each MoE layer whose experts differ from the
+    rollout's, where the token was the input. None: not measured.
+    """
+
+    gap: NDArray[np.float32]
+    native_gap: NDArray[np.float32] | None
+    entropy: NDArray[np.float16] | None
+    flags: NDArray[np.uint8]
+    layers: int
+    differs: NDArray[np.uint8] | None
+    native_differs: NDArray[np.uint8] | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,7 @@ MAY_CHANGE = (
     {"runs_dir"},
     {"guard"},
     {"hardware"},
+    {"observe"},
     {"r3", "trace"},
     {"train", "steps"},
     {"train", "checkpoint_every"},

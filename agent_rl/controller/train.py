@@ -50,7 +50,7 @@ from agent_rl.rollout.filters import length_report, masked_stops
 from agent_rl.rollout.group import RolloutEvent
 from agent_rl.rollout.records import evaluation_stem, write_records, write_trajectories
 from agent_rl.train.ray_trainer import RayTrainer
-from agent_rl.types import Group
+from agent_rl.types import Group, TokenDetail
 from agent_rl.weight_sync.sync import WeightSync
 
 FILTER_REPORT_STEPS = 10
@@ -209,16 +209,27 @@ class TrainingRun:
                 normalised=not self.config.train.normalises_penalised,
             )
             values |= prepared.metrics
+            details: dict[int, TokenDetail] | None = {} if self.config.observe.token_detail else None
             if prepared.samples:
                 self.display.stage(f"step {step}: update")
                 native = self._measure_native(step)
                 spike = self.guard.spike_norm(self.metrics.rows)
                 values |= await self.trainer.step(
-                    prepared.samples, measure_native=native, step=step, spike_norm=spike
-                )  # fmt: skip
+                    prepared.samples,
+                    measure_native=native,
+                    step=step,
+                    spike_norm=spike,
+                    on_detail=None if details is None else details.update,
+                )
             values |= await self._publish(step, clock)
-            verdicts = (*prepared.verdicts, *batch.verdicts_of_discarded)
-            await asyncio.to_thread(write_trajectories, self.state.dir, step, batch.sampled, verdicts=verdicts)
+            await asyncio.to_thread(
+                write_trajectories,
+                self.state.dir,
+                step,
+                batch.sampled,
+                verdicts=(*prepared.verdicts, *batch.verdicts_of_discarded),
+                details=details and {prepared.origins[index]: detail for index, detail in details.items()},
+            )
         values |= clock.values | self.world.workshop.metrics() | self.world.engine.fleet.metrics()
         values |= self.guard.judge(step, values, self.metrics.rows)
         self.metrics.append(step, values)

@@ -4,6 +4,7 @@
 
     <stem>.jsonl.zst     one row a trajectory: what a person reads (turns, times, tests, reward, ending, fate)
     <stem>.safetensors   its arrays by the row's key: <key>/tokens, loss_mask, logprobs, and routes (an r3.archive)
+    <stem>.train.safetensors   what the trainer saw of their tokens (agent_rl.rollout.token_details)
     <stem>.index.json    its row in a few numbers, for lists and filters (agent_rl.rollout.sidecars)
 
 The arrays are in place before the rows are, so a step whose rows exist is whole; the sidecar comes last and can be made
@@ -32,8 +33,9 @@ from safetensors.numpy import load, save, save_file
 from agent_rl.errors import AgentRlError
 from agent_rl.observe.files import replacing, write_atomic
 from agent_rl.rollout.row_files import SUFFIX, encode_rows, read_rows
-from agent_rl.rollout.sidecars import write_sidecar
-from agent_rl.types import Group, StopReason, Trajectory, Turn, Verdict
+from agent_rl.rollout.sidecars import sidecar_path, write_sidecar
+from agent_rl.rollout.token_details import details_path, worst, write_details
+from agent_rl.types import Group, StopReason, TokenDetail, Trajectory, Turn, Verdict
 from r3 import archive
 from r3.routing import Routing, RoutingError
 
@@ -53,20 +55,32 @@ _TIMES = ("began", "queue_seconds", "start_seconds", "grade_began")
 
 
 def write_trajectories(
-    run_dir: Path, step: int, groups: Sequence[Group], *, verdicts: Sequence[Verdict] = (), routes: bool = True
+    run_dir: Path,
+    step: int,
+    groups: Sequence[Group],
+    *,
+    verdicts: Sequence[Verdict] = (),
+    details: Mapping[int, TokenDetail] | None = None,
+    routes: bool = True,
 ) -> Path:
     """:func:`write_records` of a global step."""
-    return write_records(step_stem(run_dir, step), groups, verdicts=verdicts, routes=routes)
+    return write_records(step_stem(run_dir, step), groups, verdicts=verdicts, details=details, routes=routes)
 
 
 def write_records(
-    stem: Path, groups: Sequence[Group], *, verdicts: Sequence[Verdict] = (), routes: bool = True
+    stem: Path,
+    groups: Sequence[Group],
+    *,
+    verdicts: Sequence[Verdict] = (),
+    details: Mapping[int, TokenDetail] | None = None,
+    routes: bool = True,
 ) -> Path:
     """Write the trajectories of ``groups`` under ``stem`` and return the path of their rows.
 
-    ``verdicts``: one a trajectory, in the order of groups and members, or none at all. ``routes`` False leaves the
-    routes out (they are most of the bytes). They are archived without their order within a row. Blocks on the disk:
-    call it in a thread from an event loop.
+    ``verdicts``: one a trajectory, in the order of groups and members, or none at all; ``details``: what the trainer
+    saw of some, by their number in that order, None where nobody asked. ``routes`` False leaves the routes out (they
+    are most of the bytes). They are archived without their order within a row. Blocks on the disk: call it in a thread
+    from an event loop.
     """
     members = [(index, group, t) for index, group in enumerate(groups) for t in group.trajectories]
     arrays: dict[str, NDArray] = {}
@@ -78,13 +92,16 @@ def write_records(
             {
                 **_described(trajectory, key, routes and trajectory.routing is not None),
                 "group": {"index": index, "infrastructure_failures": group.infrastructure_failures},
-                **(asdict(verdicts[number]) if verdicts else {"fate": None, "advantage": None}),
+                **asdict(verdicts[number] if verdicts else Verdict(None)),
+                **_worst((details or {}).get(number)),
             }
         )
     path = stem.with_name(stem.name + SUFFIX)
     encoded, places = encode_rows(rows)
     _forget_rows(stem)  # rows that were written before must not be read with the new arrays
     _save_arrays(arrays_path(path), arrays)
+    if details is not None:
+        write_details(stem, details, groups)
     write_atomic(path, encoded)
     write_sidecar(stem, rows, places)
     return path
@@ -174,9 +191,14 @@ def messages_of(row: Mapping[str, Any]) -> list[dict[str, str]]:
     return [_unfolded(message, turns) for message in row["messages"]]
 
 
+def _worst(detail: TokenDetail | None) -> dict[str, float | None]:
+    gaps = (None, None) if detail is None else (detail.gap, detail.native_gap)
+    return dict(zip(("worst_gap", "worst_native_gap"), map(worst, gaps), strict=True))
+
+
 def _forget_rows(stem: Path) -> None:
-    for suffix in (SUFFIX, ".jsonl", ".index.json", ".train.safetensors"):
-        stem.with_name(stem.name + suffix).unlink(missing_ok=True)
+    for path in (rows_path(stem), stem.with_name(stem.name + ".jsonl"), sidecar_path(stem), details_path(stem)):
+        path.unlink(missing_ok=True)
 
 
 def _described(trajectory: Trajectory, key: str, routes: bool) -> dict[str, Any]:

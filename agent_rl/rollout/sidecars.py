@@ -20,6 +20,7 @@ SUFFIX = ".index.json"
 COLUMNS = (
     *("group", "task", "reward", "resolved", "stop", "turns", "tokens", "sampled", "hacks", "fate", "advantage"),
     *("branches", "versions", "seconds", "began", "failures", "format"),
+    *("worst_gap", "worst_native_gap"),
 )
 
 
@@ -50,8 +51,7 @@ def summary(row: Mapping[str, Any]) -> dict[str, Any]:
         "tokens": row["arrays"]["tokens"],
         "sampled": sampled,
         "hacks": len(row["suspected_hack"]),
-        "fate": row.get("fate"),
-        "advantage": row.get("advantage"),
+        **{name: row.get(name) for name in ("fate", "advantage", "worst_gap", "worst_native_gap")},
         "branches": len(row.get("branches", (None,))),
         "versions": len(row["weight_versions"]),
         "began": row.get("began") or None,

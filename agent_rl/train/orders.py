@@ -62,9 +62,11 @@ class OptimizerSpec:
 @dataclass(frozen=True, slots=True)
 class StepOrder:
     """One global step. ``measure_native``: whether the mismatch without replay is measured in it. ``spike_norm``: the
-    gradient norm beyond which an update is a spike (None: none is). ``trace``: what is written down of its routes."""
+    gradient norm beyond which an update is a spike (None: none is). ``trace``: what is written down of its routes.
+    ``detail``: whether entropy and flags of every sampled token are reported."""
 
     config: RunConfig
     measure_native: bool
     spike_norm: float | None = None
     trace: TraceOrder | None = None
+    detail: bool = False

@@ -13,7 +13,7 @@ serves the engines.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -39,7 +39,8 @@ from agent_rl.train.reports import Differing, ForwardAnswer, RankReport
 from agent_rl.train.route_shares import MicroBatches, by_sample, count_all_differing, have_routes, put_together
 from agent_rl.train.route_trace import begin_trace, check_trace
 from agent_rl.train.step_metrics import step_metrics
-from agent_rl.types import Sample
+from agent_rl.train.token_detail import LayerBits, token_details
+from agent_rl.types import Sample, TokenDetail
 from agent_rl.weight_sync.order import PublishOrder, PublishReport
 from r3.trace.points import TraceOrder
 
@@ -47,6 +48,8 @@ PUBLISH_SECONDS = 900.0
 
 Shares = tuple[tuple[MiniStepShare, ...], ...]
 """``shares[data_rank][mini_step]``"""
+
+TakeDetails = Callable[[Mapping[int, TokenDetail]], None]
 
 StepAnswer = tuple[RankReport | None, Differing | None, BalanceReport | None]
 """What a rank answers to a step."""
@@ -101,27 +104,28 @@ class RayTrainer:
         measure_native: bool,
         step: int | None = None,
         spike_norm: float | None = None,
+        on_detail: TakeDetails | None = None,
     ) -> Mapping[str, float]:
         """One GRPO global step: old log-probs, then the updates. Without a sampled token (no group had any variance)
         nothing is updated.
 
         ``measure_native`` also runs a pass without replay for the ``mismatch_native/*`` metrics. ``step``: its number,
         by which ``r3.trace.steps`` names the steps to trace, and the run's ``balance.jsonl`` its rows. A gradient norm
-        beyond ``spike_norm`` is dealt with as ``guard.on_spike`` says. Returns metrics under the names of
-        docs/metrics.md.
+        beyond ``spike_norm`` is dealt with as ``guard.on_spike`` says. ``on_detail`` is called with what was seen of
+        every sample's tokens, by index. Returns metrics under the names of docs/metrics.md.
         """
         if not any(sample.loss_mask[1:].any() for sample in samples):
             return {"train/updates": 0.0, "time/old_logprob": 0.0, "time/update": 0.0}
         self.ranks.check_running()
         shares, trace, handed = await asyncio.to_thread(self._deal_out, samples, step)
-        order = StepOrder(self.config, measure_native, spike_norm, trace)
+        order = StepOrder(self.config, measure_native, spike_norm, trace, detail=on_detail is not None)
         answers = await self.ranks.call_each(
             lambda actor, info: actor.grpo.remote(
                 handed[info.rank].samples, shares[info.data_rank], order, handed[info.rank].routes
             )
         )
         handed.clear()  # the routes leave the object store
-        return await asyncio.to_thread(self._merged, samples, shares, answers, step)
+        return await asyncio.to_thread(self._merged, samples, shares, answers, step, on_detail)
 
     def _deal_out(self, samples: Sequence[Sample], step: int | None) -> tuple[Shares, TraceOrder | None, list[HandOut]]:
         """Which data rank trains on what, what is traced of it, and what each rank is handed."""
@@ -137,12 +141,25 @@ class RayTrainer:
         return shares, trace, hand_out(self.ranks, samples, micro_batches, routes=routes)
 
     def _merged(
-        self, samples: Sequence[Sample], shares: Shares, answers: Sequence[StepAnswer], step: int | None
+        self,
+        samples: Sequence[Sample],
+        shares: Shares,
+        answers: Sequence[StepAnswer],
+        step: int | None,
+        on_detail: TakeDetails | None,
     ) -> dict[str, float]:
         """The ranks' answers as one step's metrics."""
+        infos, micro_batches = self.ranks.infos, _micro_batches(shares)
         reports = [report for report, _, _ in answers if report is not None]
         differs = [differs for _, differs, _ in answers]
-        counts = count_all_differing(samples, _micro_batches(shares), self.ranks.infos, differs)
+        if on_detail is None:
+            counts = count_all_differing(samples, micro_batches, infos, differs)
+        else:
+            bits = LayerBits(samples), LayerBits(samples)
+            counts = count_all_differing(samples, micro_batches, infos, differs, *(part.take for part in bits))
+            leads = zip(infos, answers, strict=True)
+            by_rank = {info.data_rank: report for info, (report, _, _) in leads if report is not None}
+            on_detail(token_details(samples, micro_batches, by_rank, *bits))
         balanced = [balance for _, _, balance in answers if balance is not None]
         if balanced and step is not None:
             write_balance(self.config.run_dir, step, balanced)

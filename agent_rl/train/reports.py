@@ -91,9 +91,18 @@ class ReferenceReport:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class SampledTokens:
+    """Of the sampled tokens ``n``, as the updates saw them: ``entropy`` float16 ``[n]`` of the first epoch, ``flags``
+    uint8 ``[n]`` (:class:`agent_rl.types.TokenFlag`) of all."""
+
+    entropy: NDArray[np.float16]
+    flags: NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class RankReport:
     """One data rank's share of a step. Log-probs are those of the sampled tokens, one after another, in the same order
-    for rollout, trainer (with the configured replay) and native (without)."""
+    for rollout, trainer (with the configured replay) and native (without), and ``sampled``, where it was asked for."""
 
     rollout_logprobs: NDArray[np.float32]
     trainer_logprobs: NDArray[np.float32]
@@ -103,6 +112,7 @@ class RankReport:
     native_seconds: float
     update_seconds: float
     reference: ReferenceReport | None = None
+    sampled: SampledTokens | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,7 +12,7 @@ Axes: ``T`` packed tokens, ``L`` MoE layers, ``R`` rows and ``C`` columns of a r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
@@ -27,6 +27,9 @@ from r3.routing import Routing, RoutingError
 from r3.shard import Packing, RouteShard, ShardSpec, cut_routes, unshard
 
 MicroBatches = Sequence[Sequence[int]]
+
+TakeDiffering = Callable[[Sequence[int], NDArray[np.bool_]], None]
+"""Given the samples' indices of a micro-batch, and where their routers differ, ``[T, L]``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +100,15 @@ def count_differing(
     micro_batches: MicroBatches,
     infos: Sequence[RankInfo],
     differs: Sequence[Sequence[NDArray[np.bool_]]],
+    take: TakeDiffering | None = None,
 ) -> RouteCounts:
-    """The counts of one data rank; ``differs[rank][micro_batch]`` bool ``[R, C]``: experts unlike the rollout's."""
+    """The counts of one data rank; ``differs[rank][micro_batch]`` bool ``[R, C]``: experts unlike the rollout's.
+    ``take`` is given those of each micro-batch, put together."""
     total = RouteCounts.none(infos[0].moe_layers)
     for at, ids in enumerate(micro_batches):
         differs_TL = put_together(samples, ids, infos, [rank[at] for rank in differs])
+        if take is not None:
+            take(ids, differs_TL)
         routings = [_routing(samples[index]) for index in ids]
         present_T = np.concatenate([routing.present for routing in routings])
         cu_seqlens = _packing(samples, ids, infos[0].shard).cu_seqlens
@@ -115,18 +122,22 @@ def count_all_differing(
     micro_batches: Sequence[MicroBatches],
     infos: Sequence[RankInfo],
     differs: Sequence[Differing | None],
+    take: TakeDiffering | None = None,
+    take_native: TakeDiffering | None = None,
 ) -> tuple[RouteCounts | None, RouteCounts | None]:
-    """The counts over all ranks, with the configured replay and without any; ``differs[rank]`` is a rank's answer."""
+    """The counts over all ranks, with the configured replay and without any; ``differs[rank]`` is a rank's answer.
+    ``take`` and ``take_native``: as in :func:`count_differing`."""
     replayed: list[RouteCounts] = []
     native: list[RouteCounts] = []
     for data_rank, batches in enumerate(micro_batches):
         peers = [info for info in infos if info.data_rank == data_rank]
         parts = [part for info in peers if (part := differs[info.rank]) is not None]
         if parts:
-            replayed.append(count_differing(samples, batches, peers, [part.unpacked(part.replayed) for part in parts]))
+            unpacked = [part.unpacked(part.replayed) for part in parts]
+            replayed.append(count_differing(samples, batches, peers, unpacked, take))
         without_replay = [part.unpacked(part.native) for part in parts if part.native is not None]
         if without_replay:
-            native.append(count_differing(samples, batches, peers, without_replay))
+            native.append(count_differing(samples, batches, peers, without_replay, take_native))
     return _total(replayed), _total(native)
 
 

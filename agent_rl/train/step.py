@@ -37,9 +37,17 @@ from agent_rl.train.loss.policy_loss import Counts, PolicyLoss, policy_loss
 from agent_rl.train.megatron.packed_batch import LossFn, PackedBatch, PassOutput, PassPlans, Routes
 from agent_rl.train.orders import StepOrder
 from agent_rl.train.reference import Compared, Reference, compare_with_reference
-from agent_rl.train.reports import Differing, RankReport, ReferenceReport, Update, UpdateSums, differing
+from agent_rl.train.reports import (
+    Differing,
+    RankReport,
+    ReferenceReport,
+    SampledTokens,
+    Update,
+    UpdateSums,
+    differing,
+)
 from agent_rl.train.route_trace import PassTrace, traced_pass
-from agent_rl.types import Sample
+from agent_rl.types import Sample, TokenFlag
 from r3.shard import Packing, RouteShard, ShardSpec, own_routes
 from r3.trace.points import RankTracer
 
@@ -135,7 +143,7 @@ def grpo_step(
             replace(item, extras={**item.extras, **own}) for item, own in zip(inputs, compared.extras, strict=True)
         ]
     after_reference = time.perf_counter()
-    updates = _updates(model, optimizer, shares, inputs, pinned, order, tracer, balance, foreseen)
+    updates, tokens = _updates(model, optimizer, shares, inputs, pinned, order, tracer, balance, foreseen)
     report = RankReport(
         rollout_logprobs=_sampled(batches, [batch.logprobs_T for batch in batches]),
         trainer_logprobs=_sampled(batches, logprobs),
@@ -145,6 +153,7 @@ def grpo_step(
         native_seconds=before_update - after_old,
         update_seconds=time.perf_counter() - after_reference,
         reference=None if compared is None else ReferenceReport(compared.taken, compared.seconds),
+        sampled=_sampled_tokens(inputs, tokens) if order.detail else None,
     )
     return report, differs
 
@@ -273,8 +282,9 @@ def _updates(
     tracer: RankTracer | None,
     balance: RankBalance | None,
     foreseen: Foreseen | None,
-) -> list[UpdateSums]:
-    config, updates = order.config, []
+) -> tuple[list[UpdateSums], list[Mapping[str, float | Tensor]]]:
+    """The updates, and what the loss function gave of every micro-batch, epoch after epoch."""
+    config, updates, given = order.config, list[UpdateSums](), list[Mapping[str, float | Tensor]]()
     ends = np.cumsum([len(share.micro_batches) for share in shares]).tolist()
     for epoch, (share, end) in itertools.product(range(config.train.epochs), zip(shares, ends, strict=True)):
         part = slice(end - len(share.micro_batches), end)
@@ -282,7 +292,8 @@ def _updates(
         traced = traced_pass(model, tracer if epoch == 0 else None, "train", part.start)
         with traced, _planned(balance, "update", own) as plans:
             parts = model.train_microbatches(
-                inputs[part], routes[part] if routes is not None else None, grpo_loss(config, share),
+                inputs[part], routes[part] if routes is not None else None,
+                grpo_loss(config, share, detail=order.detail),
                 temperature=config.rollout.logprob_temperature,
                 entropy_gradient=config.train.entropy_coefficient != 0, plans=plans,
             )  # fmt: skip
@@ -292,7 +303,35 @@ def _updates(
         if balance is not None and update.taken:
             balance.weights_changed()
         updates.append(UpdateSums(tokens=share.sampled_tokens, update=update, **sums))
-    return updates
+        given += parts
+    return updates, given
+
+
+def _sampled_tokens(inputs: Sequence[PackedBatch], given: Sequence[Mapping[str, float | Tensor]]) -> SampledTokens:
+    """Entropy and flags of the sampled tokens of all micro-batches; ``given`` has all of them once an epoch."""
+    epochs = range(0, len(given), max(1, len(inputs)))
+    entropy = [_tensor(values["entropy_T"]) for values in given[: len(inputs)]]
+    flags = [
+        _flags(item.extras, torch.stack([_tensor(given[epoch + at]["clipped_T"]) for epoch in epochs]).any(0))
+        for at, item in enumerate(inputs)
+    ]
+    if not inputs:
+        return SampledTokens(np.zeros(0, np.float16), np.zeros(0, np.uint8))
+    return SampledTokens(torch.cat(entropy).cpu().numpy(), torch.cat(flags).cpu().numpy())
+
+
+def _flags(extras: Mapping[str, Tensor], clipped: Tensor) -> Tensor:
+    """uint8 ``[n]`` of a micro-batch's sampled tokens; ``clipped`` bool ``[n]``."""
+    mask_T = extras["mask"].to(clipped.device)
+    factors = extras["factors"].to(clipped.device)[mask_T]
+    masked = factors == 0
+    bits = {TokenFlag.CLIPPED: clipped, TokenFlag.REWEIGHTED: (factors != 1) & ~masked, TokenFlag.MASKED: masked}
+    return torch.stack([found.to(torch.uint8) * int(flag) for flag, found in bits.items()]).sum(0, dtype=torch.uint8)
+
+
+def _tensor(value: float | Tensor) -> Tensor:
+    assert isinstance(value, Tensor)
+    return value
 
 
 def _training_input(batch: MicroBatch, old_logprobs: Tensor, source: OldLogprobSource) -> PackedBatch:
@@ -355,9 +394,10 @@ def _old_logprobs(batch: MicroBatch, trainer: Tensor, rollout: Tensor, source: O
     return torch.from_numpy(batch.old_logprobs_T).to(trainer)
 
 
-def grpo_loss(config: RunConfig, share: MiniStepShare) -> LossFn:
+def grpo_loss(config: RunConfig, share: MiniStepShare, *, detail: bool = False) -> LossFn:
     """The loss function of one mini step, normalised by its tokens or sequences over all ranks. Dr.GRPO's constant
-    length is the most a trajectory may hold."""
+    length is the most a trajectory may hold. With ``detail`` it also gives the sampled tokens' entropy and which of
+    them were clipped."""
     counts = Counts(share.sampled_tokens, share.sequences)
 
     def loss_fn(
@@ -377,8 +417,12 @@ def grpo_loss(config: RunConfig, share: MiniStepShare) -> LossFn:
             counts=counts,
             reference_T=batch.extras.get("reference"),
         )
-        sums = zip(SUMS, (result.loss.detach(), *_reported(result)), strict=True)
-        return result.loss, dict[str, float | Tensor](sums)
+        given = dict[str, float | Tensor](zip(SUMS, (result.loss.detach(), *_reported(result)), strict=True))
+        if detail:
+            mask_T = batch.extras["mask"]
+            entropy = torch.zeros_like(logprobs_T) if entropy_T is None else entropy_T.detach()
+            given |= {"entropy_T": entropy[mask_T].half(), "clipped_T": result.clipped_T[mask_T]}
+        return result.loss, given
 
     return loss_fn
 

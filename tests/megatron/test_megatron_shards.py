@@ -88,7 +88,7 @@ def step(model: Any, samples: list[Sample], shards: list[RouteShard], replay: st
     config = RunConfig.model_validate({"name": "test", "model": model.folder, "train": settings})
     optimizer = PolicyOptimizer(model.chunks, OptimizerSpec(lr=1e-3), torch.float32)
     (shares,) = split_step(samples, mini_steps=1, budget=1000, ranks=1)
-    order = StepOrder(config, measure_native=True)
+    order = StepOrder(config, measure_native=True, detail=True)
     return grpo_step(model, optimizer, dict(enumerate(samples)), shares, shards, order)
 
 
@@ -112,7 +112,11 @@ def test_a_step_replays_its_own_share(build: Callable[..., Any], replay: str) ->
     batch = PackedBatch.from_sequences([torch.from_numpy(samples[index].tokens) for index in ids])
     own = model.forward_logprobs([batch], None, record=True)[0].routes.numpy()
     model.replayer.observer = watch = Assigned()
-    _, differs = step(model, samples, [shard], replay)
+    report, differs = step(model, samples, [shard], replay)
+    sampled, (sums,) = report.sampled, report.updates
+    assert len(sampled.entropy) == len(sampled.flags) == sums.tokens
+    assert sampled.entropy.astype(float).sum() == pytest.approx(sums.entropy, rel=1e-3)
+    assert (sampled.flags == 0).all(), "nothing is clipped in a first update, and no correction is configured"
     for column, number in enumerate(model.layer_numbers):
         given = shard.experts if replay == "r3" else own
         np.testing.assert_array_equal(watch.experts[number].numpy(), given[:, column])

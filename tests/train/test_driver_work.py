@@ -15,7 +15,9 @@ from standin_ranks import StandInRanks
 from agent_rl.config import RunConfig
 from agent_rl.train import ray_trainer
 from agent_rl.train.ray_trainer import RayTrainer
-from agent_rl.types import Sample
+from agent_rl.train.reports import RankReport, SampledTokens
+from agent_rl.train.token_detail import LayerBits, token_details
+from agent_rl.types import Sample, TokenDetail
 from r3.routing import Routing
 
 LAYERS, RANKS, SECONDS = 4, 2, 10
@@ -66,3 +68,39 @@ async def test_what_ranks_report_is_counted() -> None:
     assert metrics["r3/sequence_mismatch"] == LAYERS / 2
     assert metrics["r3/coverage"] == 1
     assert metrics["train/sampled_tokens"] == sum(int(sample.loss_mask[1:].sum()) for sample in samples)
+
+
+async def test_what_ranks_report_of_tokens_is_handed_on_by_sample() -> None:
+    samples = [sample_of(length) for length in (5, 9, 12, 20)]
+    details: dict[int, TokenDetail] = {}
+    metrics = await trainer_of(samples).step(samples, measure_native=True, on_detail=details.update)
+    assert metrics == await trainer_of(samples).step(samples, measure_native=True)
+    assert sorted(details) == [0, 1, 2, 3]
+    for index, detail in details.items():
+        sampled = int(samples[index].loss_mask[1:].sum())
+        assert detail.gap.shape == detail.flags.shape == (sampled,)
+        assert detail.native_differs is not None
+        layers = np.unpackbits(detail.native_differs, axis=1, count=LAYERS)
+        assert layers.sum(axis=1).tolist() == [LAYERS // 2] * (len(samples[index].tokens) - 1) + [0]
+
+
+def test_a_token_keeps_its_sample() -> None:
+    """Two data ranks, their micro-batches in no order: every value says whose it is."""
+    samples = [sample_of(length) for length in (5, 9, 12, 20)]
+    micro_batches = [[(3,), (0,)], [(2, 1)]]
+    reports = {}
+    for rank, batches in enumerate(micro_batches):
+        ids = [index for batch in batches for index in batch]
+        own = np.concatenate([np.full(samples[index].loss_mask[1:].sum(), index, np.float32) for index in ids])
+        tokens = SampledTokens(own.astype(np.float16), own.astype(np.uint8))
+        reports[rank] = RankReport(own * 0, own, own + 0.5, (), 0.0, 0.0, 0.0, sampled=tokens)
+    details = token_details(samples, micro_batches, reports, LayerBits(samples), LayerBits(samples))
+    for index, detail in details.items():
+        assert detail.native_gap is not None
+        assert detail.entropy is not None
+        for values, wanted in zip(
+            (detail.gap, detail.native_gap, detail.entropy, detail.flags),
+            (index, index + 0.5, index, index),
+            strict=True,
+        ):
+            assert values.tolist() == [wanted] * int(samples[index].loss_mask[1:].sum())

@@ -31,7 +31,8 @@ class PolicyLoss:
 
     The others are detached sums over the micro-batch's sampled tokens; divided by the global count they become
     ``train/clip_fraction``, ``train/entropy``, ``train/approx_kl``, ``train/correction_weight``,
-    ``train/correction_dropped`` and ``train/kl_reference`` (0 without a reference).
+    ``train/correction_dropped`` and ``train/kl_reference`` (0 without a reference). ``clipped_T`` bool: which tokens
+    ``clipped`` counts.
     """
 
     loss: Tensor
@@ -41,6 +42,7 @@ class PolicyLoss:
     correction: Tensor
     dropped: Tensor
     kl_reference: Tensor
+    clipped_T: Tensor
 
 
 def policy_loss(
@@ -92,14 +94,16 @@ def policy_loss(
     penalty_T = torch.zeros_like(logprobs_T)
     if train.kl.coefficient and reference_T is not None:
         penalty_T = kl_penalty(train.kl, logprobs_T, sampled(reference_T))
+    clipped_T = terms.clipped_T & mask_T
     return PolicyLoss(
         loss=(_terms(terms.loss_T, factors_T, penalty_T, entropy_T, train) * weights_T * shares_T).sum(),
-        clipped=(terms.clipped_T & mask_T).sum().to(logprobs_T.dtype),
+        clipped=clipped_T.sum().to(logprobs_T.dtype),
         entropy=entropy_T.detach().sum(),
         approx_kl=kl_estimate("k3", old_logprobs_T, logprobs_T.detach()).sum(),
         correction=factors_T.sum(),
         dropped=((factors_T == 0) & mask_T).sum().to(logprobs_T.dtype),
         kl_reference=penalty_T.detach().sum(),
+        clipped_T=clipped_T,
     )
 
 
