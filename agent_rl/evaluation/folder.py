@@ -79,7 +79,7 @@ class EvalFolder:
             path.unlink(missing_ok=True)
 
     def log_of(self, result: EpisodeResult) -> Path:
-        return self.path / "logs" / _folder_name(result.task_id) / f"{result.sample}.json"
+        return log_path(self.path, result.task_id, result.sample)
 
     def finish(self, report: EvalReport, tasks: Sequence[Task], model: str) -> None:
         """Write the report and the predictions, in our format and in SWE-bench's."""
@@ -135,6 +135,11 @@ def swebench_report(
         "failure_reasons": {task_id: reasons.get(task_id, "") for task_id in ids["infra_failure"]},
         "schema_version": 2,
     }
+
+
+def log_path(folder: Path, task_id: str, sample: int) -> Path:
+    """The log of a sample in an evaluation's folder."""
+    return folder / "logs" / _folder_name(task_id) / f"{sample}.json"
 
 
 def _folder_name(task_id: str) -> str:

@@ -180,6 +180,15 @@ def rows_path(stem: Path) -> Path:
     return plain if plain.exists() and not path.exists() else path
 
 
+def read_arrays(path: Path, names: Sequence[str]) -> dict[str, NDArray]:
+    """Arrays of the file ``path`` by name. Raises AgentRlError where the file is damaged or lacks one."""
+    try:
+        with safe_open(path, framework="numpy") as tensors:
+            return {name: tensors.get_tensor(name) for name in names}
+    except (SafetensorError, OSError) as error:
+        raise AgentRlError(f"{path}: damaged ({error})") from None
+
+
 def arrays_path(rows: Path) -> Path:
     """The arrays of the rows in ``rows``."""
     return rows.with_name(rows.name.removesuffix(".zst").removesuffix(".jsonl") + ".safetensors")
@@ -213,26 +222,26 @@ def _described(trajectory: Trajectory, key: str, routes: bool) -> dict[str, Any]
         "tests": dict(trajectory.tests),
         "test_log": trajectory.test_log[-LOG_CHARACTERS:],
         "turns": [asdict(turn) for turn in trajectory.turns],
-        "messages": _folded(trajectory),
+        "messages": folded([dict(m) for m in trajectory.messages], [(t.text, t.observation) for t in trajectory.turns]),
         "branches": [{"parent": None, "shared": 0, "cause": "start", "tokens": length}],
         "arrays": {"key": key, "tokens": length, "sampled": int(trajectory.loss_mask.sum()), "routes": routes},
     }
 
 
-def _folded(trajectory: Trajectory) -> list[dict[str, Any]]:
-    """The messages; the content of one that only repeats a turn is that turn's number, and what follows its text."""
-    turns, at, folded = trajectory.turns, -1, list[dict[str, Any]]()
-    for message in trajectory.messages:
-        role, content = message["role"], message["content"]
-        if role == "assistant" and at + 1 < len(turns) and content == turns[at + 1].text:
+def folded(messages: Sequence[dict[str, Any]], turns: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
+    """The messages; the content of one that only repeats a turn, of a text and an observation, is that turn's number
+    (``{"turn": 0}``, or ``{"observed": 0, "rest": "what follows the observation"}``)."""
+    at, result = -1, list[dict[str, Any]]()
+    for message in messages:
+        content: Any = message["content"]
+        answer = message["role"] == "assistant"
+        if answer and at + 1 < len(turns) and content == turns[at + 1][0]:
             at += 1
-            folded.append({**message, "content": {"turn": at}})
-        elif at >= 0 and role != "assistant" and str(content).startswith(turns[at].observation):
-            rest = content[len(turns[at].observation) :]
-            folded.append({**message, "content": {"observed": at, "rest": rest}})
-        else:
-            folded.append(dict(message))
-    return folded
+            content = {"turn": at}
+        elif at >= 0 and not answer and isinstance(content, str) and content.startswith(turns[at][1]):
+            content = {"observed": at, "rest": content[len(turns[at][1]) :]}
+        result.append({**message, "content": content})
+    return result
 
 
 def _unfolded(message: Mapping[str, Any], turns: Sequence[Mapping[str, Any]]) -> dict[str, str]:
