@@ -31,6 +31,7 @@ class StopReason(StrEnum):
     PARSE_FAILURES = "parse_failures"  # too many turns in a row held no well-formed tool call
     SANDBOX_FAILURE = "sandbox_failure"  # infrastructure: the sandbox or the grading broke
     HOST_LOST = "host_lost"  # infrastructure: the machine that its box was on is gone
+    HARNESS_FAILURE = "harness_failure"  # infrastructure: the agent program broke, or called nothing
     ENGINE_FAILURE = "engine_failure"  # infrastructure: the engine failed past its retry budget
     UNDECIDABLE = "undecidable"  # the task's own parts keep it from ever being graded
     STALE = "stale"  # reserved for asynchronous training: dropped, as its weights are too old
@@ -46,6 +47,7 @@ _WITHOUT_REWARD = frozenset(
     {
         StopReason.SANDBOX_FAILURE,
         StopReason.HOST_LOST,
+        StopReason.HARNESS_FAILURE,
         StopReason.ENGINE_FAILURE,
         StopReason.UNDECIDABLE,
         StopReason.STALE,
@@ -171,6 +173,51 @@ class RouteAudit:
     prefilled_differing: int
 
 
+class BranchCause(StrEnum):
+    """Why an agent program's conversation went on in a sequence of its own."""
+
+    START = "start"  # it was the first
+    TOOLS = "tools"  # other tools were offered
+    REWRITE = "rewrite"  # the messages before were changed, dropped or compacted; or it is a sub-agent's
+    PARALLEL = "parallel"  # two requests ran at once
+    RETRY = "retry"  # the same request was made again after its reply had been given
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Branch:
+    """One sequence of a trajectory: what the engine saw and sampled along one line of a conversation.
+
+    Arrays as in :class:`Trajectory`. ``loss_mask`` is True where a token was sampled and is trained *here*: one that
+    several branches hold is trained in the first of them and is context in the others. ``parent`` is the number of the
+    earlier branch whose first ``shared`` tokens this one begins with (None and 0 for one that begins afresh).
+    """
+
+    tokens: NDArray[np.int32]
+    loss_mask: NDArray[np.bool_]
+    logprobs: NDArray[np.float32]
+    routing: Routing | None
+    weight_versions: tuple[str, ...]
+    parent: int | None = None
+    shared: int = 0
+    cause: BranchCause = BranchCause.START
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Tokens that are trained in this branch."""
+        return int(self.loss_mask.sum())
+
+    @property
+    def routes_needed(self) -> int:
+        """Rows of routes that a trainer replays: all but the last token's; 0 where nothing was sampled."""
+        return len(self.tokens) - 1 if self.loss_mask.any() else 0
+
+    @property
+    def routes_missing(self) -> int:
+        """How many of those the engine did not send."""
+        held = 0 if self.routing is None else int(self.routing.present[:-1].sum())
+        return self.routes_needed - held
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
     """A finished episode: all tokens in order, which were sampled, their log-probs, and every token's routes.
@@ -181,6 +228,8 @@ class Trajectory:
     ``began``: the Unix time at which it got its place among the episodes in flight, after ``queue_seconds`` of waiting
     (0: not recorded); its task took ``start_seconds`` to start, and grading began ``grade_began`` seconds after it did.
     ``recovered``: it was sampled by an earlier start of the run, so this process's clock says nothing of it.
+    These arrays are the first branch's; ``further`` are those that an agent program's conversation had besides.
+    ``harness`` counts what its program did: ``rewrites``, ``retries``, ``echo_differs``.
     """
 
     task_id: str
@@ -209,17 +258,34 @@ class Trajectory:
     rescored: Rescored | None = None
     audit: RouteAudit | None = None
     recovered: bool = False
+    further: tuple[Branch, ...] = ()
+    harness: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def branches(self) -> tuple[Branch, ...]:
+        """All its sequences, at least one."""
+        first = Branch(self.tokens, self.loss_mask, self.logprobs, self.routing, self.weight_versions)
+        return first, *self.further
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens of all branches, what several hold counted in each."""
+        return len(self.tokens) + sum(len(branch.tokens) for branch in self.further)
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Tokens that are trained, over all branches."""
+        return sum(branch.sampled_tokens for branch in self.branches)
 
     @property
     def routes_needed(self) -> int:
-        """Rows of routes that a trainer replays: all but the last token's; 0 where nothing was sampled."""
-        return len(self.tokens) - 1 if self.loss_mask.any() else 0
+        """Rows of routes that a trainer replays, over all branches."""
+        return sum(branch.routes_needed for branch in self.branches)
 
     @property
     def routes_missing(self) -> int:
         """How many of those the engine did not send."""
-        held = 0 if self.routing is None else int(self.routing.present[:-1].sum())
-        return self.routes_needed - held
+        return sum(branch.routes_missing for branch in self.branches)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -233,10 +299,13 @@ class Group:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """What the trainer trains on: one trajectory with its advantage (a scalar, the same for all its sampled tokens).
+    """What the trainer trains on: one branch of a trajectory with the trajectory's advantage (a scalar, the same for
+    all its sampled tokens).
 
     ``logprobs`` float32 ``[S]`` are those it was sampled with; ``old_logprobs`` float32 ``[S]`` those that the ratio is
     to be taken against, where they are neither these nor the trainer's own (0 where nothing was sampled).
+    ``trajectory`` names what it is a branch of: samples of one name are siblings, counted as one sequence and updated
+    in the same mini step. None: it has no sibling.
     """
 
     tokens: NDArray[np.int32]
@@ -246,6 +315,7 @@ class Sample:
     routing: Routing | None
     weight: float = 1.0
     old_logprobs: NDArray[np.float32] | None = None
+    trajectory: int | None = None
 
 
 class TokenFlag(IntFlag):

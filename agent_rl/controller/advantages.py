@@ -76,9 +76,15 @@ def samples_of(
     masked: Collection[StopReason] = (),
     penalty: Callable[[int], float] = lambda tokens: 0.0,
     normalised: bool = True,
+    by_sequence: bool = True,
     eps: float = 1e-6,
 ) -> GroupSamples:
-    """One sample a trajectory, its advantage taken within its group; groups without variance are dropped and counted.
+    """One sample a branch of a trajectory, whose advantage is taken within its group; groups without variance are
+    dropped and counted.
+
+    A trajectory of several branches counts once, wherever trajectories are counted. ``by_sequence``: the loss is the
+    mean over sequences of each one's mean; a branch then weighs as its share of its trajectory's sampled tokens, so
+    that the trajectory's mean is taken, whatever branch a token is in.
 
     ``scale`` "batch" normalises over all the step's sampled tokens, ``(A - mean) / std``, and ``baseline`` "batch"
     compares with the mean of all the step's rewards: both together are REINFORCE++ (arXiv 2501.03262, eq. 10, whose
@@ -101,7 +107,7 @@ def samples_of(
         for group, own in zip(groups, missing, strict=True)
     ]
     dropped = sum(map(sum, missing))
-    taken = [[penalty(len(t.tokens)) for t in members] for members in members_of]
+    taken = [[penalty(max(len(branch.tokens) for branch in t.branches)) for t in members] for members in members_of]
     rewards = [
         [_reward(group, t) - less for t, less in zip(members, own, strict=True)]
         for group, members, own in zip(groups, members_of, taken, strict=True)
@@ -119,8 +125,13 @@ def samples_of(
     )
     verdicts = tuple(Verdict(Fate.DROPPED) if missed else next(judged) for own in missing for missed in own)
     everything = [t for group in groups for t in group.trajectories]
-    origins = tuple(at for at, verdict in enumerate(verdicts) if verdict.fate is Fate.TRAINED)
-    samples = tuple(_sample(everything[at], verdicts[at], like) for at in origins)
+    made = [
+        (at, sample)
+        for at, (t, verdict) in enumerate(zip(everything, verdicts, strict=True))
+        if verdict.fate is Fate.TRAINED and verdict.advantage is not None
+        for sample in _samples(at, t, verdict.advantage, like, by_sequence)
+    ]
+    samples, origins = tuple(sample for _, sample in made), tuple(at for at, _ in made)
     mean_taken = float(np.mean([less for own in taken for less in own] or [0.0]))
     return GroupSamples(samples, len(groups), teaching.count(False), dropped, mean_taken, verdicts, origins)
 
@@ -137,7 +148,7 @@ def _over_tokens(
     members_of: Sequence[Sequence[Trajectory]], advantages: Sequence[NDArray[np.float64]], eps: float
 ) -> list[NDArray[np.float64]]:
     """``(A - mean) / (std + eps)``, both over the sampled tokens of all trajectories; ``[n]`` a group."""
-    tokens = np.array([t.loss_mask[1:].sum() for members in members_of for t in members], float)
+    tokens = np.array([_sampled(t) for members in members_of for t in members], float)
     if not tokens.any():
         return list(advantages)
     flat = np.concatenate(advantages)
@@ -157,7 +168,7 @@ def _advantages(
 
 
 def _fate(trajectory: Trajectory, teaches: bool, masked: Collection[StopReason]) -> Fate:
-    if not trajectory.loss_mask.any():
+    if not trajectory.sampled_tokens:
         return Fate.EMPTY
     if trajectory.stop in masked:
         return Fate.MASKED
@@ -170,28 +181,44 @@ def _reward(group: Group, trajectory: Trajectory) -> float:
     return trajectory.reward
 
 
-def _sample(trajectory: Trajectory, verdict: Verdict, like: Routing | None) -> Sample:
-    """``like`` is another trajectory's routing, whose shape one that got no routes at all is given."""
-    assert verdict.advantage is not None
-    routing = trajectory.routing
-    if routing is None and like is not None:
-        routing = _absent_rows(len(trajectory.tokens), like)
-    return Sample(
-        tokens=trajectory.tokens,
-        loss_mask=trajectory.loss_mask,
-        logprobs=trajectory.logprobs,
-        advantage=verdict.advantage,
-        routing=routing,
-        old_logprobs=_old_logprobs(trajectory),
-    )
+def _sampled(trajectory: Trajectory) -> int:
+    """Its sampled tokens that have a token before them."""
+    return sum(int(branch.loss_mask[1:].sum()) for branch in trajectory.branches)
 
 
-def _old_logprobs(trajectory: Trajectory) -> NDArray[np.float32] | None:
-    """``[S]``: the rescored means, 0 where nothing was sampled; None where it was not rescored."""
+def _samples(
+    number: int, trajectory: Trajectory, advantage: float, like: Routing | None, by_sequence: bool
+) -> list[Sample]:
+    """The branches in which anything is trained. ``like`` is another trajectory's routing, whose shape one that got no
+    routes at all is given."""
+    old, whole = _old_logprobs(trajectory), max(1, _sampled(trajectory))
+    branches = [(branch, own) for branch, own in zip(trajectory.branches, old, strict=True) if branch.loss_mask.any()]
+    return [
+        Sample(
+            tokens=branch.tokens,
+            loss_mask=branch.loss_mask,
+            logprobs=branch.logprobs,
+            advantage=advantage,
+            routing=_absent_rows(len(branch.tokens), like) if branch.routing is None and like else branch.routing,
+            weight=int(branch.loss_mask[1:].sum()) / whole if by_sequence and len(branches) > 1 else 1.0,
+            old_logprobs=own,
+            trajectory=number if len(branches) > 1 else None,
+        )
+        for branch, own in branches
+    ]
+
+
+def _old_logprobs(trajectory: Trajectory) -> list[NDArray[np.float32] | None]:
+    """``[S]`` a branch: the rescored means, 0 where nothing was sampled; None where it was not rescored."""
+    branches = trajectory.branches
     if trajectory.rescored is None:
-        return None
-    old = np.zeros(len(trajectory.tokens), np.float32)
-    old[trajectory.loss_mask] = trajectory.rescored.mean
+        return [None] * len(branches)
+    means = np.split(trajectory.rescored.mean, np.cumsum([branch.sampled_tokens for branch in branches])[:-1])
+    old: list[NDArray[np.float32] | None] = []
+    for branch, mean in zip(branches, means, strict=True):
+        values = np.zeros(len(branch.tokens), np.float32)
+        values[branch.loss_mask] = mean
+        old.append(values)
     return old
 
 

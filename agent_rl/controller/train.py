@@ -207,6 +207,7 @@ class TrainingRun:
                     overlong=self.config.train.overlong,
                 ),
                 normalised=not self.config.train.normalises_penalised,
+                by_sequence=self.config.train.averaged_over == "sequence",
             )
             values |= prepared.metrics
             details: dict[int, TokenDetail] | None = {} if self.config.observe.token_detail else None
@@ -228,7 +229,8 @@ class TrainingRun:
                 step,
                 batch.sampled,
                 verdicts=(*prepared.verdicts, *batch.verdicts_of_discarded),
-                details=details and {prepared.origins[index]: detail for index, detail in details.items()},
+                # Of several branches the first one's: backwards, it is written last.
+                details=details and {prepared.origins[at]: details[at] for at in sorted(details, reverse=True)},
             )
         values |= clock.values | self.world.workshop.metrics() | self.world.engine.fleet.metrics()
         values |= self.guard.judge(step, values, self.metrics.rows)

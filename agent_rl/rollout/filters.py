@@ -94,11 +94,11 @@ def length_report(ratios: Sequence[float]) -> str | None:
 
 
 def _trained(trajectory: Trajectory, masked: Collection[StopReason]) -> bool:
-    return trajectory.stop not in masked and bool(trajectory.loss_mask.any())
+    return trajectory.stop not in masked and trajectory.sampled_tokens > 0
 
 
 def _lengths(trajectories: Sequence[Trajectory]) -> np.ndarray:
-    return np.array([trajectory.loss_mask.sum() for trajectory in trajectories], np.float64)
+    return np.array([trajectory.sampled_tokens for trajectory in trajectories], np.float64)
 
 
 def _distribution(name: str, trajectories: Sequence[Trajectory]) -> dict[str, float]:

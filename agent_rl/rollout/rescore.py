@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from agent_rl.engine.types import Scorer
 from agent_rl.errors import EngineError, EngineRejected
 from agent_rl.rollout.limiter import Limiter
-from agent_rl.types import Rescored, StopReason, Trajectory
+from agent_rl.types import Branch, Rescored, StopReason, Trajectory
 
 
 class Rescorer:
@@ -40,27 +40,33 @@ class Rescorer:
         self.failed = 0
 
     async def __call__(self, trajectory: Trajectory) -> Trajectory:
-        if trajectory.stop in self._skipped or not trajectory.loss_mask.any():
+        if trajectory.stop in self._skipped or not trajectory.sampled_tokens:
             return trajectory
         started = time.perf_counter()
         try:
-            values = [await self._evaluate(trajectory, number) for number in range(self._n)]
+            values = [await self._evaluate_all(trajectory, number) for number in range(self._n)]
         except EngineError:
             self.failed += 1
             raise
         return replace(trajectory, rescored=Rescored(np.stack(values), time.perf_counter() - started))
 
-    async def _evaluate(self, trajectory: Trajectory, number: int) -> NDArray[np.float32]:
+    async def _evaluate_all(self, trajectory: Trajectory, number: int) -> NDArray[np.float32]:
+        """One evaluation of every branch, one behind another."""
+        session = f"rescore-{trajectory.task_id}-{number}"
+        return np.concatenate([await self._evaluate(branch, session) for branch in trajectory.branches])
+
+    async def _evaluate(self, branch: Branch, session: str) -> NDArray[np.float32]:
+        if not branch.sampled_tokens:
+            return np.zeros(0, np.float32)
         async with self._limiter:
-            session = f"rescore-{trajectory.task_id}-{number}"
-            scores = await self._engine.rescore(trajectory.tokens.tolist(), session=session)
-        if trajectory.weight_versions != (scores.weight_version,):
-            sampled_with = ", ".join(trajectory.weight_versions)
+            scores = await self._engine.rescore(branch.tokens.tolist(), session=session)
+        if branch.weight_versions != (scores.weight_version,):
+            sampled_with = ", ".join(branch.weight_versions)
             raise EngineRejected(
-                f"a trajectory of {trajectory.task_id} was sampled with weights {sampled_with} and the engine has "
+                f"{session}: a trajectory was sampled with weights {sampled_with} and the engine has "
                 f"{scores.weight_version} now: its old log-probs cannot be had any more"
             )
-        return np.asarray(scores.logprobs, np.float32)[trajectory.loss_mask]
+        return np.asarray(scores.logprobs, np.float32)[branch.loss_mask]
 
 
 def rescore_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -74,7 +80,7 @@ def rescore_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     if not pairs:
         return {}
     values = np.concatenate([rescored.values for _, rescored in pairs], axis=1).astype(np.float64)
-    sampled = np.concatenate([trajectory.logprobs[trajectory.loss_mask] for trajectory, _ in pairs])
+    sampled = np.concatenate([branch.logprobs[branch.loss_mask] for t, _ in pairs for branch in t.branches])
     metrics = {
         "old_logprob/rescored": float(len(pairs)),
         "old_logprob/evaluations": float(len(values)),

@@ -38,9 +38,10 @@ def recomputed_token_fraction(trajectories: Iterable[Trajectory]) -> float:
     """Share of the sampled tokens whose rows are of a request that was retracted: perhaps not those sampled with."""
     rows = sampled = 0
     for trajectory in trajectories:
-        sampled += int(trajectory.loss_mask.sum())
-        for span in trajectory.routing.spans if trajectory.routing else ():
-            rows += (span.stop - span.start) * (span.kind is SpanKind.RECOMPUTED)
+        sampled += trajectory.sampled_tokens
+        for branch in trajectory.branches:
+            for span in branch.routing.spans if branch.routing else ():
+                rows += (span.stop - span.start) * (span.kind is SpanKind.RECOMPUTED)
     return rows / max(1, sampled)
 
 
@@ -59,7 +60,7 @@ def _reward_metrics(groups: Sequence[Group], trajectories: Sequence[Trajectory])
 def _work_metrics(rollout: Rollout, trajectories: Sequence[Trajectory]) -> dict[str, float]:
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     sampled = sum(turn.completion_tokens for turn in turns)
-    tokens = sum(len(trajectory.tokens) for trajectory in trajectories)
+    tokens = sum(trajectory.total_tokens for trajectory in trajectories)
     metrics = {
         "rollout/trajectories": float(len(trajectories)),
         "rollout/turns_mean": len(turns) / len(trajectories),
@@ -85,7 +86,7 @@ def _speeds(trajectories: Sequence[Trajectory], seconds: float) -> dict[str, flo
         return recovered
     sampled = sum(turn.completion_tokens for trajectory in run for turn in trajectory.turns)
     return recovered | {
-        "rollout/tokens_per_second": sum(len(trajectory.tokens) for trajectory in run) / seconds,
+        "rollout/tokens_per_second": sum(trajectory.total_tokens for trajectory in run) / seconds,
         "rollout/sampled_tokens_per_second": sampled / seconds,
     }
 
