@@ -6,13 +6,15 @@ from tools.schema import tool_function
 from tools.swe import swe_tools
 from tools.text import Style
 from tools.toolset import FunctionToolSet
-from tools.types import ParseFailure, ToolCall, ToolCallFormat, ToolResult, ToolSet
+from tools.turns import parse_turn
+from tools.types import ParseFailure, Spoken, ToolCall, ToolCallFormat, ToolResult, ToolSet
 
 __all__ = [
     "TOOL_FORMATS",
     "FunctionToolSet",
     "HermesFormat",
     "ParseFailure",
+    "Spoken",
     "Style",
     "ToolCall",
     "ToolCallFormat",
@@ -23,6 +25,7 @@ __all__ = [
     "ToolSet",
     "ToolsError",
     "XmlFormat",
+    "parse_turn",
     "swe_tools",
     "tool_format",
     "tool_function",

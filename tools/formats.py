@@ -1,8 +1,8 @@
 """Two text formats of tool calls: Qwen's Hermes JSON and R2E-Gym's XML.
 
 Both parsers are total: any text gives a :class:`ToolCall` or a :class:`ParseFailure` with one line for the agent. A
-turn's *first* call is taken and what follows it is ignored, as R2E-Gym does. A leading ``<think>`` block is skipped, so
-that a call that is only thought about is not run.
+turn's *first* call is taken and what follows it is ignored, as R2E-Gym does; :func:`tools.turns.parse_turn` gives them
+all. A leading ``<think>`` block is skipped, so that a call that is only thought about is not run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import orjson
 
 from sandbox.plugins import Registry
 from tools.errors import ToolFormatError
-from tools.types import ParseFailure, ToolCall, ToolCallFormat
+from tools.types import CallScanner, ParseFailure, ToolCall, ToolCallFormat
 
 
 class HermesFormat:
@@ -28,22 +28,25 @@ class HermesFormat:
     _decoder = json.JSONDecoder(strict=False, parse_constant=lambda text: _refuse_constant(text))
 
     def parse(self, text: str) -> ToolCall | ParseFailure:
-        answer = _after_thinking(text)
-        if isinstance(answer, ParseFailure):
-            return answer
-        _, opened, rest = answer.partition(self._open)
-        if not opened:
-            return ParseFailure(f"no tool call found; write {self._open}, a JSON object, {self._close}")
-        body = rest.lstrip()
+        none = f"no tool call found; write {self._open}, a JSON object, {self._close}"
+        return _first_call(self, text, none)
+
+    def scan(self, answer: str, position: int) -> tuple[ToolCall, int, int] | ParseFailure | None:
+        start = answer.find(self._open, position)
+        if start < 0:
+            return None
+        body = answer[start + len(self._open) :].lstrip()
         try:
             value, end = self._decoder.raw_decode(body)
         except json.JSONDecodeError as error:
             return ParseFailure(f"bad JSON in the tool call, line {error.lineno} column {error.colno}: {error.msg}")
         except (ValueError, RecursionError) as error:
             return ParseFailure(f"bad JSON in the tool call: {_one_line(error)}")
-        if not body[end:].lstrip().startswith(self._close):
+        after = body[end:].lstrip()
+        if not after.startswith(self._close):
             return ParseFailure(f"the tool call is not closed; write {self._close} after the JSON object")
-        return _call_from_json(value)
+        call = _call_from_json(value)
+        return call if isinstance(call, ParseFailure) else (call, start, len(answer) - len(after) + len(self._close))
 
     def render(self, call: ToolCall) -> str:
         body = json.dumps({"name": call.name, "arguments": dict(call.arguments)}, ensure_ascii=False)
@@ -78,12 +81,12 @@ class XmlFormat:
     _writable = re.compile(r"[^<>\s]+")
 
     def parse(self, text: str) -> ToolCall | ParseFailure:
-        answer = _after_thinking(text)
-        if isinstance(answer, ParseFailure):
-            return answer
-        opened = self._function.search(answer)
+        return _first_call(self, text, "no tool call found; write <function=NAME>, its parameters, </function>")
+
+    def scan(self, answer: str, position: int) -> tuple[ToolCall, int, int] | ParseFailure | None:
+        opened = self._function.search(answer, position)
         if not opened:
-            return ParseFailure("no tool call found; write <function=NAME>, its parameters, </function>")
+            return None
         name = opened[1].strip()
         if not name:
             return ParseFailure("the tool call has no name; write <function=NAME>")
@@ -96,9 +99,10 @@ class XmlFormat:
                 return ParseFailure(problem)
             arguments[key] = _read_value(answer[parameter.end() : close])
             position = close + len("</parameter>")
-        if not self._end.match(answer, position):
+        closed = self._end.match(answer, position)
+        if not closed:
             return ParseFailure(f"<function={name}> is not closed; only parameters may stand before </function>")
-        return ToolCall(name, arguments)
+        return ToolCall(name, arguments), opened.start(), closed.end()
 
     def render(self, call: ToolCall) -> str:
         """Raises ``ValueError`` for a tool or argument name that a tag cannot hold."""
@@ -136,6 +140,17 @@ def tool_format(name: str) -> ToolCallFormat:
     if missing:
         raise ToolFormatError(f"tool-call format {name!r} is no format, it lacks {', '.join(missing)}")
     return fmt
+
+
+def _first_call(scanner: CallScanner, text: str, none: str) -> ToolCall | ParseFailure:
+    """The first call of a turn; a failure of the reason ``none`` where it has none."""
+    answer = _after_thinking(text)
+    if isinstance(answer, ParseFailure):
+        return answer
+    found = scanner.scan(answer, 0)
+    if found is None:
+        return ParseFailure(none)
+    return found if isinstance(found, ParseFailure) else found[0]
 
 
 def _after_thinking(text: str) -> str | ParseFailure:

@@ -56,7 +56,7 @@ class Argument:
         """``value`` in the argument's type. Raises ``ToolError``: one line that says what would be right."""
         if isinstance(value, str):
             check_text(self.name, value)
-        if isinstance(value, str) and not _accepts_string(self.schema):
+        if isinstance(value, str) and not accepts_string(self.schema):
             value = _from_text(value)
         try:
             return self.adapter.validate_python(value)
@@ -196,13 +196,15 @@ def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
     return {**{key: value for key, value in schema.items() if key != "anyOf"}, **options[0]}
 
 
-def _accepts_string(schema: Mapping[str, Any]) -> bool:
+def accepts_string(schema: Mapping[str, Any]) -> bool:
+    """Whether a string may stand where ``schema`` is asked for."""
     if "anyOf" in schema:
-        return any(_accepts_string(option) for option in schema["anyOf"])
+        return any(accepts_string(option) for option in schema["anyOf"])
     values = schema.get("enum", [schema["const"]] if "const" in schema else [])
     if values:
         return any(isinstance(value, str) for value in values)
-    return schema.get("type", "string") == "string" and "$ref" not in schema
+    kind = schema.get("type", "string")
+    return ("string" in kind if isinstance(kind, list) else kind == "string") and "$ref" not in schema
 
 
 def outlined(tools: Mapping[str, ToolOutline]) -> list[Mapping[str, Any]]:

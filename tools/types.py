@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,19 @@ class ParseFailure:
     """Model text that is not a well-formed tool call. ``reason`` is one line that the agent is shown."""
 
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Spoken:
+    """One turn of a model in its parts: what it thought, what it said, and all its calls in their order.
+
+    ``text`` is what stands around the calls, without outer blanks. Where there is no well-formed call ``failure`` says
+    why, in a line, and ``text`` is all that was said; a malformed call after a good one is left in the text."""
+
+    reasoning: str = ""
+    text: str = ""
+    calls: tuple[ToolCall, ...] = ()
+    failure: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +58,16 @@ class ToolCallFormat(Protocol):
 
     def describe(self, schemas: Sequence[Mapping[str, Any]]) -> str:
         """The part of the system prompt that tells the agent which tools there are and how to call them."""
+        ...
+
+
+@runtime_checkable
+class CallScanner(Protocol):
+    """A format that finds one call after another. Optional: of others, a turn's first call is taken."""
+
+    def scan(self, answer: str, position: int) -> tuple[ToolCall, int, int] | ParseFailure | None:
+        """The next call from ``position`` on, with where it begins and ends; a failure where it is malformed; None
+        where no further one begins. ``answer`` is a turn without its thoughts."""
         ...
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from agent_rl.errors import TemplateError
 from agent_rl.render.encoder import Encoder
-from agent_rl.render.prefix_check import Delta, Probed, Role, probe
+from agent_rl.render.prefix_check import TAILS, Delta, Probed, Role, after_turn, check_tail, probe
 from agent_rl.render.template import ChatModel, ChatTemplate, Messages, Tools
 
 _NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
@@ -65,6 +65,28 @@ class ChatRenderer:
         guard = self._encoder.guard_for(text)
         tokens = self._encoder.encode(delta.text(self._encoder.guarded(text, guard)), guard)
         return tokens[1:] if stop_included else tokens
+
+    def extension(self, messages: Messages, *, stop_included: bool) -> list[int]:
+        """As :meth:`observation` for any ``messages`` that follow a sampled turn, ``{"role", "content"}`` each.
+
+        A tool's message has the role of observations where the template has none for tools. Raises ``TemplateError``
+        where the template cannot append them.
+        """
+        shown = [{**m, "role": self.observation_role} if m["role"] == "tool" else dict(m) for m in messages]
+        if len(shown) == 1 and shown[0]["role"] in self._deltas:
+            return self.observation(shown[0]["content"], shown[0]["role"], stop_included=stop_included)
+        guard = self._encoder.guard_for(shown)
+        text = after_turn(self._template, self._encoder.guarded(shown, guard))
+        tokens = self._encoder.encode(text, guard)
+        if not tokens or tokens[0] != self.end_of_turn_id:
+            raise TemplateError("the chat template does not end an assistant's turn before these messages")
+        return tokens[1:] if stop_included else tokens
+
+    def check_tails(self) -> None:
+        """Raises ``TemplateError`` where the template writes otherwise after a turn that it renders itself than
+        :meth:`extension` does, for one tool's answer, two, a user's message, and both."""
+        for roles in TAILS:
+            check_tail(self._template, ["user" if role not in self._deltas else role for role in roles])
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of ``tokens``, control tokens left out."""

@@ -11,15 +11,20 @@ puts an empty ``<think>`` block there), which the loop never asks it to do.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from agent_rl.errors import TemplateError
-from agent_rl.render.template import ChatTemplate, Tools
+from agent_rl.render.template import ChatTemplate, Messages, Tools
 
 Role = Literal["tool", "user"]
 
+TAILS: tuple[tuple[Role, ...], ...] = (("tool",), ("tool", "tool"), ("user",), ("tool", "user"))
+"""Roles of what agent programs send after a turn."""
+
 _TURNS = 3
+_SPOKEN = "agent-rl: a turn"
 _TOOL = {
     "type": "function",
     "function": {
@@ -70,6 +75,30 @@ def probe(template: ChatTemplate, role: Role, *, thinking: bool) -> Probed:
     if len({result.delta for result in results}) > 1:
         raise TemplateError("the text around an observation depends on the tools or on the turn before it")
     return results[0]
+
+
+def after_turn(template: ChatTemplate, messages: Messages) -> str:
+    """What ``template`` writes after a turn where ``messages`` follow it. Raises ``TemplateError``."""
+    turn = {"role": "assistant", "content": _SPOKEN}
+    _, found, after = template.render([*_start(template), turn, *messages], None).partition(_SPOKEN)
+    if not found:
+        raise TemplateError("the chat template does not show an assistant's text before these messages")
+    return after
+
+
+def check_tail(template: ChatTemplate, roles: Sequence[Role]) -> None:
+    """Raises ``TemplateError`` where a conversation with tools, and turns before, goes on otherwise after a turn than
+    :func:`after_turn` says."""
+    tail = [{"role": role, "content": f"seen {number}"} for number, role in enumerate(roles)]
+    after = after_turn(template, tail)
+    earlier = [{"role": "assistant", "content": "act 1"}, {"role": roles[0], "content": "seen"}]
+    for tools in (None, [_TOOL]):
+        for before in ([], earlier):
+            start = [*_start(template), *before]
+            built = template.render(start, tools) + "act 2"
+            whole = template.render([*start, {"role": "assistant", "content": "act 2"}, *tail], tools)
+            if not _opens_thinking(template.render(start, tools)) and whole != built + after:
+                raise TemplateError(f"the text after a turn that messages of {', '.join(roles)} follow is not constant")
 
 
 def _start(template: ChatTemplate) -> list[dict[str, Any]]:

@@ -216,3 +216,34 @@ def test_template_options_reach_the_template(tokenizer: Tokenizer, templates: di
     with pytest.raises(TemplateError, match="rewrites"):
         ChatRenderer(ChatModel(tokenizer, source), options={"mood": "calm"})
     assert ChatRenderer(ChatModel(tokenizer, source)).opening(MESSAGES)
+
+
+TAILS = [["tool"], ["tool", "tool"], ["user"], ["tool", "user"], ["user", "user"]]
+
+
+@pytest.mark.parametrize("roles", TAILS)
+@pytest.mark.parametrize("name", ["plain", "trims", "keeps_thoughts_of_the_task"])
+def test_an_extension_is_what_the_template_writes_after_a_turn(
+    tokenizer: Tokenizer, templates: dict[str, str], name: str, roles: list[str]
+) -> None:
+    renderer = ChatRenderer(ChatModel(tokenizer, templates[name]), thinking=False)
+    renderer.check_tails()
+    start = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    tail = [{"role": role, "content": f"<|im_end|> seen {at}"} for at, role in enumerate(roles)]
+    opening = renderer.opening(start)
+    said = tokenizer.encode("done", add_special_tokens=False).ids
+    whole = renderer.opening([*start, {"role": "assistant", "content": "done"}, *tail])
+    assert [*opening, *said, *renderer.extension(tail, stop_included=False)] == whole
+    assert renderer.extension(tail, stop_included=True) == renderer.extension(tail, stop_included=False)[1:]
+
+
+def test_tails_that_change_with_what_stands_before_are_refused(tokenizer: Tokenizer) -> None:
+    count = (
+        "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}{% if m.role == 'user' and loop.length > 3 %}"
+    )
+    template = (
+        count
+        + "{{ loop.length }}{% endif %}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
+    )
+    with pytest.raises(TemplateError):
+        ChatRenderer(ChatModel(tokenizer, template), thinking=False).check_tails()

@@ -1,0 +1,314 @@
+"""Agent programs over the forest: whatever they do to their conversations, what is trained is what was sampled."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agent_rl.config import R3Config
+from agent_rl.errors import RoutesMissingError
+from agent_rl.rollout.forest import ChatMessage, Forest, Node
+from agent_rl.types import Branch, BranchCause, Completion, FinishReason
+from r3.routing import Routing, Span, SpanKind
+from tools import Spoken, ToolCall
+
+END = 1
+ROLES = {"system": 2, "user": 3, "tool": 4, "assistant": 5}
+EXPERTS = 251
+
+
+class LetterRendering:
+    """A token a character, one before each message and one after it."""
+
+    stop_token_ids = (END,)
+
+    def opening(self, messages: Sequence[ChatMessage], tools: Sequence[object]) -> list[int]:
+        shown = ChatMessage("system", f"{len(tools)} tools")
+        return [token for m in (shown, *messages) for token in self._message(m)] + [ROLES["assistant"]]
+
+    def extension(self, messages: Sequence[ChatMessage], *, stop_included: bool) -> list[int]:
+        tail = [token for m in messages for token in self._message(m)]
+        return ([] if stop_included else [END]) + tail + [ROLES["assistant"]]
+
+    def begins_anew(self, messages: Sequence[ChatMessage]) -> bool:
+        return False
+
+    @staticmethod
+    def _message(message: ChatMessage) -> list[int]:
+        return [ROLES[message.role], *message.text.encode(), END]
+
+
+def row_of(tokens: Sequence[int]) -> list[list[int]]:
+    """The experts of the last token, which depend on all before it."""
+    first = zlib.crc32(np.array(tokens, np.int32).tobytes()) % (EXPERTS - 1)
+    return [[first, first + 1]]
+
+
+class Prefixes:
+    """An engine whose rows tell the whole prefix, and whose log-probs tell one sampled token from another."""
+
+    def __init__(self) -> None:
+        self.count, self.rows = 0, 0
+
+    def sample(
+        self,
+        prompt: Sequence[int],
+        sampled: Sequence[int],
+        routes_from: int | None,
+        finish: FinishReason = FinishReason.STOP,
+    ) -> Completion:
+        whole = [*prompt, *sampled]
+        routing = None
+        if routes_from is not None:
+            rows = [row_of(whole[: at + 1]) for at in range(routes_from, len(whole) - 1)]
+            self.rows += len(rows)
+            spans = (Span(0, len(rows), "0", "e", SpanKind.SAMPLED),) if rows else ()
+            experts = np.array(rows, np.uint8).reshape(len(rows), 1, 2)
+            routing = Routing(experts, np.ones(len(rows), np.bool_), spans, EXPERTS)
+        names = tuple(-float(self.count + n + 1) for n in range(len(sampled)))
+        self.count += len(sampled)
+        return Completion(tuple(sampled), names, finish, "0", "e", routing)
+
+
+@dataclass
+class Program:
+    """Conversations that grow, are edited, and are asked for again, as ``rng`` has it."""
+
+    rng: random.Random
+    forest: Forest = field(default_factory=lambda: Forest(LetterRendering(), routes=R3Config()))
+    engine: Prefixes = field(default_factory=Prefixes)
+    talks: list[tuple[tuple[ChatMessage, ...], int]] = field(default_factory=list)
+    asked: list[tuple[Node, tuple[ChatMessage, ...], int]] = field(default_factory=list)
+    seen: dict[Node, list[int]] = field(default_factory=dict)
+
+    def run(self, steps: int) -> None:
+        self.talks.append(((ChatMessage("system", "s"), ChatMessage("user", "u")), 1))
+        for _ in range(steps):
+            if self.asked and self.rng.random() < 0.6:
+                self.answer()
+            else:
+                self.ask()
+        while self.asked:
+            self.answer()
+
+    def ask(self) -> None:
+        messages, tools = self.rng.choice(self.talks[-4:])
+        messages, tools = self.changed(messages, tools)
+        plan = self.forest.plan(messages, [{}] * tools)
+        late = [node for node in plan.waiting if node.spoken is not None]
+        if late and self.rng.random() < 0.8:
+            self.deliver(late[0], messages, tools)
+            return
+        node = self.forest.begin(plan, [{}] * tools)
+        assert self.forest.tokens(node).tolist() == plan.prompt.tolist()
+        self.seen[node] = plan.prompt.tolist()
+        self.asked.append((node, messages, tools))
+
+    def answer(self) -> None:
+        node, messages, tools = self.asked.pop(self.rng.randrange(len(self.asked)))
+        letters = [self.rng.choice(b"ab") for _ in range(self.rng.randrange(4))] + [END] * (self.rng.random() < 0.8)
+        cut = self.rng.randrange(len(letters) + 1) if self.rng.random() < 0.2 else 0
+        if cut:
+            self.sample(node, letters[:cut], FinishReason.ABORT)
+        self.sample(node, letters[cut:], FinishReason.STOP)
+        text = bytes(token for token in letters if token != END).decode()
+        calls = (ToolCall("bash", {"command": text}),) if self.rng.random() < 0.6 else ()
+        self.forest.commit(node, text, Spoken("", "" if calls else text, calls))
+        if self.rng.random() < 0.85:
+            self.deliver(node, messages, tools)
+        else:
+            self.talks.append((messages, tools))
+
+    def sample(self, node: Node, letters: Sequence[int], finish: FinishReason) -> None:
+        prompt = self.forest.tokens(node).tolist()
+        assert prompt[: len(self.seen[node])] == self.seen[node]
+        completion = self.engine.sample(prompt, letters, self.forest.routes_from(node), finish=finish)
+        self.forest.sampled(node, completion)
+
+    def deliver(self, node: Node, messages: tuple[ChatMessage, ...], tools: int) -> None:
+        self.forest.deliver(node)
+        assert node.spoken is not None
+        reply = node.id if node.spoken.calls or self.rng.random() < 0.3 else ""
+        echo = ChatMessage("assistant", node.spoken.text, node.spoken.calls, reply=reply)
+        roles = self.rng.choice([("tool",), ("user",), ("tool", "tool"), ("tool", "user")])
+        tail = tuple(ChatMessage(role, self.rng.choice("xy")) for role in roles)
+        self.talks.append(((*messages, echo, *tail), tools))
+
+    def changed(self, messages: tuple[ChatMessage, ...], tools: int) -> tuple[tuple[ChatMessage, ...], int]:
+        kind, at = self.rng.random(), self.rng.randrange(len(messages))
+        if kind < 0.6:
+            return messages, tools
+        if kind < 0.7:
+            return (*messages[:at], replace(messages[at], text=messages[at].text + "z"), *messages[at + 1 :]), tools
+        if kind < 0.8 and at > 1:
+            return (*messages[:at], *messages[at + 1 :]), tools
+        if kind < 0.9:
+            return (messages[0], ChatMessage("user", "so far: " + self.rng.choice("xy"))), tools
+        return messages, self.rng.choice([1, 2])
+
+
+def check(program: Program) -> tuple[Branch, ...]:
+    forest, branches = program.forest, program.forest.branches()
+    trained = Counter(value for branch in branches for value in branch.logprobs[branch.loss_mask].tolist())
+    wanted = Counter(value for node in forest.nodes if node.trained for value in node.logprobs)
+    assert trained == wanted
+    assert all(count == 1 for count in trained.values())
+    for number, branch in enumerate(branches):
+        tokens = branch.tokens.tolist()
+        assert branch.loss_mask.any()
+        assert not branch.logprobs[~branch.loss_mask].any()
+        assert branch.routing is not None
+        rows = [row_of(tokens[: at + 1]) for at in range(len(tokens) - 1)]
+        assert branch.routing.experts[:-1].tolist() == rows
+        assert branch.routing.present.tolist() == [True] * (len(tokens) - 1) + [False]
+        assert (branch.parent is None) or branch.parent < number
+        if branch.parent is not None:
+            assert tokens[: branch.shared] == branches[branch.parent].tokens[: branch.shared].tolist()
+    names = {value: (node, place) for node in forest.nodes for place, value in enumerate(node.logprobs)}
+    for branch in branches:
+        for at in np.flatnonzero(branch.loss_mask).tolist():
+            node, place = names[float(branch.logprobs[at])]
+            assert branch.tokens[:at].tolist() == [*program.seen[node], *node.sampled[:place]]
+            assert int(branch.tokens[at]) == node.sampled[place]
+    return branches
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 1 << 32), st.integers(1, 25))
+def test_what_is_trained_is_what_was_sampled(seed: int, steps: int) -> None:
+    program = Program(random.Random(seed))
+    program.run(steps)
+    check(program)
+
+
+@pytest.mark.exhaustive
+@settings(max_examples=2000, deadline=None)
+@given(st.integers(0, 1 << 32), st.integers(1, 60))
+def test_what_is_trained_is_what_was_sampled_exhaustively(seed: int, steps: int) -> None:
+    program = Program(random.Random(seed))
+    program.run(steps)
+    check(program)
+
+
+class Talk:
+    """A program's requests made by hand."""
+
+    def __init__(self, routes: R3Config | None = None) -> None:
+        self.forest, self.engine = Forest(LetterRendering(), routes=routes or R3Config()), Prefixes()
+
+    def begin(self, messages: Sequence[ChatMessage], tools: int = 1) -> Node:
+        return self.forest.begin(self.forest.plan(messages, [{}] * tools), [{}] * tools)
+
+    def finish(self, node: Node, said: str, *, calls: tuple[ToolCall, ...] = (), deliver: bool = True) -> ChatMessage:
+        letters = [*said.encode(), END]
+        completion = self.engine.sample(self.forest.tokens(node).tolist(), letters, self.forest.routes_from(node))
+        self.forest.sampled(node, completion)
+        self.forest.commit(node, said, Spoken("thought", "" if calls else said, calls))
+        if deliver:
+            self.forest.deliver(node)
+        return ChatMessage("assistant", "" if calls else said, calls, reply=node.id)
+
+    def turn(self, messages: Sequence[ChatMessage], said: str, tools: int = 1, **options: bool) -> ChatMessage:
+        return self.finish(self.begin(messages, tools), said, **options)
+
+
+S, U = ChatMessage("system", "s"), ChatMessage("user", "u")
+
+
+def causes(talk: Talk) -> list[BranchCause]:
+    return [branch.cause for branch in talk.forest.branches()]
+
+
+def test_a_linear_program_has_one_branch_and_brings_each_row_once() -> None:
+    talk, messages = Talk(), [S, U]
+    for number in range(6):
+        messages += [talk.turn(messages, f"say {number}"), ChatMessage("tool", f"seen {number}")]
+    (branch,) = talk.forest.branches()
+    assert branch.cause is BranchCause.START
+    assert talk.engine.rows == len(branch.tokens) - 1
+
+
+def test_thoughts_may_be_left_out_and_blanks_differ_but_nothing_else() -> None:
+    talk = Talk()
+    said = talk.turn([S, U], "yes")
+    seen = ChatMessage("user", "go on")
+    for echo in (replace(said, text=" yes\n"), replace(said, reasoning="thought"), replace(said, reply="")):
+        assert talk.forest.plan([S, U, echo, seen], [{}]).parent is talk.forest.nodes[0]
+    assert talk.forest.echo_differs == 0
+    plan = talk.forest.plan([S, U, replace(said, text="no"), seen], [{}])
+    assert (plan.shared, talk.forest.echo_differs) == (len(talk.forest.nodes[0].context), 1)
+
+
+def test_a_retry_of_what_never_arrived_is_the_same_node() -> None:
+    talk = Talk()
+    node = talk.begin([S, U])
+    assert talk.forest.plan([S, U], [{}]).waiting == (node,)
+    talk.finish(node, "late", deliver=False)
+    assert talk.forest.plan([S, U], [{}]).waiting == (node,)
+    assert talk.forest.branches() == ()
+    talk.forest.deliver(node)
+    assert talk.forest.plan([S, U], [{}]).waiting == ()
+
+
+def test_what_was_asked_for_again_is_not_trained_unless_the_program_goes_on_from_it() -> None:
+    talk = Talk()
+    first = talk.turn([S, U], "first")
+    talk.turn([S, U], "second")
+    (branch,) = talk.forest.branches()
+    assert bytes(branch.tokens[branch.loss_mask].tolist()[:-1]) == b"second"
+    talk.turn([S, U, first, U], "third")
+    assert causes(talk) == [BranchCause.START, BranchCause.RETRY]
+
+
+def test_two_calls_at_once_are_two_branches_that_share_their_prompt() -> None:
+    talk = Talk()
+    first = talk.begin([S, U])
+    second = talk.begin([S, U, ChatMessage("user", "other")])
+    talk.finish(second, "b")
+    talk.finish(first, "a")
+    branches = talk.forest.branches()
+    assert [(branch.parent, branch.cause) for branch in branches] == [(None, "start"), (None, "parallel")]
+    assert [int(branch.loss_mask.sum()) for branch in branches] == [2, 2]
+
+
+def test_other_tools_and_rewritten_messages_name_their_cause() -> None:
+    talk = Talk()
+    said = talk.turn([S, U], "a")
+    talk.turn([S, U, said, U], "b", tools=2)
+    talk.turn([S, ChatMessage("user", "so far: a")], "c")
+    assert causes(talk) == [BranchCause.START, BranchCause.TOOLS, BranchCause.REWRITE]
+
+
+def test_a_reply_repeated_in_a_rewritten_conversation_has_the_text_that_was_sampled() -> None:
+    talk = Talk()
+    call = (ToolCall("bash", {"command": "ls"}),)
+    node = talk.begin([S, U])
+    said = talk.finish(node, "<raw ls>", calls=call)
+    plan = talk.forest.plan([S, ChatMessage("user", "other"), said, ChatMessage("tool", "x")], [{}])
+    assert b"<raw ls>" in bytes(plan.prompt.tolist())
+
+
+def test_missing_rows_are_refused_or_recorded() -> None:
+    talk = Talk()
+    node = talk.begin([S, U])
+    bare = Completion((65, END), (-1.0, -1.0), FinishReason.STOP, "0", "e")
+    with pytest.raises(RoutesMissingError, match="received none"):
+        talk.forest.sampled(node, bare)
+    talk = Talk(R3Config(missing="native"))
+    node = talk.begin([S, U])
+    talk.forest.sampled(node, bare)
+    talk.forest.commit(node, "A", Spoken(text="A"))
+    talk.forest.deliver(node)
+    said = ChatMessage("assistant", "A", reply=node.id)
+    talk.turn([S, U, said, U], "b")
+    (branch,) = talk.forest.branches()
+    assert branch.routing is not None
+    assert branch.routes_missing == node.end - 1

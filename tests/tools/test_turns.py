@@ -1,0 +1,67 @@
+"""A turn in its parts: thoughts, text, all calls, and the types that a tool's schema wants."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tools import ParseFailure, Spoken, ToolCall, parse_turn, tool_format
+
+SCHEMA = [
+    {
+        "type": "function",
+        "function": {
+            "name": "view",
+            "description": "",
+            "parameters": {
+                "type": "object",
+                "properties": {"path": {"type": "string"}, "line": {"type": ["integer", "null"]}},
+                "required": ["path"],
+            },
+        },
+    }
+]
+VIEW = ToolCall("view", {"path": "3", "line": 3})
+
+
+@pytest.mark.parametrize("name", ["hermes", "xml"])
+def test_all_calls_are_found_with_the_text_around_them(name: str) -> None:
+    fmt = tool_format(name)
+    one, two = fmt.render(VIEW), fmt.render(ToolCall("bash", {"command": "ls\n</tool_call>\n"}))
+    spoken = parse_turn(fmt, f"<think>\nwhy </x>\n</think>\n\nFirst\n{one}\nthen {two} done", SCHEMA)
+    assert spoken.reasoning == "why </x>"
+    assert spoken.calls == (VIEW, ToolCall("bash", {"command": "ls\n</tool_call>\n"}))
+    assert (spoken.text, spoken.failure) == ("First\n\nthen  done", None)
+
+
+@pytest.mark.parametrize("name", ["hermes", "xml"])
+def test_a_malformed_call_leaves_all_text_and_a_reason(name: str) -> None:
+    fmt = tool_format(name)
+    broken = "I see. " + fmt.render(VIEW)[:-3]
+    failure = fmt.parse(broken)
+    assert isinstance(failure, ParseFailure)
+    assert parse_turn(fmt, broken, SCHEMA) == Spoken("", broken, (), failure.reason)
+    good = parse_turn(fmt, fmt.render(VIEW) + broken, SCHEMA)
+    assert (good.calls, good.failure) == ((VIEW,), None)
+
+
+def test_without_tools_no_call_is_looked_for() -> None:
+    text = "see <function=bash></function>"
+    assert parse_turn(tool_format("xml"), text, []) == Spoken("", text)
+
+
+def test_thoughts_that_the_prompt_opened_and_thoughts_without_an_end() -> None:
+    fmt = tool_format("hermes")
+    assert parse_turn(fmt, "so\n</think>\nyes", []) == Spoken("so", "yes")
+    cut = parse_turn(fmt, "<think>so " + fmt.render(VIEW), SCHEMA)
+    assert (cut.text, cut.calls) == ("", ())
+    assert cut.failure == "no tool call found; <think> is not closed"
+
+
+@given(st.sampled_from(["hermes", "xml", "openhands", "r2egym", "mini-swe-agent"]), st.text())
+def test_the_first_call_is_the_one_that_the_loop_takes(name: str, text: str) -> None:
+    fmt = tool_format(name)
+    spoken, parsed = parse_turn(fmt, text, SCHEMA), fmt.parse(text.strip())
+    if "</think>" not in text and "<think>" not in text:
+        assert (spoken.calls[:1] == (parsed,)) == isinstance(parsed, ToolCall)
