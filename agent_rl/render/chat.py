@@ -86,7 +86,7 @@ class ChatRenderer:
         """Raises ``TemplateError`` where the template writes otherwise after a turn that it renders itself than
         :meth:`extension` does, for one tool's answer, two, a user's message, and both."""
         for roles in TAILS:
-            check_tail(self._template, ["user" if role not in self._deltas else role for role in roles])
+            check_tail(self._template, [self.observation_role if role == "tool" else role for role in roles])
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of ``tokens``, control tokens left out."""

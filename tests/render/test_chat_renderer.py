@@ -238,12 +238,8 @@ def test_an_extension_is_what_the_template_writes_after_a_turn(
 
 
 def test_tails_that_change_with_what_stands_before_are_refused(tokenizer: Tokenizer) -> None:
-    count = (
-        "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}{% if m.role == 'user' and loop.length > 3 %}"
-    )
-    template = (
-        count
-        + "{{ loop.length }}{% endif %}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
-    )
-    with pytest.raises(TemplateError):
-        ChatRenderer(ChatModel(tokenizer, template), thinking=False).check_tails()
+    shown = "<|im_start|>{{ m.role }}\n{{ m.content }}{{ ' last' if m.role == 'user' and loop.index > 5 }}<|im_end|>\n"
+    template = "{% for m in messages %}" + shown + "{% endfor %}{{ '<|im_start|>assistant\n' }}"
+    renderer = ChatRenderer(ChatModel(tokenizer, template), thinking=False, observation_role="tool")
+    with pytest.raises(TemplateError, match="messages of user follow is not constant"):
+        renderer.check_tails()
