@@ -41,7 +41,8 @@ def split_thoughts(text: str) -> tuple[str, str, bool]:
 
 def typed_call(call: ToolCall, schemas: Sequence[Mapping[str, Any]]) -> ToolCall:
     """``call`` with the types that its tool's schema wants, where its strings are JSON of such."""
-    function = next((each["function"] for each in schemas if each["function"].get("name") == call.name), {})
+    named = (each["function"] for each in schemas if each["function"].get("name") == call.name)
+    function: Mapping[str, Any] = next(named, {})
     properties = (function.get("parameters") or {}).get("properties") or {}
     wanted = {name: schema for name, schema in properties.items() if isinstance(schema, dict)}
     arguments = {name: _typed(value, wanted.get(name, {})) for name, value in call.arguments.items()}

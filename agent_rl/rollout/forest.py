@@ -373,7 +373,8 @@ def _path(leaf: Node) -> list[tuple[Node, int]]:
     stop = leaf.end
     while node is not None:
         path.append((node, stop))
-        node, stop = node.parent, node.shared
+        stop = node.shared
+        node = node.parent
     return path[::-1]
 
 
