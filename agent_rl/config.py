@@ -33,6 +33,8 @@ Home = Literal["contiguous", "measured"]
 ExpertTransfer = Literal["pool", "exchange"]
 
 OWN_INTERFACE = "agent-rl"
+MAX_STALENESS = 8
+"""How many updates old a trained token's weights may be at most."""
 _OFF = BeforeValidator(lambda value: "off" if value is False else value)
 """YAML reads a bare ``off`` as false."""
 

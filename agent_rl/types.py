@@ -94,6 +94,25 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """The sampled tokens among ``start`` to ``stop`` (exclusive) are of weights ``version``."""
+
+    start: int
+    stop: int
+    version: str
+
+    def shifted(self, tokens: int) -> VersionSpan:
+        """The same, ``tokens`` further on."""
+        return VersionSpan(self.start + tokens, self.stop + tokens, self.version)
+
+
+def append_version(spans: list[VersionSpan], span: VersionSpan) -> None:
+    """Append ``span``; one of the version that the last is of goes on from it."""
+    start = spans.pop().start if spans and spans[-1].version == span.version else span.start
+    spans.append(VersionSpan(start, span.stop, span.version))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
     """What the engine answered to one request.
@@ -102,7 +121,8 @@ class Completion:
     ``routing``: rows ``[routes_from, prompt + completion - 1)`` of the whole sequence, or None where none were asked
     for, or none came.
     With ``finish`` ABORT they are what came before the engine gave the request up; ``routing`` is None with no tokens.
-    ``weight_version`` sampled the last token, ``earlier_versions`` those before, where an update fell within it.
+    ``weight_version`` sampled the last token; ``earlier`` tells, where an update fell within it, which tokens (counted
+    from 0) were sampled before.
     ``retractions``: how often the engine put the request back into its queue and computed its tokens again.
     """
 
@@ -112,11 +132,18 @@ class Completion:
     weight_version: str
     engine: str
     routing: Routing | None = None
-    earlier_versions: tuple[str, ...] = ()
+    earlier: tuple[VersionSpan, ...] = ()
     retractions: int = 0
     cached_tokens: int = 0
     wire_bytes: int = 0
     seconds: float = 0.0
+
+    @property
+    def versions(self) -> tuple[VersionSpan, ...]:
+        """Which weights sampled which tokens, counted from 0; none where no token was sampled."""
+        first = self.earlier[-1].stop if self.earlier else 0
+        last = VersionSpan(first, len(self.tokens), self.weight_version)
+        return (*self.earlier, last) if first < len(self.tokens) else self.earlier
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,10 +223,15 @@ class Branch:
     loss_mask: NDArray[np.bool_]
     logprobs: NDArray[np.float32]
     routing: Routing | None
-    weight_versions: tuple[str, ...]
+    versions: tuple[VersionSpan, ...]
     parent: int | None = None
     shared: int = 0
     cause: BranchCause = BranchCause.START
+
+    @property
+    def weight_versions(self) -> tuple[str, ...]:
+        """The distinct weight versions that sampled, in order of first use."""
+        return tuple(dict.fromkeys(span.version for span in self.versions))
 
     @property
     def sampled_tokens(self) -> int:
@@ -224,6 +256,8 @@ class Trajectory:
 
     ``tokens`` int32 ``[S]``, ``loss_mask`` bool ``[S]`` (True where sampled), ``logprobs`` float32 ``[S]`` (0 where not
     sampled), ``routing`` of S rows (the last absent) or None. ``reward`` is None iff ``stop.infrastructure``.
+    ``versions``: which weights sampled which tokens, in order, each sampled token in one span; a span of one version
+    goes on over observations.
     ``tests`` and ``test_log`` are the grading's, for a person to read; of the log a run's records keep the end.
     ``began``: the Unix time at which it got its place among the episodes in flight, after ``queue_seconds`` of waiting
     (0: not recorded); its task took ``start_seconds`` to start, and grading began ``grade_began`` seconds after it did.
@@ -243,7 +277,7 @@ class Trajectory:
     resolved: bool
     turns: tuple[Turn, ...]
     messages: tuple[Mapping[str, str], ...]
-    weight_versions: tuple[str, ...]
+    versions: tuple[VersionSpan, ...]
     patch: str = ""
     error: str = ""
     suspected_hack: tuple[str, ...] = ()
@@ -264,7 +298,7 @@ class Trajectory:
     @property
     def branches(self) -> tuple[Branch, ...]:
         """All its sequences, at least one."""
-        first = Branch(self.tokens, self.loss_mask, self.logprobs, self.routing, self.weight_versions)
+        first = Branch(self.tokens, self.loss_mask, self.logprobs, self.routing, self.versions)
         return first, *self.further
 
     @property
@@ -276,6 +310,11 @@ class Trajectory:
     def sampled_tokens(self) -> int:
         """Tokens that are trained, over all branches."""
         return sum(branch.sampled_tokens for branch in self.branches)
+
+    @property
+    def weight_versions(self) -> tuple[str, ...]:
+        """The distinct weight versions that sampled, in order of first use."""
+        return tuple(dict.fromkeys(version for branch in self.branches for version in branch.weight_versions))
 
     @property
     def routes_needed(self) -> int:
@@ -305,7 +344,8 @@ class Sample:
     ``logprobs`` float32 ``[S]`` are those it was sampled with; ``old_logprobs`` float32 ``[S]`` those that the ratio is
     to be taken against, where they are neither these nor the trainer's own (0 where nothing was sampled).
     ``trajectory`` names what it is a branch of: samples of one name are siblings, counted as one sequence and updated
-    in the same mini step. None: it has no sibling.
+    in the same mini step. None: it has no sibling. ``lag`` int32 ``[S]``: how many updates older than the weights
+    before this step those are that sampled a token (0 where nothing was sampled); None where all are the same.
     """
 
     tokens: NDArray[np.int32]
@@ -316,6 +356,7 @@ class Sample:
     weight: float = 1.0
     old_logprobs: NDArray[np.float32] | None = None
     trajectory: int | None = None
+    lag: NDArray[np.int32] | None = None
 
 
 class TokenFlag(IntFlag):

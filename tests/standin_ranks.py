@@ -47,7 +47,7 @@ class StandInRanks:
             UpdateSums(share.sampled_tokens, 0.1, 0.0, 0.5, 0.0, 1.0, 0.0, 0.0, Update(1.0, 1e-5)) for share in shares
         ]
         differs = tuple(np.concatenate([self._of(self._samples[index]) for index in ids]) for ids in batches)
-        report = RankReport(logprobs, logprobs, logprobs, tuple(sums), 1.0, 1.0, 1.0)
+        report = RankReport(logprobs, logprobs, logprobs, np.zeros(len(logprobs), np.int32), tuple(sums), 1.0, 1.0, 1.0)
         return report, Differing(self._layers, differs, differs), None
 
     def _of(self, sample: Sample) -> np.ndarray:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from trajectories import trajectory
 
-from agent_rl.config import GuardConfig
+from agent_rl.config import MAX_STALENESS, Clip, GuardConfig
 from agent_rl.controller.advantages import samples_of
 from agent_rl.controller.guard import Guard
 from agent_rl.controller.world import Workshop
@@ -60,14 +60,17 @@ def made_by_calling() -> Mapping[str, set[str]]:
         "agent_rl/controller/guard.py": set(Guard(GuardConfig(), Path("none"), print).judge(1, {}, [])),
         "agent_rl/controller/world.py": set(Workshop(ClusterBackend([], most=1), env=None).metrics()),
         "agent_rl/train/balance_report.py": set(balance_metrics([balanced()])),
-        "agent_rl/train/step_metrics.py": set(step_metrics([report()], routes(), routes())),
+        "agent_rl/train/step_metrics.py": set(step_metrics([report()], routes(), routes(), Clip(0.2, 0.2))),
     }
 
 
 def report() -> RankReport:
-    logprobs, update = np.zeros(3, np.float32), Update(grad_norm=1.0, lr=1e-3)
+    logprobs, update = np.zeros(MAX_STALENESS + 1, np.float32), Update(grad_norm=1.0, lr=1e-3)
+    lag = np.arange(len(logprobs), dtype=np.int32)
     sums = UpdateSums(3, loss=0.0, clipped=0, entropy=0, kl=0, correction=0, dropped=0, kl_reference=0, update=update)
-    return RankReport(logprobs, logprobs, logprobs, (sums,), 1.0, 1.0, 1.0, ReferenceReport(taken=0.0, seconds=1.0))
+    return RankReport(
+        logprobs, logprobs, logprobs, lag, (sums,), 1.0, 1.0, 1.0, ReferenceReport(taken=0.0, seconds=1.0)
+    )
 
 
 def balanced() -> BalanceReport:

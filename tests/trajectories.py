@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from agent_rl.types import StopReason, Trajectory
+from agent_rl.types import StopReason, Trajectory, VersionSpan
 
 
 def trajectory(
@@ -16,5 +16,5 @@ def trajectory(
     return Trajectory(
         task_id=task_id, env="e", tokens=np.arange(length, dtype=np.int32), loss_mask=mask,
         logprobs=np.where(mask, -1.0, 0.0).astype(np.float32), routing=None, stop=stop, reward=reward,
-        resolved=reward == 1.0, turns=(), messages=(), weight_versions=("0",),
+        resolved=reward == 1.0, turns=(), messages=(), versions=(VersionSpan(3, length, "0"),),
     )  # fmt: skip

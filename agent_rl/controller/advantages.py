@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from agent_rl.config import AdvantageScale, Baseline, OverlongConfig
 from agent_rl.errors import TrainerError
-from agent_rl.types import Fate, Group, Sample, StopReason, Trajectory, Verdict
+from agent_rl.types import Branch, Fate, Group, Sample, StopReason, Trajectory, Verdict
 from r3.routing import Routing, Span, SpanKind
 
 
@@ -77,6 +77,7 @@ def samples_of(
     penalty: Callable[[int], float] = lambda tokens: 0.0,
     normalised: bool = True,
     by_sequence: bool = True,
+    published: int | None = None,
     eps: float = 1e-6,
 ) -> GroupSamples:
     """One sample a branch of a trajectory, whose advantage is taken within its group; groups without variance are
@@ -97,8 +98,9 @@ def samples_of(
     trajectory is left out before advantages are taken, as if it had not been run, and a group that keeps fewer than 2
     teaches nothing. One that ended in a way that is ``masked`` counts for its group's advantages and is no sample: its
     tokens are in no term of the loss and in nothing it is divided by (overlong filtering: DAPO, arXiv 2503.14476,
-    section 3.4). Raises TrainerError where a trajectory has no reward: an infrastructure failure must not reach the
-    trainer.
+    section 3.4). ``published``: the version of the weights that the step begins with, from which every token's lag is
+    counted; without it samples have none. Raises TrainerError where a trajectory has no reward: an infrastructure
+    failure must not reach the trainer.
     """
     like = next((t.routing for group in groups for t in group.trajectories if t.routing is not None), None)
     missing = [[drop_missing and t.routes_missing > 0 for t in group.trajectories] for group in groups]
@@ -129,7 +131,7 @@ def samples_of(
         (at, sample)
         for at, (t, verdict) in enumerate(zip(everything, verdicts, strict=True))
         if verdict.fate is Fate.TRAINED and verdict.advantage is not None
-        for sample in _samples(at, t, verdict.advantage, like, by_sequence)
+        for sample in _samples(at, t, verdict.advantage, like, by_sequence, published)
     ]
     samples, origins = tuple(sample for _, sample in made), tuple(at for at, _ in made)
     mean_taken = float(np.mean([less for own in taken for less in own] or [0.0]))
@@ -187,7 +189,12 @@ def _sampled(trajectory: Trajectory) -> int:
 
 
 def _samples(
-    number: int, trajectory: Trajectory, advantage: float, like: Routing | None, by_sequence: bool
+    number: int,
+    trajectory: Trajectory,
+    advantage: float,
+    like: Routing | None,
+    by_sequence: bool,
+    published: int | None,
 ) -> list[Sample]:
     """The branches in which anything is trained. ``like`` is another trajectory's routing, whose shape one that got no
     routes at all is given."""
@@ -203,6 +210,7 @@ def _samples(
             weight=int(branch.loss_mask[1:].sum()) / whole if by_sequence and len(branches) > 1 else 1.0,
             old_logprobs=own,
             trajectory=number if len(branches) > 1 else None,
+            lag=None if published is None else _lag(branch, published),
         )
         for branch, own in branches
     ]
@@ -220,6 +228,14 @@ def _old_logprobs(trajectory: Trajectory) -> list[NDArray[np.float32] | None]:
         values[branch.loss_mask] = mean
         old.append(values)
     return old
+
+
+def _lag(branch: Branch, published: int) -> NDArray[np.int32]:
+    """``[S]``: how many updates before ``published`` the weights are that sampled a token."""
+    lag = np.zeros(len(branch.tokens), np.int32)
+    for span in branch.versions:
+        lag[span.start : span.stop] = published - int(span.version)
+    return np.where(branch.loss_mask, lag, np.int32(0))
 
 
 def _absent_rows(tokens: int, like: Routing) -> Routing:

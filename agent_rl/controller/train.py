@@ -208,6 +208,7 @@ class TrainingRun:
                 ),
                 normalised=not self.config.train.normalises_penalised,
                 by_sequence=self.config.train.averaged_over == "sequence",
+                published=step - 1,
             )
             values |= prepared.metrics
             details: dict[int, TokenDetail] | None = {} if self.config.observe.token_detail else None

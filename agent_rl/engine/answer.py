@@ -11,7 +11,7 @@ import orjson
 
 from agent_rl.engine.types import Scores
 from agent_rl.errors import EngineAborted, EngineOverloaded, EngineRejected, RoutesMissingError
-from agent_rl.types import Completion, FinishReason, TokenIds
+from agent_rl.types import Completion, FinishReason, TokenIds, VersionSpan
 from r3.codec import RouteLayout, decode_payload, extract_payload
 from r3.routing import Routing, RoutingError, Span, SpanKind, append_span
 
@@ -57,7 +57,7 @@ def read_answer(body: bytes, asked: Asked, seconds: float) -> Completion:
         weight_version=_last_version(meta),
         engine=asked.url,
         routing=_routing(payload, meta, len(tokens), asked),
-        earlier_versions=_earlier_versions(meta),
+        earlier=_earlier(meta),
         retractions=_retractions(meta),
         cached_tokens=int(meta.get("cached_tokens", 0)),
         wire_bytes=len(body),
@@ -140,8 +140,9 @@ def _last_version(meta: Mapping[str, Any]) -> str:
     return str(versions[-1]["version"] if versions else meta.get("weight_version", ""))
 
 
-def _earlier_versions(meta: Mapping[str, Any]) -> tuple[str, ...]:
-    return tuple(str(part["version"]) for part in (meta.get("weight_versions") or ())[:-1])
+def _earlier(meta: Mapping[str, Any]) -> tuple[VersionSpan, ...]:
+    parts = (meta.get("weight_versions") or ())[:-1]
+    return tuple(VersionSpan(int(part["start"]), int(part["end"]), str(part["version"])) for part in parts)
 
 
 def _retractions(meta: Mapping[str, Any]) -> int:

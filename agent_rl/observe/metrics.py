@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from agent_rl.config import MAX_STALENESS
 from agent_rl.errors import AgentRlError
 from agent_rl.types import StopReason
 
@@ -72,12 +73,17 @@ _SYNC = "agent_rl/weight_sync/sync.py"
 _PUBLISHER = "agent_rl/weight_sync/publisher.py"
 _FLEET = "agent_rl/engine/fleet.py"
 
+_LAGS = tuple(str(lag) for lag in range(MAX_STALENESS + 1))
 _STOPS = tuple(reason.value for reason in StopReason if not reason.infrastructure)
 _SPREAD = ("mean", "p10", "p50", "p90", "max")
 
 _LOGPROBS = _of(
     _STEP,
-    ("mismatch/k3_kl", "nats", "The k3 estimate of the KL from engine to trainer, the mean over sampled tokens."),
+    (
+        "mismatch/k3_kl",
+        "nats",
+        "The k3 estimate of the KL from engine to trainer, the mean over sampled tokens of lag 0.",
+    ),
     ("mismatch/f_tau_2", "share", "Sampled tokens whose probability differs by more than a factor of 2."),
     ("mismatch/token_mult_prob_error", "factor", "The mean factor by which a sampled token's probability differs."),
     ("mismatch/js_divergence", "nats", "The Jensen-Shannon divergence, estimated on the sampled tokens."),
@@ -213,6 +219,33 @@ METRICS: tuple[Metric, ...] = (
         ("train/correction_dropped", "share", "Sampled tokens that `train.correction` gave the weight 0."),
         ("train/kl_reference", "nats", "The KL to the reference model by `train.kl.estimator`, the mean over tokens."),
         ("train/kl_penalty", "reward", "What a KL in the reward took from an advantage, the mean over tokens."),
+    ),
+    *_of(
+        _STEP,
+        ("staleness/mean", "updates", "How many updates before this step a sampled token's weights lie, the mean."),
+        ("staleness/max", "updates", "The same of the oldest token, at most `pipeline.max_staleness`."),
+    ),
+    Metric("staleness/share_<lag>", "share", "Sampled tokens of this lag.", _STEP, _LAGS),
+    Metric(
+        "off_policy/k3_kl_lag_<lag>",
+        "nats",
+        "The k3 estimate of the KL from the weights that sampled to those before the step, over tokens of this lag.",
+        _STEP,
+        _LAGS[1:],
+    ),
+    Metric(
+        "off_policy/ratio_mean_lag_<lag>",
+        "factor",
+        "The mean of a token's probability under the weights before the step over that it was sampled with.",
+        _STEP,
+        _LAGS[1:],
+    ),
+    Metric(
+        "off_policy/clip_fraction_lag_<lag>",
+        "share",
+        "Tokens of this lag for which that ratio is beyond the objective's clip before any update.",
+        _STEP,
+        _LAGS[1:],
     ),
     *_LOGPROBS,
     *_without_replay((*_LOGPROBS, *_ROUTES)),

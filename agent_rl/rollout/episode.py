@@ -275,7 +275,7 @@ class _Run:
             resolved=grade.resolved if grade else False,
             turns=tuple(Turn(**fields) for fields in self.turns),
             messages=tuple(self.messages),
-            weight_versions=self.transcript.weight_versions,
+            versions=self.transcript.versions,
             patch=grade.patch if grade else "",
             error=f"{type(error).__name__}: {error}" if error else "",
             suspected_hack=tuple(grade.suspected_hack) if grade else (),

@@ -31,7 +31,7 @@ from xxhash import xxh3_128_digest
 
 from agent_rl.config import R3Config
 from agent_rl.errors import RoutesMissingError
-from agent_rl.types import Branch, BranchCause, Completion, FinishReason
+from agent_rl.types import Branch, BranchCause, Completion, FinishReason, VersionSpan, append_version
 from r3.routing import Routing, RoutingError
 from r3.stitch import RouteStitcher
 from tools import Spoken, ToolCall
@@ -111,7 +111,7 @@ class Node:
     replaces: tuple[Node, ...] = ()
     sampled: array[int] = field(default_factory=lambda: array("i"))
     logprobs: array[float] = field(default_factory=lambda: array("f"))
-    versions: dict[str, None] = field(default_factory=dict)
+    versions: list[VersionSpan] = field(default_factory=list)
     parts: list[_Part] = field(default_factory=list)
     text: str = ""
     spoken: Spoken | None = None
@@ -220,10 +220,10 @@ class Forest:
             return  # aborted before it sampled: whatever it computed will be asked for again
         if self._routes is not None:
             node.parts.append(self._part(node, completion))
+        for span in completion.versions:
+            append_version(node.versions, span.shifted(node.end))
         node.sampled.extend(completion.tokens)
         node.logprobs.extend(completion.logprobs)
-        if completion.tokens:
-            node.versions |= dict.fromkeys((*completion.earlier_versions, completion.weight_version))
 
     def commit(self, node: Node, text: str, spoken: Spoken) -> None:
         """The reply is whole: later requests may go on from it."""
@@ -350,14 +350,15 @@ class Forest:
         tokens = self.tokens(leaf)
         loss_mask, logprobs = np.zeros(len(tokens), np.bool_), np.zeros(len(tokens), np.float32)
         first = next(node for node, _ in path if node not in claimed)
-        versions: dict[str, None] = {}
+        versions = list[VersionSpan]()
         for node, stop in path:
             if node in claimed or stop < node.end:
                 continue
             if node.trained:
                 loss_mask[node.prompt : node.end] = True
                 logprobs[node.prompt : node.end] = node.logprobs
-                versions |= node.versions
+                for span in node.versions:
+                    append_version(versions, span)
         parent = None if first.parent is None else claimed.get(first.parent)
         claimed |= {node: number for node, stop in path if node not in claimed and stop == node.end}
         shared = 0 if parent is None else first.shared

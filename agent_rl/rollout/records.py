@@ -35,7 +35,7 @@ from agent_rl.observe.files import replacing, write_atomic
 from agent_rl.rollout.row_files import SUFFIX, encode_rows, read_rows
 from agent_rl.rollout.sidecars import sidecar_path, write_sidecar
 from agent_rl.rollout.token_details import details_path, worst, write_details
-from agent_rl.types import Group, StopReason, TokenDetail, Trajectory, Turn, Verdict
+from agent_rl.types import Group, StopReason, TokenDetail, Trajectory, Turn, Verdict, VersionSpan
 from r3 import archive
 from r3.routing import Routing, RoutingError
 
@@ -218,6 +218,7 @@ def _described(trajectory: Trajectory, key: str, routes: bool) -> dict[str, Any]
         **{name: getattr(trajectory, name) for name in (*_PLAIN, *_TIMES)},
         "stop": trajectory.stop.value,
         "weight_versions": trajectory.weight_versions,
+        "versions": [[span.start, span.stop, span.version] for span in trajectory.versions],
         "suspected_hack": trajectory.suspected_hack,
         "tests": dict(trajectory.tests),
         "test_log": trajectory.test_log[-LOG_CHARACTERS:],
@@ -298,7 +299,7 @@ def read_trajectory(row: Mapping[str, Any], array: Callable[[str], NDArray], whe
             stop=StopReason(row["stop"]),
             turns=tuple(Turn(**turn) for turn in row["turns"]),
             messages=tuple(messages_of(row)),
-            weight_versions=tuple(row["weight_versions"]),
+            versions=_versions(row),
             suspected_hack=tuple(row["suspected_hack"]),
         )
     except _BROKEN as error:
@@ -317,6 +318,16 @@ def _sampled(
     whole = np.zeros(length, np.float32)
     whole[mask] = logprobs
     return mask, whole
+
+
+def _versions(row: Mapping[str, Any]) -> tuple[VersionSpan, ...]:
+    """Rows named versions without their places at first: of several it is then not known which is where."""
+    if "versions" in row:
+        return tuple(VersionSpan(int(start), int(stop), str(version)) for start, stop, version in row["versions"])
+    named, tokens = row["weight_versions"], int(row["arrays"]["tokens"])
+    if len(named) > 1:
+        raise ValueError("it does not tell which weights sampled which tokens")
+    return tuple(VersionSpan(0, tokens, str(version)) for version in named)
 
 
 def _why(error: Exception) -> str:

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from agent_rl.config import R3Config
 from agent_rl.errors import RoutesMissingError
-from agent_rl.types import Completion, FinishReason
+from agent_rl.types import Completion, FinishReason, VersionSpan, append_version
 from r3.routing import Routing, RoutingError
 from r3.stitch import RouteStitcher
 
@@ -48,7 +48,7 @@ class Transcript:
         self._shown = 0
         self._max_tokens = max_tokens
         self._sampled: list[tuple[int, tuple[float, ...]]] = []
-        self._versions: dict[str, None] = {}
+        self._versions: list[VersionSpan] = []
         self._routes = routes
         self._stitcher: RouteStitcher | None = None
         self._missing: list[dict[str, Any]] = []  # until the first routes tell their shape
@@ -76,8 +76,8 @@ class Transcript:
         return int(self._missing[-1]["sequence"]) - 1 if self._missing else 0
 
     @property
-    def weight_versions(self) -> tuple[str, ...]:
-        """The distinct weight versions that sampled, in order of first use."""
+    def versions(self) -> tuple[VersionSpan, ...]:
+        """Which weights sampled which tokens; see :class:`agent_rl.types.Trajectory`."""
         return tuple(self._versions)
 
     def sampled(self, completion: Completion) -> None:
@@ -97,10 +97,11 @@ class Transcript:
             self._stitch(completion, self._routes)
         self._shown = len(self._tokens) + len(completion.tokens)
         if completion.tokens:
+            for span in completion.versions:
+                append_version(self._versions, span.shifted(len(self._tokens)))
             self._sampled.append((len(self._tokens), completion.logprobs))
             self._tokens.extend(completion.tokens)
             self._kept = len(self._tokens)
-            self._versions |= dict.fromkeys((*completion.earlier_versions, completion.weight_version))
 
     def _stitch(self, completion: Completion, policy: R3Config) -> None:
         delta, start = completion.routing, self.routes_from

@@ -163,7 +163,7 @@ class RayTrainer:
         balanced = [balance for _, _, balance in answers if balance is not None]
         if balanced and step is not None:
             write_balance(self.config.run_dir, step, balanced)
-        return step_metrics(reports, *counts) | balance_metrics(balanced)
+        return step_metrics(reports, *counts, self.config.train.clip) | balance_metrics(balanced)
 
     def _split(self, samples: Sequence[Sample]) -> Shares:
         train = self.config.train

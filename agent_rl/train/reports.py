@@ -102,11 +102,13 @@ class SampledTokens:
 @dataclass(frozen=True, slots=True, eq=False)
 class RankReport:
     """One data rank's share of a step. Log-probs are those of the sampled tokens, one after another, in the same order
-    for rollout, trainer (with the configured replay) and native (without), and ``sampled``, where it was asked for."""
+    for rollout, trainer (with the configured replay) and native (without), and ``sampled``, where it was asked for.
+    ``lag`` int32: how many updates older the token's weights are than those before this step."""
 
     rollout_logprobs: NDArray[np.float32]
     trainer_logprobs: NDArray[np.float32]
     native_logprobs: NDArray[np.float32] | None
+    lag: NDArray[np.int32]
     updates: tuple[UpdateSums, ...]
     old_logprob_seconds: float
     native_seconds: float

@@ -148,6 +148,7 @@ def grpo_step(
         rollout_logprobs=_sampled(batches, [batch.logprobs_T for batch in batches]),
         trainer_logprobs=_sampled(batches, logprobs),
         native_logprobs=None if natives is None else _sampled(batches, natives),
+        lag=np.concatenate([np.zeros(0, np.int32), *(batch.lag_T[batch.mask_T] for batch in batches)]),
         updates=tuple(updates),
         old_logprob_seconds=after_old - started,
         native_seconds=before_update - after_old,

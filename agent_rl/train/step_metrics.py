@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from agent_rl.config import Clip
 from agent_rl.errors import TrainerError
 from agent_rl.train.reports import RankReport, RouteCounts
-from r3.mismatch.report import mismatch_metrics
+from r3.mismatch.report import log_ratios, mismatch_metrics
 
 
 def step_metrics(
-    reports: Sequence[RankReport], routes: RouteCounts | None, native_routes: RouteCounts | None
+    reports: Sequence[RankReport], routes: RouteCounts | None, native_routes: RouteCounts | None, clip: Clip
 ) -> dict[str, float]:
-    """``train/*``, ``mismatch/*``, ``mismatch_native/*``, ``r3/*`` and ``time/*`` of the data ranks' reports.
+    """The metrics of the data ranks' reports, whose registered source is this file.
 
     The route counts are those over all ranks (None where the samples had no routes, or no native pass was run).
+    ``mismatch/*`` compares trainer and engine with the same weights: tokens of older ones are left out, and told apart
+    by their lag under ``off_policy/*``, where ``clip`` bounds what counts as clipped.
     """
     rollout = np.concatenate([report.rollout_logprobs for report in reports])
-    values = _train(reports)
-    values |= _mismatch("mismatch", rollout, [report.trainer_logprobs for report in reports])
-    natives = [report.native_logprobs for report in reports if report.native_logprobs is not None]
-    if len(natives) == len(reports):
-        values |= _mismatch("mismatch_native", rollout, natives)
+    trainer = np.concatenate([report.trainer_logprobs for report in reports])
+    lag = np.concatenate([report.lag for report in reports])
+    values = _train(reports) | _staleness(lag) | _off_policy(rollout, trainer, lag, clip)
+    if (fresh := lag == 0).any():
+        values |= _mismatch("mismatch", rollout[fresh], trainer[fresh])
+        natives = [report.native_logprobs for report in reports if report.native_logprobs is not None]
+        if len(natives) == len(reports):
+            values |= _mismatch("mismatch_native", rollout[fresh], np.concatenate(natives)[fresh])
     if routes is not None:
         values |= {**_differ("r3", routes), **_coverage(routes)}
     if native_routes is not None:
@@ -35,12 +41,36 @@ def step_metrics(
     return values | _reference(reports)
 
 
-def _mismatch(prefix: str, rollout: NDArray[np.float32], trainer: Sequence[NDArray[np.float32]]) -> dict[str, float]:
+def _mismatch(prefix: str, rollout: NDArray[np.float32], trainer: NDArray[np.float32]) -> dict[str, float]:
     try:
-        values = mismatch_metrics(np.concatenate(trainer), rollout)
+        values = mismatch_metrics(trainer, rollout)
     except ValueError as error:
         raise TrainerError(f"{prefix}: the trainer's and the rollout's log-probs cannot be compared: {error}") from None
     return {f"{prefix}/{name}": value for name, value in values.items()}
+
+
+def _staleness(lag: NDArray[np.int32]) -> dict[str, float]:
+    shares = {age: float(np.mean(lag == age)) for age in np.unique(lag).tolist()}
+    ages = {"staleness/mean": float(lag.mean()), "staleness/max": float(lag.max())}
+    return ages | _by_lag("staleness/share", shares)
+
+
+def _off_policy(
+    rollout: NDArray[np.float32], trainer: NDArray[np.float32], lag: NDArray[np.int32], clip: Clip
+) -> dict[str, float]:
+    """How far the weights before this step are from those that sampled, a figure for each lag above 0."""
+    logs = {age: log_ratios(trainer, rollout, lag == age) for age in np.unique(lag[lag > 0]).tolist()}
+    ratios = {age: np.exp(log) for age, log in logs.items()}
+    outside = {age: (ratio < 1 - clip.low) | (ratio > 1 + clip.high) for age, ratio in ratios.items()}
+    return (
+        _by_lag("off_policy/k3_kl_lag", {age: np.mean(ratio - 1 - logs[age]) for age, ratio in ratios.items()})
+        | _by_lag("off_policy/ratio_mean_lag", {age: ratio.mean() for age, ratio in ratios.items()})
+        | _by_lag("off_policy/clip_fraction_lag", {age: beyond.mean() for age, beyond in outside.items()})
+    )
+
+
+def _by_lag(name: str, values: Mapping[int, float]) -> dict[str, float]:
+    return {f"{name}_{age}": float(value) for age, value in values.items()}
 
 
 def _train(reports: Sequence[RankReport]) -> dict[str, float]:

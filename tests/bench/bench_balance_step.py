@@ -89,6 +89,7 @@ def made_batch(tokens: int, seed: int) -> MicroBatch:
         logprobs_T=zeros,
         advantages_T=zeros,
         weights_T=zeros + 1,
+        lag_T=np.zeros(tokens, np.int32),
     )
 
 

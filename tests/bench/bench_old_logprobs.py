@@ -330,7 +330,7 @@ def updates(model: Path, batches: Sequence[Sequence[Sample]]) -> list[dict[str, 
             order = StepOrder(config, measure_native=False)
             report, *_ = rank.grpo(without_routes(samples, ids), shares, order, shards)
             assert report is not None
-            values = step_metrics([report], None, None)
+            values = step_metrics([report], None, None, config.train.clip)
             figures[f"{replay} {source} {correction}"] = {name: values[name] for name in PAIRED}
         found.append(figures)
     rank.close()

@@ -23,7 +23,7 @@ from agent_rl.commands.compare import (
 )
 from agent_rl.errors import ConfigError
 from agent_rl.model.shipped import install_model
-from agent_rl.types import StopReason, Trajectory, Turn
+from agent_rl.types import StopReason, Trajectory, Turn, VersionSpan
 from r3.routing import Routing, Span, SpanKind
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,7 +48,7 @@ def trajectory(seed: int, turns: int = 2) -> Trajectory:
         resolved=True,
         turns=tuple(Turn("", None, {}, None, "", 5 * turn + 3, 2, 3, 0, "1", 0.0, 0.0) for turn in range(turns)),
         messages=(),
-        weight_versions=("1",),
+        versions=(VersionSpan(0, tokens, "1"),),
     )
 
 

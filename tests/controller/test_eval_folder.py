@@ -41,7 +41,7 @@ def ended(task: Task, sample: int) -> Trajectory:
         task_id=task.id, env=task.env, tokens=np.zeros(1, np.int32), loss_mask=np.zeros(1, np.bool_),
         logprobs=np.zeros(1, np.float32), routing=None, stop=StopReason.SUBMITTED, reward=float(resolved),
         resolved=resolved, turns=(), messages=({"role": "assistant", "content": "\udce4 lone surrogate"},),
-        weight_versions=(), patch=f"diff {task.id}\n",
+        versions=(), patch=f"diff {task.id}\n",
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from agent_rl.controller.journal import Journal, StepJournal, lineage
 from agent_rl.rollout.group import EpisodeRunner
-from agent_rl.types import StopReason, Trajectory, Turn
+from agent_rl.types import StopReason, Trajectory, Turn, VersionSpan
 from envs import Task
 from r3.routing import Routing, Span, SpanKind
 
@@ -30,7 +30,7 @@ def trajectory(task: str, seed: int, stop: StopReason = StopReason.SUBMITTED) ->
         task, "mini", np.arange(5, dtype=np.int32) + seed, np.arange(5) > 2,
         np.where(np.arange(5) > 2, generator.standard_normal(5), 0).astype(np.float32), routing, stop,
         None if stop.infrastructure else 1.0,
-        resolved=True, turns=(turn,), messages=({"role": "user", "content": "x"},), weight_versions=("3",),
+        resolved=True, turns=(turn,), messages=({"role": "user", "content": "x"},), versions=(VersionSpan(3, 5, "3"),),
     )  # fmt: skip
 
 

@@ -33,7 +33,7 @@ def trajectory(missing: int) -> Trajectory:
     return Trajectory(
         task_id="t", env="e", tokens=np.zeros(101, np.int32), loss_mask=np.ones(101, np.bool_),
         logprobs=np.zeros(101, np.float32), routing=Routing(np.zeros((101, 1, 1), np.uint8), present, (), 4),
-        stop=StopReason.SUBMITTED, reward=1.0, resolved=True, turns=(), messages=(), weight_versions=("0",),
+        stop=StopReason.SUBMITTED, reward=1.0, resolved=True, turns=(), messages=(), versions=(),
     )  # fmt: skip
 
 

@@ -33,7 +33,7 @@ from agent_rl.errors import (
     UserError,
 )
 from agent_rl.model_facts import ModelFacts
-from agent_rl.types import Completion, FinishReason, SamplingParams
+from agent_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
 from r3.routing import Span, SpanKind
 
 FACTS = ModelFacts(
@@ -267,7 +267,7 @@ async def test_each_weight_version_within_a_turn_has_its_span() -> None:
         engine = client(url)
         got = await engine.generate([1, 2, 3], SAMPLE, routes_from=1, session="s")
         await engine.close()
-    assert (got.earlier_versions, got.weight_version, got.retractions) == (("3",), "4", 0)
+    assert (got.versions, got.retractions) == ((VersionSpan(0, 1, "3"), VersionSpan(1, 2, "4")), 0)
     assert got.routing is not None
     assert got.routing.spans == (
         Span(0, 1, "3", url, SpanKind.PREFILLED),
@@ -280,7 +280,7 @@ async def test_rows_of_a_retracted_request_are_not_called_sampled() -> None:
     """Its tokens were computed again, some of them by other weights, and it does not say how many."""
     versions = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 2}]
     got = await answered(lambda request: answer(request, weight_versions=versions, num_retractions=1))
-    assert (got.earlier_versions, got.weight_version, got.retractions) == (("3",), "4", 1)
+    assert (got.versions, got.retractions) == ((VersionSpan(0, 1, "3"), VersionSpan(1, 2, "4")), 1)
     assert got.routing is not None
     kinds = [(span.start, span.stop, span.weight_version, span.kind) for span in got.routing.spans]
     assert kinds == [(0, 1, "4", SpanKind.PREFILLED), (1, 3, "4", SpanKind.RECOMPUTED)]

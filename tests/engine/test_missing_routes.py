@@ -62,7 +62,8 @@ async def converse(engine: SGLangEngine, reward: float, seed: int, **r3: Any) ->
     tokens, mask, logprobs, routing = transcript.arrays()
     return Trajectory(
         task_id="t", env="e", tokens=tokens, loss_mask=mask, logprobs=logprobs, routing=routing,
-        stop=StopReason.SUBMITTED, reward=reward, resolved=bool(reward), turns=(), messages=(), weight_versions=("0",),
+        stop=StopReason.SUBMITTED, reward=reward, resolved=bool(reward), turns=(), messages=(),
+        versions=transcript.versions,
     )  # fmt: skip
 
 

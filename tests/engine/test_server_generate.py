@@ -25,7 +25,7 @@ from agent_rl.rollout.group import GroupSettings, collect_groups
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.rollout.rescore import Rescorer
 from agent_rl.rollout.transcript import Transcript
-from agent_rl.types import Completion, FinishReason, RouteAudit, SamplingParams, Trajectory
+from agent_rl.types import Completion, FinishReason, RouteAudit, SamplingParams, Trajectory, VersionSpan
 from envs import Task
 from r3.routing import Routing, SpanKind, validate
 from r3.stitch import RouteStitcher
@@ -180,7 +180,7 @@ async def sampled(engine: SGLangEngine, sampling: SamplingParams, *, reward: flo
     made = trajectory(reward)
     return replace(
         made, tokens=np.array([*PROMPT, *got.tokens], np.int32), loss_mask=mask, logprobs=logprobs,
-        weight_versions=(got.weight_version,),
+        versions=(VersionSpan(len(PROMPT), len(mask), got.weight_version),),
     )  # fmt: skip
 
 

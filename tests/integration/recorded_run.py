@@ -18,7 +18,7 @@ import time
 import zlib
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,7 +39,7 @@ from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.group import EpisodeRunner
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.train.ray_trainer import RayTrainer
-from agent_rl.types import StopReason, Trajectory, Turn
+from agent_rl.types import StopReason, Trajectory, Turn, VersionSpan
 from envs import Task
 from r3.routing import Routing, Span, SpanKind
 
@@ -62,7 +62,7 @@ def _recording(task: Task, generator: np.random.Generator, facts: Any) -> Trajec
     return Trajectory(
         task.id, task.env, generator.integers(0, facts.vocab_size, length).astype(np.int32), mask, logprobs,
         _routes(length, generator, facts), StopReason.SUBMITTED, float(generator.random() < 0.5),
-        resolved=False, turns=(turn,), messages=(), weight_versions=("0",),
+        resolved=False, turns=(turn,), messages=(), versions=(),
     )  # fmt: skip
 
 
@@ -75,10 +75,14 @@ def _routes(length: int, generator: np.random.Generator, facts: Any) -> Routing:
     return Routing(experts, np.arange(length) < length - 1, spans, layout.num_experts)
 
 
+@dataclass
 class NoEngine:
-    """There is none to send weights to."""
+    """There is none to send weights to; what is given afterwards says that it is of them."""
+
+    world: RecordedWorld
 
     async def publish(self, step: int) -> dict[str, float]:
+        self.world.version = str(step)
         return {}
 
 
@@ -88,6 +92,7 @@ class RecordedWorld:
 
     config: RunConfig
     tasks: Sequence[Task]
+    version: str = ""
 
     def __post_init__(self) -> None:
         self.limiter = Limiter(self.config.rollout.concurrency)
@@ -102,25 +107,25 @@ class RecordedWorld:
         """Gives the recordings that the newest journal does not hold yet."""
         (*_, journal) = sorted((self.config.run_dir / "journal").glob("step-*"))
         held = {trajectory.tokens.tobytes() for trajectory in read_journal(journal)}
-        return _Recorded(self.config, self.facts, held).run
+        return _Recorded(self, held).run
 
 
 @dataclass
 class _Recorded:
-    config: RunConfig
-    facts: Any
+    world: RecordedWorld
     held: set[bytes]
     waiting: dict[str, list[Trajectory]] = field(default_factory=lambda: defaultdict(list))
 
     async def run(self, task: Task) -> Trajectory:
         if task.id not in self.waiting:
-            every = recordings(task, self.config.rollout.group_size, self.facts)
+            every = recordings(task, self.world.config.rollout.group_size, self.world.facts)
             self.waiting[task.id] = [t for t in every if t.tokens.tobytes() not in self.held]
         await asyncio.sleep(random.uniform(0, 2 * EPISODE_SECONDS))
         trajectory = self.waiting[task.id].pop(0)
-        with (self.config.run_dir / GIVEN).open("a") as file:
+        versions = (VersionSpan(0, len(trajectory.tokens), self.world.version),)
+        with (self.world.config.run_dir / GIVEN).open("a") as file:
             file.write(json.dumps([task.id, zlib.crc32(trajectory.tokens.tobytes())]) + "\n")
-        return trajectory
+        return replace(trajectory, versions=versions)
 
 
 async def _nothing(*splits: str) -> None:
@@ -142,7 +147,7 @@ async def main(folder: Path, overrides: Sequence[str]) -> None:
 
             def begin() -> TrainingRun:
                 run = TrainingRun(config, state, display, world, trainer)
-                run.sync = NoEngine()  # type: ignore[assignment]
+                run.sync = NoEngine(world)  # type: ignore[assignment]
                 return run
 
             (state.dir / BEGUN).write_text(str(time.time()))

@@ -16,7 +16,7 @@ import megatron_tiny as tiny
 import torch
 from torch import Tensor
 
-from agent_rl.config import RunConfig
+from agent_rl.config import Clip, RunConfig
 from agent_rl.errors import ConfigError
 from agent_rl.train.batching.mini_steps import split_step
 from agent_rl.train.loss.objectives import kl_estimate, penalised_advantages
@@ -201,7 +201,7 @@ def test_epochs_go_through_the_same_mini_steps_again(build: Build, other: Path) 
     assert report.updates[2].kl > report.updates[0].kl
     assert report.reference is not None
     sampled = sum(update.tokens for update in report.updates[:2])
-    values = step_metrics([report], None, None)
+    values = step_metrics([report], None, None, Clip(0.2, 0.2))
     assert values["train/kl_penalty"] == pytest.approx(report.reference.taken / sampled)
     assert values["train/sampled_tokens"] == 2 * sampled
 

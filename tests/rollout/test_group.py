@@ -10,7 +10,7 @@ from agent_rl.errors import RolloutFailed, RoutesMissingError
 from agent_rl.rollout.group import GroupSettings, RolloutEvent, collect_groups
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.rollout.stats import rollout_metrics
-from agent_rl.types import StopReason, Trajectory
+from agent_rl.types import StopReason, Trajectory, VersionSpan
 from envs import Task
 
 TASKS = [Task(f"task-{index}", "memory", {}) for index in range(4)]
@@ -29,7 +29,7 @@ def trajectory(task: Task, stop: StopReason = StopReason.SUBMITTED, reward: floa
         resolved=bool(reward) and not stop.infrastructure,
         turns=(),
         messages=(),
-        weight_versions=("0",),
+        versions=(VersionSpan(0, 3, "0"),),
         error="SandboxLostError: gone" if stop.infrastructure else "",
     )
 

@@ -79,7 +79,7 @@ def test_a_row_says_what_happened(groups: tuple[Group, ...], tmp_path: Path) -> 
     assert [turn["tool"] for turn in row["turns"]] == ["echo", "echo", "submit"]
     assert row["messages"][3] == {"role": "tool", "content": {"observed": 0, "rest": ""}}
     assert messages_of(row)[3] == {"role": "tool", "content": row["task_id"]}
-    assert row["weight_versions"] == ["1", "2"]
+    assert [version for _, _, version in row["versions"]] == ["1", "2"]
 
 
 def test_routes_may_be_left_out(groups: tuple[Group, ...], tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def trajectory(reward: float | None, stop: StopReason, turns: tuple[Turn, ...], 
         resolved=reward == 1.0,
         turns=turns,
         messages=(),
-        weight_versions=("0",),
+        versions=(),
         grade_seconds=0.5,
     )
 

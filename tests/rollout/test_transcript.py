@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from agent_rl.config import R3Config, RouteSource
 from agent_rl.errors import RoutesMissingError
 from agent_rl.rollout.transcript import Transcript
-from agent_rl.types import Completion, FinishReason
+from agent_rl.types import Completion, FinishReason, VersionSpan
 from r3.routing import Routing, Span, SpanKind, validate
 
 LAYERS, EXPERTS = 4, 256
@@ -85,6 +85,11 @@ class Conversation:
         transcript.sampled(said)
 
 
+def sampled_by(versions: Sequence[VersionSpan], loss_mask: np.ndarray) -> list[str]:
+    """The version of every sampled token."""
+    return [next(span.version for span in versions if span.start <= at < span.stop) for at in np.flatnonzero(loss_mask)]
+
+
 def check(transcript: Transcript) -> tuple[np.ndarray, np.ndarray, Routing]:
     tokens, loss_mask, logprobs, routing = transcript.arrays()
     assert routing is not None
@@ -113,17 +118,20 @@ def test_any_conversation_lines_up(
         after_abort = finish is FinishReason.ABORT
         if sampled:
             versions[str(number)] = None
-    assert talk.transcript.weight_versions == tuple(versions)
+    assert [span.version for span in talk.transcript.versions] == list(versions)
     if not talk.sampled:
         assert talk.transcript.arrays()[3] is None
         return
     tokens, loss_mask, routing = check(talk.transcript)
     assert tokens[loss_mask].tolist() == talk.sampled
+    assert sampled_by(talk.transcript.versions, loss_mask) == [
+        str(number) for number, (_, sampled, _) in enumerate(requests) for _ in range(sampled)
+    ]
     assert routing.present[:-1].all()
     if source == "sampled":  # each token's row of sampling is of the version that sampled it
         for span in routing.spans[:-1]:
-            sampled_by = [int(tokens[row + 1]) in talk.sampled for row in range(span.start, span.stop)]
-            assert all(sampled_by) == (span.kind is SpanKind.SAMPLED)
+            feeds_sampled = [int(tokens[row + 1]) in talk.sampled for row in range(span.start, span.stop)]
+            assert all(feeds_sampled) == (span.kind is SpanKind.SAMPLED)
 
 
 def test_an_aborted_turn_goes_on_with_other_weights() -> None:
@@ -141,14 +149,16 @@ def test_an_aborted_turn_goes_on_with_other_weights() -> None:
         Span(4, 7, "8", "e", SpanKind.SAMPLED),
         Span(7, 8, "", "", SpanKind.MISSING),
     )
-    assert talk.transcript.weight_versions == ("7", "8")
+    assert talk.transcript.versions == (VersionSpan(3, 5, "7"), VersionSpan(5, 8, "8"))
 
 
 def test_an_update_within_a_completion_names_both_versions() -> None:
     talk = Conversation()
     said = completion(talk.transcript.tokens, talk.fresh(4), 0, version="8")
-    talk.transcript.sampled(replace(said, earlier_versions=("7",)))
-    assert talk.transcript.weight_versions == ("7", "8")
+    talk.transcript.sampled(replace(said, earlier=(VersionSpan(0, 1, "7"),)))
+    assert talk.transcript.versions == (VersionSpan(3, 4, "7"), VersionSpan(4, 7, "8"))
+    talk.turn(2, observed=2, version="8")
+    assert talk.transcript.versions == (VersionSpan(3, 4, "7"), VersionSpan(4, 11, "8")), "it goes on over observations"
 
 
 def test_a_turn_that_sampled_nothing_last_leaves_its_observation_out() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from agent_rl.config import AdvantageScale, Baseline, OverlongConfig
 from agent_rl.controller.advantages import group_advantages, overlong_penalty, samples_of
 from agent_rl.errors import TrainerError
-from agent_rl.types import Group, StopReason, Trajectory
+from agent_rl.types import Group, StopReason, Trajectory, VersionSpan
 from r3.routing import Routing, Span, SpanKind, append_span, validate
 
 
@@ -42,7 +42,7 @@ def trajectory(reward: float | None, token: int = 1) -> Trajectory:
         resolved=bool(reward),
         turns=(),
         messages=(),
-        weight_versions=(),
+        versions=(),
     )
 
 
@@ -205,3 +205,14 @@ def test_where_nothing_was_sampled_there_is_a_reward_and_no_sample() -> None:
     idle = replace(trajectory(0), loss_mask=np.zeros(4, np.bool_))
     result = samples_of([Group("t", (trajectory(1), idle))])
     assert [sample.advantage for sample in result.samples] == pytest.approx([1], rel=1e-5)
+
+
+def test_a_token_s_lag_is_counted_from_the_weights_before_the_step() -> None:
+    spans = (VersionSpan(1, 2, "3"), VersionSpan(2, 4, "5"))
+    group = Group("t", tuple(replace(trajectory(reward), versions=spans) for reward in (1, 0)))
+    lags = [sample.lag for sample in samples_of([group], published=6).samples]
+    sampled = group.trajectories[0].loss_mask
+    for lag in lags:
+        assert lag is not None
+        assert lag.tolist() == np.where(sampled, [0, 3, 1, 1], 0).tolist()
+    assert [sample.lag for sample in samples_of([group]).samples] == [None, None]

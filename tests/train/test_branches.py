@@ -19,7 +19,7 @@ def branched(reward: float, sampled: int, *more: int) -> Trajectory:
     """A trajectory whose branches sampled so many tokens."""
     first, *rest = (trajectories.trajectory(reward, count) for count in (sampled, *more))
     further = (
-        Branch(t.tokens, t.loss_mask, t.logprobs, None, t.weight_versions, 0, 3, BranchCause.REWRITE) for t in rest
+        Branch(t.tokens, t.loss_mask, t.logprobs, None, t.versions, 0, 3, BranchCause.REWRITE) for t in rest
     )
     return replace(first, further=tuple(further))
 

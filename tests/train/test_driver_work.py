@@ -93,7 +93,7 @@ def test_a_token_keeps_its_sample() -> None:
         ids = [index for batch in batches for index in batch]
         own = np.concatenate([np.full(samples[index].loss_mask[1:].sum(), index, np.float32) for index in ids])
         tokens = SampledTokens(own.astype(np.float16), own.astype(np.uint8))
-        reports[rank] = RankReport(own * 0, own, own + 0.5, (), 0.0, 0.0, 0.0, sampled=tokens)
+        reports[rank] = RankReport(own * 0, own, own + 0.5, np.zeros(len(own), np.int32), (), 0, 0, 0, sampled=tokens)
     details = token_details(samples, micro_batches, reports, LayerBits(samples), LayerBits(samples))
     for index, detail in details.items():
         assert detail.native_gap is not None

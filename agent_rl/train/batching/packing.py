@@ -28,7 +28,7 @@ class MicroBatch:
     ``sample_ids``: each sequence's index in the global batch.
     ``tokens_T`` int64, ``cu_seqlens`` int32 ``[n + 1]``, ``mask_T`` bool (sampled, and not a sequence's first token),
     ``logprobs_T`` float32 (the rollout's), ``advantages_T`` and ``weights_T`` float32. ``old_logprobs_T`` float32: the
-    samples' own ``old_logprobs``, None where they have none.
+    samples' own ``old_logprobs``, None where they have none. ``lag_T`` int32: their ``lag``, 0 where they have none.
     """
 
     sample_ids: tuple[int, ...]
@@ -38,6 +38,7 @@ class MicroBatch:
     logprobs_T: NDArray[np.float32]
     advantages_T: NDArray[np.float32]
     weights_T: NDArray[np.float32]
+    lag_T: NDArray[np.int32]
     old_logprobs_T: NDArray[np.float32] | None = None
 
     @property
@@ -63,6 +64,7 @@ def pack(samples: Mapping[int, Sample] | Sequence[Sample], ids: Sequence[int]) -
         logprobs_T=np.concatenate([sample.logprobs for sample in members]).astype(np.float32),
         advantages_T=np.repeat([sample.advantage for sample in members], lengths).astype(np.float32),
         weights_T=np.repeat([sample.weight for sample in members], lengths).astype(np.float32),
+        lag_T=np.concatenate([_lag(sample) for sample in members]),
         old_logprobs_T=_old_logprobs(ids, members),
     )
 
@@ -93,7 +95,12 @@ def pack_weighted(sequences: Sequence[tuple[NDArray[np.int32], NDArray[np.float3
         logprobs_T=zeros_T,
         advantages_T=zeros_T,
         weights_T=weights_T,
+        lag_T=np.zeros(len(weights_T), np.int32),
     )
+
+
+def _lag(sample: Sample) -> NDArray[np.int32]:
+    return np.zeros(len(sample.tokens), np.int32) if sample.lag is None else sample.lag
 
 
 def _trainable(sample: Sample) -> NDArray[np.bool_]:

@@ -1,0 +1,48 @@
+"""Figures of tokens by the age of the weights that sampled them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from agent_rl.config import Clip
+from agent_rl.train.reports import RankReport, Update, UpdateSums
+from agent_rl.train.step_metrics import step_metrics
+from r3.mismatch.report import mismatch_metrics
+
+ROLLOUT = np.array([-1.0, -2.0, -3.0, -0.5], np.float32)
+TRAINER = np.array([-1.1, -2.0, -3.5, -0.1], np.float32)
+SUMS = UpdateSums(4, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, Update(grad_norm=1.0, lr=1e-3))
+
+
+def report(lag: list[int]) -> RankReport:
+    return RankReport(ROLLOUT, TRAINER, TRAINER, np.array(lag, np.int32), (SUMS,), 1.0, 1.0, 1.0)
+
+
+def test_tokens_of_older_weights_are_no_mismatch_and_are_told_apart_by_their_lag() -> None:
+    values = step_metrics([report([0, 0, 2, 1])], None, None, Clip(0.2, 0.2))
+    fresh = mismatch_metrics(TRAINER[:2], ROLLOUT[:2])
+    assert {name: values[f"mismatch/{name}"] for name in fresh} == fresh
+    assert {name: values[f"mismatch_native/{name}"] for name in fresh} == fresh
+    assert (values["staleness/mean"], values["staleness/max"]) == (0.75, 2.0)
+    assert [values[f"staleness/share_{lag}"] for lag in range(3)] == [0.5, 0.25, 0.25]
+    assert values["off_policy/ratio_mean_lag_2"] == pytest.approx(np.exp(-0.5))
+    assert values["off_policy/k3_kl_lag_1"] == pytest.approx(np.exp(0.4) - 1 - 0.4, rel=1e-5)
+    assert (values["off_policy/clip_fraction_lag_1"], values["off_policy/clip_fraction_lag_2"]) == (1.0, 1.0)
+    assert "off_policy/k3_kl_lag_0" not in values
+
+
+def test_a_step_without_a_fresh_token_has_no_mismatch() -> None:
+    values = step_metrics(
+        [report([1, 1, 1, 1]), replace(report([1] * 4), native_logprobs=None)], None, None, Clip(0.2, 0.2)
+    )
+    assert not [name for name in values if name.startswith("mismatch")]
+    assert values["staleness/share_1"] == 1.0
+
+
+def test_ranks_count_together() -> None:
+    values = step_metrics([report([0, 0, 0, 0]), report([3, 3, 3, 3])], None, None, Clip(0.2, 0.2))
+    assert values["staleness/mean"] == 1.5
+    assert values["off_policy/ratio_mean_lag_3"] == pytest.approx(np.exp(TRAINER - ROLLOUT).mean())
