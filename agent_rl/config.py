@@ -121,10 +121,11 @@ class EngineConfig(Section):
     start_timeout: float = Field(180.0, gt=0, description="Seconds until a launched server must be healthy.")
     request_timeout: float = Field(600.0, gt=0, description="Seconds one request may take.")
     retries: int = Field(5, ge=0, description="Retries of a request that met an infrastructure failure.")
-    pause_mode: Literal["abort", "retract", "in_place"] = Field(
-        "abort",
-        description="What a weight update does to running requests: end them with what they have, compute their "
-        "prefixes again with the new weights, or go on with the old ones.",
+    pause_mode: Literal["turn", "retract", "in_place"] = Field(
+        "turn",
+        description="What a weight update does to running requests: end them with what they have, so that their turns "
+        "go on by requests of the new weights; compute their prefixes again with the new weights; or go on with the "
+        "old ones.",
     )
     weight_sync_timeout: float = Field(
         120.0, gt=0, description="Seconds that one call or broadcast of a weight update may take."
@@ -140,6 +141,11 @@ class EngineConfig(Section):
     def launched(self) -> bool:
         """Whether the servers are ours to start."""
         return not self.urls and self.urls_file is None
+
+    @property
+    def server_pause(self) -> str:
+        """SGLang's name for what becomes of requests that still run when it is paused."""
+        return "abort" if self.pause_mode == "turn" else self.pause_mode
 
     @property
     def headers(self) -> dict[str, str]:

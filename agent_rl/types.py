@@ -124,6 +124,7 @@ class Completion:
     ``weight_version`` sampled the last token; ``earlier`` tells, where an update fell within it, which tokens (counted
     from 0) were sampled before.
     ``retractions``: how often the engine put the request back into its queue and computed its tokens again.
+    ``cut``: it was ABORTed because new weights were published, as may happen to a turn any number of times.
     """
 
     tokens: tuple[int, ...]
@@ -134,6 +135,7 @@ class Completion:
     routing: Routing | None = None
     earlier: tuple[VersionSpan, ...] = ()
     retractions: int = 0
+    cut: bool = False
     cached_tokens: int = 0
     wire_bytes: int = 0
     seconds: float = 0.0

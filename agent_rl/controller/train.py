@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, closing
+from contextlib import AsyncExitStack, asynccontextmanager, closing, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -270,7 +270,8 @@ class TrainingRun:
     async def _publish(self, step: int, clock: Clock) -> Mapping[str, float]:
         """Send the weights to the engines as version ``step``, checked."""
         self.display.stage(f"step {step}: weights to the engine")
-        async with clock.stage("weight_sync"):
+        by_turns = self.config.engine.pause_mode == "turn"
+        async with clock.stage("weight_sync"), self.world.engine.gate.closed() if by_turns else nullcontext():
             return await self.sync.publish(step)
 
     async def _checkpoint(self, step: int) -> None:

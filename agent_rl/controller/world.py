@@ -65,7 +65,8 @@ class World:
         audit = Auditor(self.engine, rules.routes.audit) if rules.routes else None
 
         async def run(task: Task) -> Trajectory:
-            return await run_episode(self.workshop.env, task, self.engine, self.renderer, self.format, rules, audit)
+            parts = (self.workshop.env, task, self.engine, self.renderer, self.format, rules)
+            return await run_episode(*parts, audit, self.engine.gate)
 
         return run
 

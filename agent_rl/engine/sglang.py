@@ -20,7 +20,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -32,6 +32,7 @@ from agent_rl.aio import Pulse, shielded
 from agent_rl.config import EngineConfig
 from agent_rl.engine.answer import Asked, read_answer, read_scores, split_body
 from agent_rl.engine.fleet import Fleet
+from agent_rl.engine.gate import TurnGate
 from agent_rl.engine.homes import SessionHomes
 from agent_rl.engine.http import AsyncHttp, retried, timed_out
 from agent_rl.engine.options import refusal
@@ -46,7 +47,7 @@ from agent_rl.errors import (
     UserError,
 )
 from agent_rl.model_facts import ModelFacts, read_facts
-from agent_rl.types import Completion, SamplingParams, TokenIds
+from agent_rl.types import Completion, FinishReason, SamplingParams, TokenIds
 
 T = TypeVar("T")
 
@@ -88,6 +89,7 @@ class SGLangEngine:
         self.fleet = fleet or _unattended((urls,) if isinstance(urls, str) else urls, config.restarts)
         self.facts = facts
         self._routes = routes
+        self.gate = TurnGate(config.weight_sync_timeout)
         self._turns = Pulse()
         self.fleet.listeners.append(lambda before, after: self._turns.give())
         self._homes = SessionHomes()
@@ -193,11 +195,13 @@ class SGLangEngine:
 
     @asynccontextmanager
     async def _visit(self, session: str, tried: _Tried) -> AsyncIterator[str]:
-        """The session's engine, once it runs one request less than it can: so time-outs don't count its queue."""
+        """The session's engine, once the gate is open and it runs one request less than it can: so time-outs count
+        neither its queue nor a weight update."""
         while True:
             candidates = await self._candidates(tried)
             with self._homes.visit(session, candidates) as url:
                 async with self._slots.get(url) or nullcontext():
+                    await self.gate.opened()
                     if url in self.fleet.candidates(tried.urls):
                         tried.last = url
                         yield url
@@ -218,12 +222,20 @@ class SGLangEngine:
         started = time.perf_counter()
         async with self._visit(session, tried) as url:
             asked, floor = Asked(rid, session, url, prompt_tokens, routes_from, self.facts.layout), self.fleet.floor
-            answer = await self._post(url, {"rid": rid, **body})
+            with self.gate.passing(partial(self._abort, url, rid)) as passage:
+                answer = await self._post(url, {"rid": rid, **body})
         read = partial(read_answer, answer, asked, time.perf_counter() - started)
         completion = await asyncio.to_thread(read) if len(answer) > _LARGE else read()
         if completion.tokens:
             self._check_version(asked, completion.weight_version, floor)
-        return completion
+        return self._noted(completion, prompt_tokens) if passage.cut else completion
+
+    def _noted(self, completion: Completion, prompt_tokens: int) -> Completion:
+        """``completion``, told to be cut unless it had just ended by itself."""
+        if completion.finish is not FinishReason.ABORT:
+            return completion
+        self.gate.note_cut(prompt_tokens + len(completion.tokens))
+        return replace(completion, cut=True)
 
     def _check_version(self, asked: Asked, version: str, floor: int) -> None:
         """Raise EngineStale for an answer from other weights than were published since the request began."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agent_rl.config import EnvConfig, R3Config, RolloutConfig, RunConfig
+from agent_rl.engine.gate import TurnGate
 from agent_rl.engine.types import Engine
 from agent_rl.errors import EngineAborted, EngineError, RoutesMissingError
 from agent_rl.rollout.audit import Auditor
@@ -27,7 +28,7 @@ from sandbox import ImageMissingError, SandboxError, SandboxHostLostError, Sandb
 from tools import ParseFailure, ToolCall, ToolCallFormat, ToolSet
 
 _MAX_ABORTS = 3
-"""How often a turn is asked on after the engine aborted it."""
+"""How often a turn is asked on after the engine aborted it of itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +74,16 @@ async def run_episode(
     fmt: ToolCallFormat,
     rules: EpisodeRules,
     audit: Auditor | None = None,
+    gate: TurnGate | None = None,
 ) -> Trajectory:
-    """Drive ``task`` to an ending and grade it; ``audit`` then looks at its routes, or not.
+    """Drive ``task`` to an ending and grade it; ``audit`` then looks at its routes, or not. While ``gate``, that of
+    the engine, is closed, ``rollout.time_limit`` does not run.
 
     A sandbox, grading or engine failure is returned as a trajectory whose ``stop.infrastructure`` is True and whose
     reward is None. Raises RoutesMissingError, ImageMissingError, SandboxUnavailableError and TaskRecordError; being
     cancelled closes the sandbox first.
     """
-    episode = _Run(env, task, engine, renderer, fmt, rules)
+    episode = _Run(env, task, engine, renderer, fmt, rules, gate or TurnGate())
     trajectory = await episode.run()
     return trajectory if audit is None else await audit(trajectory, episode.session)
 
@@ -96,8 +99,9 @@ class _Run:
         renderer: Renderer,
         fmt: ToolCallFormat,
         rules: EpisodeRules,
+        gate: TurnGate,
     ) -> None:
-        self.env, self.task, self.engine = env, task, engine
+        self.env, self.task, self.engine, self.gate = env, task, engine, gate
         self.renderer, self.fmt, self.rules, self.limits = renderer, fmt, rules, rules.rollout
         self.interface = find_interface(rules.env.interface)
         self.session = f"{task.id}-{uuid.uuid4().hex[:12]}"
@@ -149,13 +153,17 @@ class _Run:
         limit = asyncio.timeout(self.limits.time_limit)
         try:
             async with limit:
-                for _ in range(self.limits.max_turns):
-                    if stop := await self._turn(tools):
-                        return stop
+                with self.gate.uncharged(limit):
+                    return await self._take_turns(tools)
         except TimeoutError:
             if not limit.expired():
                 raise
             return StopReason.TIME_LIMIT
+
+    async def _take_turns(self, tools: ToolSet) -> StopReason:
+        for _ in range(self.limits.max_turns):
+            if stop := await self._turn(tools):
+                return stop
         return StopReason.MAX_TURNS
 
     async def _turn(self, tools: ToolSet) -> StopReason | None:
@@ -168,10 +176,12 @@ class _Run:
         return stop or self._observe(observation, sampled)
 
     async def _sample(self) -> Sequence[int]:
-        """The turn's tokens. Where the engine aborts the request, the turn goes on from what came, a few times over."""
+        """The turn's tokens. Where the request is aborted the turn goes on from what came: whenever it was cut for new
+        weights, and a few times where the engine gave it up."""
         started, prompt_tokens = time.perf_counter(), len(self.transcript.tokens)
         left, sampled, retractions = min(self.limits.max_new_tokens, self.transcript.room), list[int](), 0
-        for _ in range(1 + _MAX_ABORTS):
+        aborts = 0
+        while aborts <= _MAX_ABORTS:
             completion = await self.engine.generate(
                 self.transcript.tokens,
                 self.rules.sampling(left, self.renderer.stop_token_ids),
@@ -180,6 +190,7 @@ class _Run:
             )
             self.transcript.sampled(completion)
             aborted = completion.finish is FinishReason.ABORT
+            aborts += aborted and not completion.cut
             retractions += completion.retractions
             if completion.tokens or not aborted:
                 if not sampled:
@@ -191,8 +202,7 @@ class _Run:
             if not aborted or left == 0:
                 return sampled
         raise EngineAborted(
-            f"engine {completion.engine} aborted a turn of {self.session} {1 + _MAX_ABORTS} times, "
-            f"{len(sampled)} tokens into it"
+            f"engine {completion.engine} aborted a turn of {self.session} {aborts} times, {len(sampled)} tokens into it"
         )
 
     def _begin_turn(self, prompt_tokens: int, cached_tokens: int, began: float) -> None:

@@ -121,7 +121,7 @@ class WeightPublisher:
     """Rank 0's link to a set of engines; the group is made once and used for every update.
 
     ``kv_heads`` is the model's, by which engines of several ranks are checked. Of ``config``, ``dtype`` is what the
-    weights are sent in, ``pause_mode`` is SGLang's, the weights travel in pieces of about ``weight_bucket_mb``, and
+    weights are sent in, ``server_pause`` is SGLang's, the weights travel in pieces of about ``weight_bucket_mb``, and
     ``weight_sync_timeout`` bounds each call, rendezvous and broadcast. ``headers`` go with each call. After an update
     that an engine did not take it must be closed.
     """
@@ -197,7 +197,7 @@ class WeightPublisher:
 
     def _update(self, parts: Iterator[Bucket], version: str, clock: Stages) -> int:
         """Pause, begin, every bucket, end. Returns how many engines kept old prefixes."""
-        opening = self._receivers.opening(self._config.pause_mode)
+        opening = self._receivers.opening(self._config.server_pause)
         bucket = self._next(parts, clock)
         with clock.stage("pause"):  # what is left of it: the first bucket was prepared meanwhile
             opening.wait()

@@ -158,7 +158,7 @@ class WeightSync:
     async def _from_disk(self, update: Update, url: str) -> dict[str, str]:
         try:
             with self._receiver(url) as receiver:
-                await asyncio.to_thread(receiver.pause, self._config.engine.pause_mode)  # does it live?
+                await asyncio.to_thread(receiver.pause, self._config.engine.server_pause)  # does it live?
                 folder = await self._exported(update.step)
                 await asyncio.to_thread(self._load, receiver, folder, update.version, update.digests)
         except WeightSyncError as error:
@@ -207,7 +207,7 @@ class WeightSync:
             update.worst = max(update.worst, difference)
             return ""
         with self._receiver(url) as receiver:
-            await asyncio.to_thread(receiver.pause, self._config.engine.pause_mode)
+            await asyncio.to_thread(receiver.pause, self._config.engine.server_pause)
         return (
             f"{url}, updated to version {update.version}, differs from the trainer by {difference:.3f} nats a token on "
             f"a fixed sequence, more than {limit}"
@@ -235,7 +235,7 @@ class WeightSync:
         folder, version = self._good
         with self._receiver(url) as receiver:
             try:
-                receiver.pause(self._config.engine.pause_mode)
+                receiver.pause(self._config.engine.server_pause)
                 receiver.stop_requests()
                 self._load(receiver, folder, version, {})
             except WeightSyncError:

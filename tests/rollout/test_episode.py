@@ -218,9 +218,13 @@ async def test_a_broken_engine_is_no_reward(env: Any, task: Task, kit: SimpleNam
 
 
 class Interrupted:
-    """Says what it is told; its n-th request is given up after ``cuts[n]`` tokens where that is not None."""
+    """Says what it is told; its n-th request is given up after ``cuts[n]`` tokens where that is not None, ``published``
+    for new weights."""
 
-    def __init__(self, kit: SimpleNamespace, turns: Sequence[Any], cuts: Sequence[int | None]) -> None:
+    def __init__(
+        self, kit: SimpleNamespace, turns: Sequence[Any], cuts: Sequence[int | None], *, published: bool = False
+    ) -> None:
+        self.published = published
         self.told, self.turns, self.cuts = kit.ToldEngine([]), list(turns), list(cuts)
         self.left: list[int] | None = None
         self.taken = 0
@@ -238,7 +242,8 @@ class Interrupted:
         self.left = None if cut is None or len(part) >= sampling.max_new_tokens else self.left[len(part) :]
         if cut is None or got.finish is FinishReason.LENGTH:
             return got
-        return replace(got, finish=FinishReason.ABORT, routing=got.routing if part else None)
+        routing = got.routing if part else None
+        return replace(got, finish=FinishReason.ABORT, routing=routing, cut=self.published)
 
 
 async def test_an_aborted_turn_goes_on_from_what_came(env: Any, task: Task, kit: SimpleNamespace) -> None:
@@ -258,6 +263,20 @@ async def test_an_aborted_turn_goes_on_from_what_came(env: Any, task: Task, kit:
     assert trajectory.routing is not None
     assert [span.weight_version for span in trajectory.routing.spans] == ["0", "2", "3", "4", ""]
     assert trajectory.turns[0].weight_version == "3"
+    check_aligned(trajectory, kit.row_of)
+
+
+async def test_a_turn_that_is_cut_for_new_weights_twenty_times_ends_well(
+    env: Any, task: Task, kit: SimpleNamespace
+) -> None:
+    engine = Interrupted(kit, [kit.FIX, kit.SUBMIT], [1, 0] * 10, published=True)
+    trajectory = await drive(env, task, engine)
+    assert (trajectory.stop, trajectory.reward) == (StopReason.SUBMITTED, 1.0)
+    assert [turn.text for turn in trajectory.turns] == [kit.FIX, kit.SUBMIT]
+    first = len(engine.told.prompts[0])
+    cuts = [(first + at, first + at + 1, str(2 * at)) for at in range(10)]
+    assert [(span.start, span.stop, span.version) for span in trajectory.versions[:10]] == cuts
+    assert len(trajectory.versions) == 12
     check_aligned(trajectory, kit.row_of)
 
 

@@ -1,0 +1,124 @@
+"""The gate that every request of a run passes, so that weights change between tokens and never within a completion.
+
+::
+
+    open      requests run, the time limits of episodes too
+    closing   no request begins; those that run are aborted by their ids, and answered with what they have
+    closed    nothing of ours runs: the weights may change; no time limit runs
+    open      a turn that was cut goes on from its tokens, by a request of the new weights
+
+SGLang's own pause, which aborts whatever runs, takes a second where requests run and none where none does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+
+AGAIN_SECONDS = 0.1
+"""An abort that overtook its request finds nothing to abort: it is sent again after so long."""
+
+
+@dataclass(slots=True, eq=False)
+class Passage:
+    """One request on its way through: how it is aborted, and whether it was."""
+
+    abort: Callable[[], Awaitable[None]]
+    cut: bool = False
+
+
+class TurnGate:
+    """Open at first. ``patience``: seconds until requests that do not end although they were aborted are left alone.
+
+    ``cut_turns`` counts the requests that were cut, ``reprefilled_tokens`` the tokens that they left to be computed
+    again with the new weights.
+    """
+
+    def __init__(self, patience: float = 120.0) -> None:
+        self._patience = patience
+        self._open, self._idle = asyncio.Event(), asyncio.Event()
+        self._open.set()
+        self._idle.set()
+        self._passing: set[Passage] = set()
+        self._limits: dict[asyncio.Timeout, float] = {}
+        self.cut_turns = 0
+        self.reprefilled_tokens = 0
+
+    @property
+    def is_open(self) -> bool:
+        return self._open.is_set()
+
+    async def opened(self) -> None:
+        """Return when it is open; what follows without waiting is still of an open gate."""
+        while not self.is_open:
+            await self._open.wait()
+
+    @contextmanager
+    def passing(self, abort: Callable[[], Awaitable[None]]) -> Iterator[Passage]:
+        """Around one request, begun where :meth:`opened` returned; ``abort`` asks its engine to give it up."""
+        passage = Passage(abort)
+        self._passing.add(passage)
+        self._idle.clear()
+        try:
+            yield passage
+        finally:
+            self._passing.discard(passage)
+            if not self._passing:
+                self._idle.set()
+
+    def note_cut(self, tokens: int) -> None:
+        """A request was cut that had computed ``tokens``."""
+        self.cut_turns += 1
+        self.reprefilled_tokens += tokens
+
+    @contextmanager
+    def uncharged(self, limit: asyncio.Timeout) -> Iterator[None]:
+        """While the gate is not open, the time of ``limit``, which is running, does not pass."""
+        self._limits[limit] = 0.0
+        if not self.is_open:
+            self._stop(limit)
+        try:
+            yield
+        finally:
+            del self._limits[limit]
+
+    @asynccontextmanager
+    async def closed(self) -> AsyncIterator[None]:
+        """Within the block no request runs, and none begins."""
+        self._open.clear()
+        for limit in self._limits:
+            self._stop(limit)
+        try:
+            await self._drain()
+            yield
+        finally:
+            self._open.set()
+            for limit, left in self._limits.items():
+                if not limit.expired():
+                    limit.reschedule(_now() + left)
+
+    def _stop(self, limit: asyncio.Timeout) -> None:
+        due = limit.when()
+        if due is not None and not limit.expired():
+            self._limits[limit] = due - _now()
+            limit.reschedule(None)
+
+    async def _drain(self) -> None:
+        """Cut what runs, and wait for its end."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._patience):
+                while self._passing:
+                    await asyncio.gather(*(self._cut(passage) for passage in self._passing))
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(AGAIN_SECONDS):
+                            await self._idle.wait()
+
+    async def _cut(self, passage: Passage) -> None:
+        passage.cut = True
+        await passage.abort()
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

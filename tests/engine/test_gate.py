@@ -1,0 +1,151 @@
+"""No completion spans a weight update, no turn is lost to one, and no episode's time is charged with one."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+from local_server import serving
+from loop_clock import LoopClock
+
+from agent_rl.config import EngineConfig
+from agent_rl.engine.gate import TurnGate
+from agent_rl.engine.sglang import SGLangEngine
+from agent_rl.model_facts import ModelFacts
+from agent_rl.types import FinishReason, SamplingParams
+
+FACTS = ModelFacts(
+    "qwen3_moe", moe=(False, True, True), hidden=8, heads=2, kv_heads=1, head_dim=4, inner=8, vocab_size=100,
+    max_positions=64, num_experts=8, top_k=2,
+)  # fmt: skip
+
+
+class Server:
+    """Answers a request when it is aborted, or at once where ``at_once``. Aborts that overtake theirs find nothing."""
+
+    def __init__(self) -> None:
+        self.at_once = False
+        self.running: dict[str, asyncio.Event] = {}
+        self.prompts: list[int] = []
+        self.begun, self.lost_aborts = asyncio.Event(), 0
+
+    async def handle(self, path: str, request: dict[str, Any]) -> tuple[int, bytes]:
+        if path == "/abort_request":
+            if self.lost_aborts:
+                self.lost_aborts -= 1
+            else:
+                self.running[request["rid"]].set()
+            return 200, b""
+        self.prompts.append(len(request["input_ids"]))
+        aborted = self.running[request["rid"]] = asyncio.Event()
+        self.begun.set()
+        if not self.at_once:
+            await aborted.wait()
+        return 200, _answer(request, "length" if self.at_once else "abort")
+
+
+def _answer(request: dict[str, Any], finish: str) -> bytes:
+    prompt, start = len(request["input_ids"]), request["routed_experts_start_len"]
+    routes = np.broadcast_to(np.arange(2, dtype="<i4"), (prompt + 1 - start, 3, 2))
+    meta = {
+        "id": request["rid"], "finish_reason": {"type": finish, "length": 2, "message": ""}, "weight_version": "3",
+        "output_token_logprobs": [[-0.5, 7, None], [-0.25, 8, None]], "cached_tokens": 0,
+        "routed_experts": base64.b64encode(routes.tobytes()).decode(),
+    }  # fmt: skip
+    return orjson.dumps({"text": "", "output_ids": [7, 8], "meta_info": meta})
+
+
+@pytest.mark.parametrize("lost_aborts", [0, 2])
+async def test_what_runs_is_cut_with_its_rows_and_what_comes_waits(lost_aborts: int) -> None:
+    server = Server()
+    server.lost_aborts = lost_aborts
+    async with serving(server.handle) as url:
+        engine = SGLangEngine(url, FACTS, EngineConfig(request_timeout=5))
+        ask = lambda tokens: engine.generate(tokens, SamplingParams(), routes_from=0, session="s")  # noqa: E731
+        first = asyncio.create_task(ask([1, 2, 3]))
+        await server.begun.wait()
+        async with engine.gate.closed():
+            got = await first
+            second = asyncio.create_task(ask([1, 2, 3, *got.tokens]))
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert server.prompts == [3], "nothing is asked while it is closed"
+            server.at_once = True
+        after = await second
+        await engine.close()
+    assert (got.finish, got.cut, got.tokens) == (FinishReason.ABORT, True, (7, 8))
+    assert got.routing is not None
+    assert got.routing.tokens == 4
+    assert (after.finish, after.cut) == (FinishReason.LENGTH, False)
+    assert server.prompts == [3, 5]
+    assert (engine.gate.cut_turns, engine.gate.reprefilled_tokens) == (1, 5)
+
+
+async def test_a_request_that_does_not_end_is_left_alone_after_a_while() -> None:
+    gate, aborts = TurnGate(patience=0.02), []
+
+    async def abort() -> None:
+        aborts.append(1)
+
+    with gate.passing(abort) as passage:
+        async with gate.closed():
+            assert passage.cut
+    assert aborts
+
+
+async def test_time_does_not_pass_for_an_episode_while_it_is_closed() -> None:
+    gate, clock, expired = TurnGate(), LoopClock(), list[bool]()
+    limit = asyncio.timeout(100)
+
+    async def episode() -> None:
+        async with limit:
+            with gate.uncharged(limit):
+                await clock.put_forward(60)
+                async with gate.closed():
+                    await clock.put_forward(1000)
+                await clock.put_forward(30)
+                expired.append(limit.expired())
+                await clock.put_forward(20)
+
+    with pytest.raises(TimeoutError):
+        await episode()
+    assert expired == [False]
+
+
+async def test_an_episode_that_begins_while_it_is_closed_has_all_its_time() -> None:
+    gate, clock = TurnGate(), LoopClock()
+    async with gate.closed(), asyncio.timeout(100) as limit:
+        with gate.uncharged(limit):
+            await clock.put_forward(1000)
+    assert not limit.expired()
+
+
+async def test_it_opens_however_the_block_is_left() -> None:
+    gate = TurnGate()
+    with pytest.raises(ValueError, match="publishing failed"):
+        async with gate.closed():
+            raise ValueError("publishing failed")
+    async with asyncio.timeout(1):
+        await gate.opened()
+
+
+async def test_one_that_waits_does_not_slip_through_between_two_updates() -> None:
+    gate, passed = TurnGate(), []
+
+    async def wait() -> None:
+        await gate.opened()
+        passed.append(gate.is_open)
+
+    async with gate.closed():
+        waiting = asyncio.create_task(wait())
+        await asyncio.sleep(0)
+    async with gate.closed():
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not passed
+    await waiting
+    assert passed == [True]
