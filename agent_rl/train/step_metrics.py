@@ -63,7 +63,7 @@ def _off_policy(
     ratios = {age: np.exp(log) for age, log in logs.items()}
     outside = {age: (ratio < 1 - clip.low) | (ratio > 1 + clip.high) for age, ratio in ratios.items()}
     return (
-        _by_lag("off_policy/k3_kl_lag", {age: np.mean(ratio - 1 - logs[age]) for age, ratio in ratios.items()})
+        _by_lag("off_policy/k3_kl_lag", {age: float(np.mean(ratio - 1 - logs[age])) for age, ratio in ratios.items()})
         | _by_lag("off_policy/ratio_mean_lag", {age: ratio.mean() for age, ratio in ratios.items()})
         | _by_lag("off_policy/clip_fraction_lag", {age: beyond.mean() for age, beyond in outside.items()})
     )
