@@ -18,9 +18,7 @@ from agent_rl.types import Branch, BranchCause, Group, Rescored, Trajectory
 def branched(reward: float, sampled: int, *more: int) -> Trajectory:
     """A trajectory whose branches sampled so many tokens."""
     first, *rest = (trajectories.trajectory(reward, count) for count in (sampled, *more))
-    further = (
-        Branch(t.tokens, t.loss_mask, t.logprobs, None, t.versions, 0, 3, BranchCause.REWRITE) for t in rest
-    )
+    further = (Branch(t.tokens, t.loss_mask, t.logprobs, None, t.versions, 0, 3, BranchCause.REWRITE) for t in rest)
     return replace(first, further=tuple(further))
 
 
