@@ -42,6 +42,7 @@ INSIDE_AGENT_RL = {
     "engine": BASE,
     "rollout": BASE | {"render", "engine"},
     "evaluation": BASE | {"rollout"},
+    "view": BASE | {"rollout", "evaluation"},
     "weight_sync": BASE | {"engine"},
     "train": BASE | {"weight_sync"},
     "model": BASE | {"render", "train", "packaged"},

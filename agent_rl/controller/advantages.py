@@ -21,7 +21,7 @@ class GroupSamples:
     trajectories were left out for want of routes; and what a trajectory's length took from its reward, the mean.
 
     ``verdicts``: what became of every trajectory, in the order of groups and members; ``origins``: for each sample, the
-    place of its trajectory in that order."""
+    place of its trajectory in that order, and the number of its branch."""
 
     samples: tuple[Sample, ...]
     groups: int
@@ -29,7 +29,7 @@ class GroupSamples:
     dropped: int = 0
     overlong_penalty: float = 0.0
     verdicts: tuple[Verdict, ...] = ()
-    origins: tuple[int, ...] = ()
+    origins: tuple[tuple[int, int], ...] = ()
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -128,12 +128,12 @@ def samples_of(
     verdicts = tuple(Verdict(Fate.DROPPED) if missed else next(judged) for own in missing for missed in own)
     everything = [t for group in groups for t in group.trajectories]
     made = [
-        (at, sample)
+        ((at, branch), sample)
         for at, (t, verdict) in enumerate(zip(everything, verdicts, strict=True))
         if verdict.fate is Fate.TRAINED and verdict.advantage is not None
-        for sample in _samples(at, t, verdict.advantage, like, by_sequence, published)
+        for branch, sample in _samples(at, t, verdict.advantage, like, by_sequence, published)
     ]
-    samples, origins = tuple(sample for _, sample in made), tuple(at for at, _ in made)
+    samples, origins = tuple(sample for _, sample in made), tuple(origin for origin, _ in made)
     mean_taken = float(np.mean([less for own in taken for less in own] or [0.0]))
     return GroupSamples(samples, len(groups), teaching.count(False), dropped, mean_taken, verdicts, origins)
 
@@ -195,24 +195,28 @@ def _samples(
     like: Routing | None,
     by_sequence: bool,
     published: int | None,
-) -> list[Sample]:
-    """The branches in which anything is trained. ``like`` is another trajectory's routing, whose shape one that got no
-    routes at all is given."""
+) -> list[tuple[int, Sample]]:
+    """The branches in which anything is trained, with their numbers. ``like`` is another trajectory's routing, whose
+    shape one that got no routes at all is given."""
     old, whole = _old_logprobs(trajectory), max(1, _sampled(trajectory))
-    branches = [(branch, own) for branch, own in zip(trajectory.branches, old, strict=True) if branch.loss_mask.any()]
+    both = enumerate(zip(trajectory.branches, old, strict=True))
+    branches = [(at, branch, own) for at, (branch, own) in both if branch.loss_mask.any()]
     return [
-        Sample(
-            tokens=branch.tokens,
-            loss_mask=branch.loss_mask,
-            logprobs=branch.logprobs,
-            advantage=advantage,
-            routing=_absent_rows(len(branch.tokens), like) if branch.routing is None and like else branch.routing,
-            weight=int(branch.loss_mask[1:].sum()) / whole if by_sequence and len(branches) > 1 else 1.0,
-            old_logprobs=own,
-            trajectory=number if len(branches) > 1 else None,
-            lag=None if published is None else _lag(branch, published),
+        (
+            at,
+            Sample(
+                tokens=branch.tokens,
+                loss_mask=branch.loss_mask,
+                logprobs=branch.logprobs,
+                advantage=advantage,
+                routing=_absent_rows(len(branch.tokens), like) if branch.routing is None and like else branch.routing,
+                weight=int(branch.loss_mask[1:].sum()) / whole if by_sequence and len(branches) > 1 else 1.0,
+                old_logprobs=own,
+                trajectory=number if len(branches) > 1 else None,
+                lag=None if published is None else _lag(branch, published),
+            ),
         )
-        for branch, own in branches
+        for at, branch, own in branches
     ]
 
 

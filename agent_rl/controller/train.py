@@ -230,8 +230,7 @@ class TrainingRun:
                 step,
                 batch.sampled,
                 verdicts=(*prepared.verdicts, *batch.verdicts_of_discarded),
-                # Of several branches the first one's: backwards, it is written last.
-                details=details and {prepared.origins[at]: details[at] for at in sorted(details, reverse=True)},
+                details=None if details is None else {prepared.origins[at]: own for at, own in details.items()},
             )
         values |= clock.values | self.world.workshop.metrics() | self.world.engine.fleet.metrics()
         values |= self.guard.judge(step, values, self.metrics.rows)

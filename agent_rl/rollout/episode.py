@@ -105,7 +105,7 @@ class _Run:
         self.renderer, self.fmt, self.rules, self.limits = renderer, fmt, rules, rules.rollout
         self.interface = find_interface(rules.env.interface)
         self.session = f"{task.id}-{uuid.uuid4().hex[:12]}"
-        self.began, self.started = time.time(), time.perf_counter()
+        self.began, self.started = round(time.time(), 3), time.perf_counter()
         self.transcript = Transcript((), max_tokens=self.limits.max_tokens, routes=None)
         self.messages: list[Mapping[str, str]] = []
         self.turns: list[dict[str, Any]] = []  # the fields of Turn: frozen at the end, since a turn may be cut short
@@ -135,7 +135,7 @@ class _Run:
         async with AsyncExitStack() as stack:
             async with bounded(self.rules.env.start_timeout, "starting the task"):
                 episode = await stack.enter_async_context(self.env.start(self.task))
-            self.start_seconds = time.perf_counter() - self.started
+            self.start_seconds = _seconds_since(self.started)
             yield episode
 
     def _open(self, episode: Episode, tools: ToolSet) -> None:
@@ -194,10 +194,10 @@ class _Run:
             retractions += completion.retractions
             if completion.tokens or not aborted:
                 if not sampled:
-                    self._begin_turn(prompt_tokens, completion.cached_tokens, started - self.started)
+                    self._begin_turn(prompt_tokens, completion.cached_tokens, round(started - self.started, 6))
                 sampled += completion.tokens
                 left -= len(completion.tokens)
-                self._note_sampled(sampled, completion.weight_version, time.perf_counter() - started)
+                self._note_sampled(sampled, completion.weight_version, _seconds_since(started))
                 self._note(retractions=retractions)
             if not aborted or left == 0:
                 return sampled
@@ -241,7 +241,7 @@ class _Run:
         try:
             result = await tools.call(parsed)
         finally:
-            self._note(tool_seconds=time.perf_counter() - started)
+            self._note(tool_seconds=_seconds_since(started))
         self._note(observation=result.text)
         return result.text, StopReason.SUBMITTED if result.submitted else None
 
@@ -265,10 +265,10 @@ class _Run:
 
     async def _grade(self, episode: Episode) -> Grade:
         started = time.perf_counter()
-        self.grade_began = started - self.started
+        self.grade_began = round(started - self.started, 6)
         async with bounded(self.rules.env.grading_limit, "grading"):
             grade = await episode.grade()
-        self.grade_seconds = time.perf_counter() - started
+        self.grade_seconds = _seconds_since(started)
         return grade
 
     def _trajectory(self, stop: StopReason, grade: Grade | None, error: Exception | None = None) -> Trajectory:
@@ -289,7 +289,7 @@ class _Run:
             patch=grade.patch if grade else "",
             error=f"{type(error).__name__}: {error}" if error else "",
             suspected_hack=tuple(grade.suspected_hack) if grade else (),
-            seconds=time.perf_counter() - self.started,
+            seconds=_seconds_since(self.started),
             grade_seconds=self.grade_seconds,
             began=self.began,
             start_seconds=self.start_seconds,
@@ -297,3 +297,8 @@ class _Run:
             tests=grade.tests if grade else {},
             test_log=grade.log if grade else "",
         )
+
+
+def _seconds_since(started: float) -> float:
+    """By the clock of ``time.perf_counter``, in whole microseconds: further digits would only fill records."""
+    return round(time.perf_counter() - started, 6)

@@ -167,7 +167,7 @@ class _Collector:
             async with self.limiter:
                 if forming.undecidable:
                     return
-                waited = time.perf_counter() - asked
+                waited = round(time.perf_counter() - asked, 6)
                 trajectory = await self.run(task)
             if not trajectory.recovered:
                 trajectory = replace(trajectory, queue_seconds=waited)

@@ -2,10 +2,10 @@
 
 ::
 
-    <stem>.jsonl.zst     one row a trajectory: what a person reads (turns, times, tests, reward, ending, fate)
-    <stem>.safetensors   its arrays by the row's key: <key>/tokens, loss_mask, logprobs, and routes (an r3.archive)
+    <stem>.jsonl.zst           one row a trajectory: what a person reads (turns, times, tests, reward, ending, fate)
+    <stem>.safetensors         its arrays: <key>/tokens, loss_mask, logprobs, and routes (an r3.archive)
     <stem>.train.safetensors   what the trainer saw of their tokens (agent_rl.rollout.token_details)
-    <stem>.index.json    its row in a few numbers, for lists and filters (agent_rl.rollout.sidecars)
+    <stem>.index.json.zst      its row in a few numbers, for lists and filters (agent_rl.rollout.sidecars)
 
 The arrays are in place before the rows are, so a step whose rows exist is whole; the sidecar comes last and can be made
 again of the rows. Log-probs are those of the sampled tokens alone, the mask is eight tokens a byte. A row's messages
@@ -34,8 +34,19 @@ from agent_rl.errors import AgentRlError
 from agent_rl.observe.files import replacing, write_atomic
 from agent_rl.rollout.row_files import SUFFIX, encode_rows, read_rows
 from agent_rl.rollout.sidecars import sidecar_path, write_sidecar
-from agent_rl.rollout.token_details import details_path, worst, write_details
-from agent_rl.types import Group, StopReason, TokenDetail, Trajectory, Turn, Verdict, VersionSpan
+from agent_rl.rollout.token_details import Details, details_path, worst, write_details
+from agent_rl.types import (
+    Branch,
+    BranchCause,
+    Group,
+    StopReason,
+    TokenDetail,
+    Trajectory,
+    Turn,
+    Verdict,
+    VersionSpan,
+    append_version,
+)
 from r3 import archive
 from r3.routing import Routing, RoutingError
 
@@ -60,7 +71,7 @@ def write_trajectories(
     groups: Sequence[Group],
     *,
     verdicts: Sequence[Verdict] = (),
-    details: Mapping[int, TokenDetail] | None = None,
+    details: Details | None = None,
     routes: bool = True,
 ) -> Path:
     """:func:`write_records` of a global step."""
@@ -72,15 +83,15 @@ def write_records(
     groups: Sequence[Group],
     *,
     verdicts: Sequence[Verdict] = (),
-    details: Mapping[int, TokenDetail] | None = None,
+    details: Details | None = None,
     routes: bool = True,
 ) -> Path:
     """Write the trajectories of ``groups`` under ``stem`` and return the path of their rows.
 
     ``verdicts``: one a trajectory, in the order of groups and members, or none at all; ``details``: what the trainer
-    saw of some, by their number in that order, None where nobody asked. ``routes`` False leaves the routes out (they
-    are most of the bytes). They are archived without their order within a row. Blocks on the disk: call it in a thread
-    from an event loop.
+    saw of some, by their number in that order and their branch, None where nobody asked. ``routes`` False leaves the
+    routes out (they are most of the bytes). They are archived without their order within a row. Blocks on the disk:
+    call it in a thread from an event loop.
     """
     members = [(index, group, t) for index, group in enumerate(groups) for t in group.trajectories]
     arrays: dict[str, NDArray] = {}
@@ -90,10 +101,10 @@ def write_records(
         arrays |= _arrays(key, trajectory, routes)
         rows.append(
             {
-                **_described(trajectory, key, routes and trajectory.routing is not None),
+                **_described(trajectory, key, routes),
                 "group": {"index": index, "infrastructure_failures": group.infrastructure_failures},
                 **asdict(verdicts[number] if verdicts else Verdict(None)),
-                **_worst((details or {}).get(number)),
+                **_worst([detail for (of, _), detail in (details or {}).items() if of == number]),
             }
         )
     path = stem.with_name(stem.name + SUFFIX)
@@ -110,19 +121,31 @@ def write_records(
 def encode_trajectory(trajectory: Trajectory) -> bytes:
     """``trajectory`` with all its arrays, for :func:`decode_trajectory`. Here its routes keep their order within a row:
     a trainer that replays them then computes the same bits."""
-    row = _described(trajectory, _ALONE, trajectory.routing is not None)
+    row = _described(trajectory, _ALONE, True)
     return save(_arrays(_ALONE, trajectory, True, keep_order=True), metadata={"row": json.dumps(row)})
 
 
 def decode_trajectory(data: bytes, where: str) -> Trajectory:
     """What :func:`encode_trajectory` made ``data`` of. Raises AgentRlError naming ``where`` on anything else."""
+    row = row_of_encoded(data, where)
     try:
         arrays = load(data)
+    except _BROKEN as error:
+        raise AgentRlError(f"{where}: not a trajectory: {error}") from error
+    return read_trajectory(row, arrays.__getitem__, where)
+
+
+def row_of_encoded(data: bytes, where: str) -> dict[str, Any]:
+    """The row of what :func:`encode_trajectory` made ``data`` of, without its arrays. Raises as
+    :func:`decode_trajectory`."""
+    try:
         length = int.from_bytes(data[:8], "little")
         row = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["row"])
     except _BROKEN as error:
         raise AgentRlError(f"{where}: not a trajectory: {error}") from error
-    return read_trajectory(row, arrays.__getitem__, where)
+    if not isinstance(row, dict):
+        raise AgentRlError(f"{where}: not a trajectory: its row is a {type(row).__name__}")
+    return row
 
 
 def read_trajectories(run_dir: Path, step: int) -> tuple[Group, ...]:
@@ -200,9 +223,14 @@ def messages_of(row: Mapping[str, Any]) -> list[dict[str, str]]:
     return [_unfolded(message, turns) for message in row["messages"]]
 
 
-def _worst(detail: TokenDetail | None) -> dict[str, float | None]:
-    gaps = (None, None) if detail is None else (detail.gap, detail.native_gap)
-    return dict(zip(("worst_gap", "worst_native_gap"), map(worst, gaps), strict=True))
+def _worst(details: Sequence[TokenDetail]) -> dict[str, float | None]:
+    """The largest gaps of a trajectory's branches."""
+    return {
+        f"worst_{name}": max(
+            (far for detail in details if (far := worst(getattr(detail, name))) is not None), default=None
+        )
+        for name in ("gap", "native_gap")
+    }
 
 
 def _forget_rows(stem: Path) -> None:
@@ -212,20 +240,31 @@ def _forget_rows(stem: Path) -> None:
 
 def _described(trajectory: Trajectory, key: str, routes: bool) -> dict[str, Any]:
     """All of a trajectory but its arrays, which are named ``<key>/<what>``."""
-    length = len(trajectory.tokens)
     return {
         "format": FORMAT,
         **{name: getattr(trajectory, name) for name in (*_PLAIN, *_TIMES)},
         "stop": trajectory.stop.value,
         "weight_versions": trajectory.weight_versions,
-        "versions": [[span.start, span.stop, span.version] for span in trajectory.versions],
         "suspected_hack": trajectory.suspected_hack,
         "tests": dict(trajectory.tests),
         "test_log": trajectory.test_log[-LOG_CHARACTERS:],
         "turns": [asdict(turn) for turn in trajectory.turns],
         "messages": folded([dict(m) for m in trajectory.messages], [(t.text, t.observation) for t in trajectory.turns]),
-        "branches": [{"parent": None, "shared": 0, "cause": "start", "tokens": length}],
-        "arrays": {"key": key, "tokens": length, "sampled": int(trajectory.loss_mask.sum()), "routes": routes},
+        "branches": [_branch(branch, routes) for branch in trajectory.branches],
+        "harness": dict(trajectory.harness),
+        "arrays": {"key": key, "tokens": len(trajectory.tokens), "routes": routes and trajectory.routing is not None},
+    }
+
+
+def _branch(branch: Branch, routes: bool) -> dict[str, Any]:
+    return {
+        "parent": branch.parent,
+        "shared": branch.shared,
+        "cause": branch.cause.value,
+        "tokens": len(branch.tokens),
+        "sampled": branch.sampled_tokens,
+        "routes": routes and branch.routing is not None,
+        "versions": [[span.start, span.stop, span.version] for span in branch.versions],
     }
 
 
@@ -259,15 +298,21 @@ def _observed(turn: Mapping[str, Any], rest: str) -> str:
     return f"{turn['observation']}{rest}"
 
 
+def branch_key(key: str, branch: int) -> str:
+    """What the names of a branch's arrays begin with; the first branch's begin with the row's key alone."""
+    return f"{key}.{branch}" if branch else key
+
+
 def _arrays(key: str, trajectory: Trajectory, routes: bool, *, keep_order: bool = False) -> dict[str, NDArray]:
-    arrays: dict[str, NDArray] = {
-        f"{key}/tokens": trajectory.tokens,
-        f"{key}/loss_mask": np.packbits(trajectory.loss_mask),
-        f"{key}/logprobs": trajectory.logprobs[trajectory.loss_mask],
-    }
-    if routes and trajectory.routing is not None:
-        encoded = archive.encode(trajectory.routing, keep_order=keep_order)
-        arrays[f"{key}/routes"] = np.frombuffer(encoded, np.uint8)
+    arrays: dict[str, NDArray] = {}
+    for number, branch in enumerate(trajectory.branches):
+        own = branch_key(key, number)
+        arrays[f"{own}/tokens"] = branch.tokens
+        arrays[f"{own}/loss_mask"] = np.packbits(branch.loss_mask)
+        arrays[f"{own}/logprobs"] = branch.logprobs[branch.loss_mask]
+        if routes and branch.routing is not None:
+            encoded = archive.encode(branch.routing, keep_order=keep_order)
+            arrays[f"{own}/routes"] = np.frombuffer(encoded, np.uint8)
     # safetensors writes an array's buffer as it lies in memory, strides ignored.
     return {name: np.ascontiguousarray(array) for name, array in arrays.items()}
 
@@ -286,48 +331,64 @@ def read_trajectory(row: Mapping[str, Any], array: Callable[[str], NDArray], whe
             raise AgentRlError(
                 f"{where}: written in format {found} of trajectories; this version reads formats 2 and {FORMAT}"
             )
-        key = row["arrays"]["key"]
-        later = {name: row[name] for name in (*_TIMES, "tests", "test_log")} if found == FORMAT else {}
-        tokens, (loss_mask, logprobs) = array(f"{key}/tokens"), _sampled(row, array, found)
+        later = {name: row[name] for name in (*_TIMES, "tests", "test_log", "harness")} if found == FORMAT else {}
+        first, *further = (read_branch(row, number, array) for number in range(len(row.get("branches", [None]))))
         return Trajectory(
             **{name: row[name] for name in _PLAIN},
             **later,
-            tokens=tokens,
-            loss_mask=loss_mask,
-            logprobs=logprobs,
-            routing=_routing(key, array) if row["arrays"]["routes"] else None,
+            tokens=first.tokens,
+            loss_mask=first.loss_mask,
+            logprobs=first.logprobs,
+            routing=first.routing,
             stop=StopReason(row["stop"]),
             turns=tuple(Turn(**turn) for turn in row["turns"]),
             messages=tuple(messages_of(row)),
-            versions=_versions(row),
+            versions=first.versions,
             suspected_hack=tuple(row["suspected_hack"]),
+            further=tuple(further),
         )
     except _BROKEN as error:
         raise AgentRlError(f"{where}: not a trajectory that this version reads: {_why(error)}") from error
 
 
-def _sampled(
-    row: Mapping[str, Any], array: Callable[[str], NDArray], found: int
-) -> tuple[NDArray[np.bool_], NDArray[np.float32]]:
-    """The loss mask and the log-probs of a row, ``[S]`` each."""
-    key, length = row["arrays"]["key"], row["arrays"]["tokens"]
-    loss_mask, logprobs = array(f"{key}/loss_mask"), array(f"{key}/logprobs")
-    if found == 2:
-        return loss_mask, logprobs
-    mask = np.unpackbits(loss_mask, count=length).view(np.bool_)
-    whole = np.zeros(length, np.float32)
-    whole[mask] = logprobs
-    return mask, whole
+def read_branch(row: Mapping[str, Any], number: int, array: Callable[[str], NDArray], *, routes: bool = True) -> Branch:
+    """One branch of ``row``; without ``routes`` they are not read. Raises what reading a damaged file raises."""
+    key = branch_key(row["arrays"]["key"], number)
+    tokens, loss_mask, logprobs = (array(f"{key}/{name}") for name in ("tokens", "loss_mask", "logprobs"))
+    if row.get("format") == FORMAT:
+        loss_mask = np.unpackbits(loss_mask, count=len(tokens)).view(np.bool_)
+        logprobs = _spread(logprobs, loss_mask)
+    own = row.get("branches", [None])[number] or {"routes": row["arrays"]["routes"]}
+    return Branch(
+        tokens,
+        loss_mask,
+        logprobs,
+        _routing(key, array) if routes and own["routes"] else None,
+        _versions(own, row),
+        own.get("parent"),
+        own.get("shared", 0),
+        BranchCause(own.get("cause", BranchCause.START)),
+    )
 
 
-def _versions(row: Mapping[str, Any]) -> tuple[VersionSpan, ...]:
-    """Rows named versions without their places at first: of several it is then not known which is where."""
-    if "versions" in row:
-        return tuple(VersionSpan(int(start), int(stop), str(version)) for start, stop, version in row["versions"])
+def _spread(values: NDArray[np.float32], mask: NDArray[np.bool_]) -> NDArray[np.float32]:
+    whole = np.zeros(len(mask), np.float32)
+    whole[mask] = values
+    return whole
+
+
+def _versions(branch: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[VersionSpan, ...]:
+    """The versions of a branch. Rows of format 2 name them without their places: those of several are the turns'."""
+    if "versions" in branch:
+        return tuple(VersionSpan(int(start), int(stop), str(version)) for start, stop, version in branch["versions"])
     named, tokens = row["weight_versions"], int(row["arrays"]["tokens"])
-    if len(named) > 1:
-        raise ValueError("it does not tell which weights sampled which tokens")
-    return tuple(VersionSpan(0, tokens, str(version)) for version in named)
+    if len(named) == 1:
+        return (VersionSpan(0, tokens, str(named[0])),)
+    spans: list[VersionSpan] = []
+    for turn in row["turns"]:
+        start = turn["prompt_tokens"]
+        append_version(spans, VersionSpan(start, start + turn["completion_tokens"], turn["weight_version"]))
+    return tuple(spans)
 
 
 def _why(error: Exception) -> str:

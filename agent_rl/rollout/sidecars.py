@@ -1,4 +1,4 @@
-"""``<stem>.index.json``: a step's or an evaluation's trajectories in a few numbers each, column by column.
+"""``<stem>.index.json.zst``: a step's or an evaluation's trajectories in a few numbers each, column by column.
 
 A list of 100,000 trajectories is made of these, not of their rows. A sidecar that is absent or of another format is
 made again of the rows: it holds nothing that they don't.
@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import zstandard
 
 from agent_rl.observe.files import write_atomic
 from agent_rl.rollout.row_files import Place
 
 FORMAT = 1
-SUFFIX = ".index.json"
+_LEVEL = 6
+SUFFIX = ".index.json.zst"
 COLUMNS = (
     *("group", "task", "reward", "resolved", "stop", "turns", "tokens", "sampled", "hacks", "fate", "advantage"),
     *("branches", "versions", "seconds", "began", "failures", "format"),
@@ -31,7 +33,7 @@ def sidecar_path(stem: Path) -> Path:
 def write_sidecar(stem: Path, rows: Iterable[Mapping[str, Any]], places: Sequence[Place]) -> None:
     """Write the sidecar of ``rows``, which are at ``places`` of their file."""
     found = {"format": FORMAT, "columns": columns(rows), "places": places}
-    write_atomic(sidecar_path(stem), orjson.dumps(found))
+    write_atomic(sidecar_path(stem), zstandard.ZstdCompressor(level=_LEVEL).compress(orjson.dumps(found)))
 
 
 def columns(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -42,17 +44,18 @@ def columns(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 def summary(row: Mapping[str, Any]) -> dict[str, Any]:
     """One row in a few numbers. Format 2 knows of no sampled tokens beside its turns', and of no fate."""
-    sampled = row["arrays"].get("sampled", sum(turn["completion_tokens"] for turn in row["turns"]))
+    older = {"tokens": row["arrays"]["tokens"], "sampled": sum(turn["completion_tokens"] for turn in row["turns"])}
+    branches = row.get("branches", [older])
     return {
         "group": row["group"]["index"],
         "task": _text(row["task_id"]),
         **{name: row[name] for name in ("reward", "resolved", "stop", "seconds")},
         "turns": len(row["turns"]),
-        "tokens": row["arrays"]["tokens"],
-        "sampled": sampled,
+        "tokens": sum(branch["tokens"] for branch in branches),
+        "sampled": sum(branch["sampled"] for branch in branches),
         "hacks": len(row["suspected_hack"]),
         **{name: row.get(name) for name in ("fate", "advantage", "worst_gap", "worst_native_gap")},
-        "branches": len(row.get("branches", (None,))),
+        "branches": len(branches),
         "versions": len(row["weight_versions"]),
         "began": row.get("began") or None,
         "failures": row["group"]["infrastructure_failures"],
@@ -63,11 +66,11 @@ def summary(row: Mapping[str, Any]) -> dict[str, Any]:
 def read_sidecar(stem: Path) -> tuple[dict[str, list[Any]], list[Place]] | None:
     """The columns and places of the sidecar under ``stem``; None where there is none that this version reads."""
     try:
-        found = orjson.loads(sidecar_path(stem).read_bytes())
+        found = orjson.loads(zstandard.ZstdDecompressor().decompress(sidecar_path(stem).read_bytes()))
         if found["format"] != FORMAT:
             return None
         return {name: found["columns"][name] for name in COLUMNS}, [(at, number) for at, number in found["places"]]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, zstandard.ZstdError):
         return None
 
 

@@ -1,7 +1,8 @@
 """``<stem>.train.safetensors``: what the trainer saw of a step's tokens, and the loads of its experts.
 
-J trajectories that the step trained on, one behind the other; ``numbers`` says which, ``sampled`` and ``differs_at``
-where each begins and ends. Gaps are the trainer's log-prob less the engine's::
+J branches that the step trained on, one behind the other; ``numbers`` and ``branches`` say of which trajectory and
+which of it, ``sampled`` and ``differs_at`` where each begins and ends. Gaps are the trainer's log-prob less the
+engine's::
 
     a sampled token   gap f16, native_gap f16, entropy f16, flags u8
     a token           differs, native_differs: the layers whose experts are not the rollout's
@@ -37,6 +38,10 @@ _ROWS = 4096
 """Rows of routes that are counted at once."""
 
 
+Details = Mapping[tuple[int, int], TokenDetail]
+"""By the number of a trajectory, and of its branch."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Differing:
     """Of a trajectory's ``S`` tokens, how many MoE layers had other experts, uint8 ``[S]``, and which, bool ``[S, L]``
@@ -62,11 +67,12 @@ def details_path(stem: Path) -> Path:
     return stem.with_name(stem.name + SUFFIX)
 
 
-def write_details(stem: Path, details: Mapping[int, TokenDetail], groups: Sequence[Group]) -> None:
+def write_details(stem: Path, details: Details, groups: Sequence[Group]) -> None:
     """Write the detail of trajectories by their numbers in ``groups``, and the loads of all their routes."""
-    parts = [details[number] for number in sorted(details)]
+    parts = [details[which] for which in sorted(details)]
     arrays: dict[str, NDArray] = {
-        "numbers": np.array(sorted(details), np.uint32),
+        "numbers": np.array([number for number, _ in sorted(details)], np.uint32),
+        "branches": np.array([branch for _, branch in sorted(details)], np.uint32),
         "sampled": _bounds([len(part.gap) for part in parts]),
         "gap": _joined([part.gap for part in parts], np.float16),
         "flags": _joined([part.flags for part in parts], np.uint8),
@@ -90,7 +96,8 @@ def worst(values: NDArray[np.floating] | None) -> float | None:
 
 def expert_loads(groups: Sequence[Group]) -> NDArray[np.uint32] | None:
     """``[L, E]``: how many tokens each expert got, in the routes of all trajectories; None without routes."""
-    routings = [t.routing for group in groups for t in group.trajectories if t.routing is not None]
+    branches = [branch for group in groups for t in group.trajectories for branch in t.branches]
+    routings = [branch.routing for branch in branches if branch.routing is not None]
     if not routings:
         return None
     return sum((_counted(routing) for routing in routings), np.zeros((1, 1), np.int64)).astype(np.uint32)
@@ -160,14 +167,16 @@ def detailed(stem: Path) -> frozenset[int]:
         raise AgentRlError(f"{path}: damaged ({error})") from None
 
 
-def read_detail(stem: Path, number: int) -> StoredDetail | None:
-    """The detail of trajectory ``number``; None where none was kept. Raises AgentRlError for a damaged file."""
+def read_detail(stem: Path, number: int, branch: int = 0) -> StoredDetail | None:
+    """The detail of a branch of trajectory ``number``; None where none was kept. Raises AgentRlError for a damaged
+    file."""
     path = details_path(stem)
     if not path.is_file():
         return None
     try:
         with safe_open(path, framework="numpy") as tensors:
-            found = np.flatnonzero(tensors.get_tensor("numbers") == number)
+            own = (tensors.get_tensor("numbers") == number) & (tensors.get_tensor("branches") == branch)
+            found = np.flatnonzero(own)
             return _stored(tensors, int(found[0])) if len(found) else None
     except (SafetensorError, OSError, ValueError, zstandard.ZstdError) as error:
         raise AgentRlError(f"{path}: damaged ({error})") from None

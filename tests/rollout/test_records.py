@@ -26,7 +26,8 @@ from agent_rl.rollout.records import (
 from agent_rl.rollout.row_files import encode_rows, read_row, read_rows
 from agent_rl.rollout.sidecars import read_sidecar
 from agent_rl.rollout.solvers import ByteRenderer
-from agent_rl.types import Fate, Group, StopReason, Trajectory, Verdict
+from agent_rl.rollout.token_details import read_detail
+from agent_rl.types import Branch, BranchCause, Fate, Group, StopReason, TokenDetail, Trajectory, Verdict, VersionSpan
 from envs import Task
 from tools.formats import tool_format
 
@@ -79,7 +80,7 @@ def test_a_row_says_what_happened(groups: tuple[Group, ...], tmp_path: Path) -> 
     assert [turn["tool"] for turn in row["turns"]] == ["echo", "echo", "submit"]
     assert row["messages"][3] == {"role": "tool", "content": {"observed": 0, "rest": ""}}
     assert messages_of(row)[3] == {"role": "tool", "content": row["task_id"]}
-    assert [version for _, _, version in row["versions"]] == ["1", "2"]
+    assert [version for _, _, version in row["branches"][0]["versions"]] == ["1", "2"]
 
 
 def test_routes_may_be_left_out(groups: tuple[Group, ...], tmp_path: Path) -> None:
@@ -193,3 +194,38 @@ def test_one_row_is_found_without_those_before_it(tmp_path: Path) -> None:
     path.write_bytes(data[:-7])
     with pytest.raises(AgentRlError, match=r"rows\.jsonl\.zst: damaged"):
         list(read_rows(path))
+
+
+def test_every_branch_is_kept(groups: tuple[Group, ...], tmp_path: Path) -> None:
+    first, second = groups[0].trajectories[:2]
+    assert second.routing is not None
+    further = Branch(
+        second.tokens,
+        second.loss_mask,
+        second.logprobs,
+        second.routing,
+        (VersionSpan(2, 9, "7"),),
+        0,
+        3,
+        BranchCause.REWRITE,
+    )
+    program = replace(first, further=(further,), harness={"rewrites": 1})
+    write_trajectories(tmp_path, 1, [Group("t", (program, second))], details={(0, 1): DETAIL})
+    one, other = read_trajectories(tmp_path, 1)[0].trajectories
+    (found,) = one.further
+    assert_same(first, replace(one, further=(), harness={}))
+    assert (found.parent, found.shared, found.cause, found.weight_versions) == (0, 3, BranchCause.REWRITE, ("7",))
+    assert np.array_equal(found.tokens, second.tokens)
+    assert np.array_equal(found.logprobs, second.logprobs)
+    assert found.routing is not None
+    assert (one.harness, other.further) == ({"rewrites": 1}, ())
+    stem = step_stem(tmp_path, 1)
+    assert read_detail(stem, 0) is None
+    assert read_detail(stem, 0, 1) is not None
+    columns, _ = read_sidecar(stem) or ({}, [])
+    assert columns["branches"] == [2, 1]
+    assert columns["tokens"] == [len(first.tokens) + len(second.tokens), len(second.tokens)]
+    assert columns["worst_gap"] == [0.5, None]
+
+
+DETAIL = TokenDetail(np.array([-0.5], np.float32), None, None, np.zeros(1, np.uint8), 0, None, None)

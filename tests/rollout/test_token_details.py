@@ -37,7 +37,7 @@ def detail(tokens: int, sampled: int, *, differing: float, scale: float = 0.05, 
 
 def written(folder: Path, details: dict[int, TokenDetail]) -> Path:
     group = Group("t", tuple(trajectory(float(n % 2), sampled=40) for n in range(4)))
-    write_trajectories(folder, 3, [group], details=details)
+    write_trajectories(folder, 3, [group], details={(number, 0): own for number, own in details.items()})
     return step_stem(folder, 3)
 
 

@@ -1,0 +1,241 @@
+"""What the viewer's page reads: one function from a path to JSON, over one run's folder or several.
+
+::
+
+    runs                                      all runs
+    R/run  R/metrics  R/trajectories?...      of run number R
+    R/steps/N  R/loads/N  R/eval/KEY          of one step, or of one evaluation
+    R/t/N-K  R/routes/N-K  R/routes/N-K/map   of one trajectory
+    R/live                                    of the step that is under way
+
+N is a global step, ``eval-20-sampled`` for an evaluation of a training run, or ``eval`` in the folder of an evaluation;
+K is the trajectory's number in it. Every answer has ``notes``: what is missing and why. A path that leads to nothing,
+and a file that is damaged, is an answer with ``error``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from agent_rl.errors import AgentRlError, UserError
+from agent_rl.view import live, runs, trajectory
+from agent_rl.view.index import Index, Shelf, file_stamp, shown
+from agent_rl.view.trajectory import Reader
+
+Answer = dict[str, Any]
+_FILES = {"run": ("state.json", "summary.json", "guard.jsonl", "results.jsonl"), "metrics": ("metrics.jsonl",)}
+_BROKEN = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError, OSError)
+
+
+class Absent(Exception):
+    """There is no such resource; ``kind`` says whether the path is one at all."""
+
+    def __init__(self, text: str, kind: str = "absent") -> None:
+        super().__init__(text)
+        self.kind = kind
+
+
+class Resources:
+    """The resources of ``folders``. Raises UserError for one that is no folder. Reading blocks on the disk."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        for folder in folders:
+            if not folder.is_dir():
+                raise UserError(f"{folder}: no folder; right would be a run's or an evaluation's")
+        self._indexes = [Index(folder) for folder in folders]
+        self._readers = [Reader(index) for index in self._indexes]
+
+    def read(self, path: str, query: Mapping[str, str] | None = None) -> Answer:
+        """The resource at ``path``, ready for JSON. Never raises."""
+        try:
+            return self._read(path.strip("/").split("/"), query or {})
+        except Absent as error:
+            return _error(error.kind, str(error))
+        except UserError as error:
+            return _error("unknown", str(error))
+        except FileNotFoundError as error:
+            return _error("absent", f"{error.filename}: it is gone")
+        except (AgentRlError, *_BROKEN) as error:
+            return _error("damaged", f"{path}: {error or type(error).__name__}")
+
+    def body(self, path: str, query: Mapping[str, str] | None = None) -> bytes:
+        """:meth:`read` as JSON; what is no number is null, a lone surrogate a question mark."""
+        return as_json(self.read(path, query))
+
+    def stamps(self) -> dict[str, str]:
+        """By resource, a text that changes whenever its files do; cheap enough to ask each second."""
+        found: dict[str, str] = {}
+        for number, index in enumerate(self._indexes):
+            names = {
+                "run": ("state.json", "summary.json", "guard.jsonl", "results.jsonl"),
+                "metrics": ("metrics.jsonl",),
+            }
+            for name, files in names.items():
+                found[f"{number}/{name}"] = "-".join(file_stamp(index.folder / file) for file in files)
+            found[f"{number}/live"] = live.stamp(index.folder)
+            found |= {f"{number}/steps/{n}": stamp for n, stamp in index.stamps().items()}
+        return found
+
+    def pages(self) -> Iterator[str]:
+        """Every path but those of single trajectories, their routes, and what is under way."""
+        yield "runs"
+        for number, index in enumerate(self._indexes):
+            index.refresh()
+            yield from (f"{number}/{name}" for name in ("run", "metrics", "trajectories"))
+            for n in index.shelves:
+                yield from (f"{number}/steps/{n}", f"{number}/loads/{n}")
+            evaluations = self.read(f"{number}/run").get("evaluations", ())
+            yield from (f"{number}/eval/{evaluation['key']}" for evaluation in evaluations)
+
+    def _read(self, parts: Sequence[str], query: Mapping[str, str]) -> Answer:
+        if parts == ["runs"]:
+            return {"runs": [{"run": n, **self._overview(index)} for n, index in enumerate(self._indexes)], "notes": []}
+        number, name, rest = parts[0], (parts[1] if len(parts) > 1 else ""), "/".join(parts[2:])
+        if not number.isdecimal() or int(number) >= len(self._indexes):
+            raise Absent(f"{'/'.join(parts)}: no such run; there are {len(self._indexes)}, from 0", "unknown")
+        index, reader = self._indexes[int(number)], self._readers[int(number)]
+        if not index.folder.is_dir():
+            raise Absent(f"{index.folder}: it is gone")
+        index.refresh()
+        if (whole := self._whole.get(name)) is not None and not rest:
+            return whole(index, query)
+        if (single := self._single.get(name)) is not None and rest:
+            return single(index, reader, rest, query)
+        raise Absent(f"{'/'.join(parts)}: no such resource", "unknown")
+
+    @staticmethod
+    def _overview(index: Index) -> Answer:
+        index.refresh()
+        return runs.overview(index)
+
+    _whole: Mapping[str, Callable[[Index, Mapping[str, str]], Answer]] = {
+        "run": lambda index, query: runs.run(index),
+        "metrics": lambda index, query: runs.metrics(index.folder),
+        "trajectories": lambda index, query: _trajectories(index, query),
+        "live": lambda index, query: live.episodes(index.folder),
+    }
+    _single: Mapping[str, Callable[[Index, Reader, str, Mapping[str, str]], Answer]] = {
+        "steps": lambda index, reader, n, query: _step(index, _shelf(index, n)),
+        "loads": lambda index, reader, n, query: trajectory.loads(_shelf(index, n)),
+        "eval": lambda index, reader, key, query: _evaluation(index, key),
+        "t": lambda index, reader, id, query: reader.whole(*_member(index, id)),
+        "routes": lambda index, reader, id, query: _routes(index, reader, id, query),
+    }
+
+
+def as_json(answer: Answer) -> bytes:
+    """``answer`` as JSON."""
+    options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+    try:
+        return orjson.dumps(answer, option=options)
+    except TypeError:  # a model may write lone surrogates and integers over 64 bits
+        return orjson.dumps(_plain(answer), option=options)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, Mapping):
+        return {_plain(str(key)): _plain(held) for key, held in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(held) for held in value]
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 1 << 63:
+        return str(value)
+    return value
+
+
+def _error(kind: str, text: str) -> Answer:
+    return {"error": {"kind": kind, "text": " ".join(text.split())}, "notes": []}
+
+
+def _shelf(index: Index, n: str) -> Shelf:
+    if n not in index.shelves:
+        raise Absent(f"{index.folder}: no trajectories of {n}")
+    return index.shelves[n]
+
+
+def _member(index: Index, id: str) -> tuple[Shelf, int]:
+    n, _, number = id.rpartition("-")
+    shelf = _shelf(index, n)
+    if not len(shelf) and shelf.notes:
+        raise AgentRlError(shelf.notes[0])
+    if not number.isdecimal() or int(number) >= len(shelf):
+        raise Absent(f"{id}: {n} has {len(shelf)} trajectories, numbered from 0")
+    return shelf, int(number)
+
+
+def _trajectories(index: Index, query: Mapping[str, str]) -> Answer:
+    rows, found = index.select(query)
+    return {
+        "total": len(index.table["id"]),
+        "found": found,
+        "columns": {name: _listed(name, values[rows].tolist()) for name, values in index.table.items()},
+        "notes": [note for shelf in index.shelves.values() for note in shelf.notes],
+    }
+
+
+_COUNTS = ("step", "turns", "tokens", "sampled", "hacks", "branches", "versions", "group")
+
+
+def _listed(name: str, values: list[Any]) -> list[Any]:
+    """Counts as whole numbers, None where there is none."""
+    return [None if value != value else int(value) for value in values] if name in _COUNTS else values
+
+
+def _step(index: Index, shelf: Shelf) -> Answer:
+    columns = shown(shelf)
+    members: dict[int, list[int]] = {}
+    for number, group in enumerate(columns["group"]):
+        members.setdefault(group, []).append(number)
+    groups = [
+        {
+            "group": group,
+            "task": columns["task"][own[0]],
+            "infrastructure_failures": shelf.columns["failures"][own[0]],
+            "members": [columns["id"][number] for number in own],
+            "kept": all(columns["fate"][number] != "discarded" for number in own),
+        }
+        for group, own in members.items()
+    ]
+    detail, loads, notes = trajectory.kept_of(shelf)
+    return {
+        "n": shelf.n,
+        "step": shelf.step,
+        "columns": columns,
+        "groups": groups,
+        "metrics": runs.metrics_of(index.folder, shelf.step) if shelf.n.isdecimal() else None,
+        "detail": detail,
+        "loads": loads,
+        "notes": [*shelf.notes, *notes],
+    }
+
+
+def _evaluation(index: Index, key: str) -> Answer:
+    found = runs.evaluation(index, key)
+    if found is None:
+        raise Absent(f"{index.folder}: no evaluation {key}")
+    return found
+
+
+def _routes(index: Index, reader: Reader, rest: str, query: Mapping[str, str]) -> Answer:
+    id, _, kind = rest.partition("/")
+    shelf, number = _member(index, id)
+    start, stop, branch = (_number(query, name) for name in ("from", "to", "branch"))
+    which = number, branch or 0
+    if kind == "map":
+        return reader.layer_map(shelf, which)
+    if kind:
+        raise Absent(f"routes/{rest}: no such resource", "unknown")
+    found = reader.routes(shelf, which, start or 0, stop)
+    if found is None:
+        raise Absent(f"{id}: its routes were not kept")
+    return found
+
+
+def _number(query: Mapping[str, str], name: str) -> int | None:
+    text = query.get(name, "")
+    return int(text) if text.isdecimal() else None

@@ -1,0 +1,451 @@
+"""What the viewer's page reads: right to the token, and one clear line for whatever a run's folder lacks."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from evaluations import eval_report
+from safetensors.numpy import load_file, save_file
+
+from agent_rl.errors import UserError
+from agent_rl.evaluation.finished import report_path
+from agent_rl.evaluation.folder import EvalFolder
+from agent_rl.evaluation.report import EpisodeResult
+from agent_rl.observe.metrics_log import MetricsLog
+from agent_rl.rollout.frames import frame
+from agent_rl.rollout.records import (
+    encode_trajectory,
+    evaluation_stem,
+    read_trajectories,
+    step_stem,
+    write_records,
+    write_trajectories,
+)
+from agent_rl.rollout.token_details import details_path, read_detail
+from agent_rl.types import Fate, Group, StopReason, TokenDetail, Trajectory, Turn, Verdict, VersionSpan
+from agent_rl.view.resources import Resources
+from r3.routing import Routing, Span, SpanKind
+from tests.trajectories import trajectory
+
+CAPTURED = Path(__file__).parent.parent / "captured"
+LAYERS, EXPERTS, GROUPS = 7, 8, 3
+VERSIONS = VersionSpan(5, 9, "6"), VersionSpan(11, 14, "7")
+
+
+def episode(number: int, *, routes: bool = True) -> Trajectory:
+    """Two turns of 4 and 3 sampled tokens after a prompt of 5, an observation of 2 between them."""
+    random = np.random.default_rng(number)
+    mask = np.array([0] * 5 + [1] * 4 + [0] * 2 + [1] * 3, bool)
+    experts = np.argsort(random.random((14, LAYERS, EXPERTS)), axis=2)[:, :, :2].astype(np.uint8)
+    spans = (Span(0, 13, "6", "http://e", SpanKind.SAMPLED), Span(13, 14, "", "", SpanKind.MISSING))
+    turns = (
+        Turn("look", "bash", {"cmd": "ls"}, None, "a.py", 5, 4, 2, 0, "6", 0.5, 0.25, 0, 0.5),
+        Turn("done", "submit", {}, None, "", 11, 3, 0, 8, "7", 0.25, 0.0, 0, 1.25),
+    )
+    said = [("user", "fix it"), ("assistant", "look"), ("tool", "a.py\n[1 turn left]"), ("assistant", "done")]
+    return replace(
+        trajectory(float(number % 2), sampled=11, task_id=f"task-{number // 2}"),
+        tokens=random.integers(0, 50, 14).astype(np.int32), loss_mask=mask,
+        logprobs=np.where(mask, random.normal(-1, 0.5, 14), 0).astype(np.float32), turns=turns,
+        messages=tuple({"role": role, "content": text} for role, text in said), versions=VERSIONS,
+        routing=Routing(experts, np.arange(14) < 13, spans, EXPERTS) if routes else None, tests={"t": "PASSED"},
+        test_log="log\n", began=1.8e9, start_seconds=0.5, grade_began=1.5, grade_seconds=0.5, seconds=2.0,
+    )  # fmt: skip
+
+
+def detail(seed: int) -> TokenDetail:
+    random = np.random.default_rng(100 + seed)
+    bits = np.packbits(random.random((14, LAYERS)) < 0.1, axis=1)
+    gaps = random.normal(0, 0.1, (2, 7)).astype(np.float32)
+    entropy, flags = random.random(7).astype(np.float16), random.integers(0, 8, 7).astype(np.uint8)
+    return TokenDetail(gaps[0], gaps[1], entropy, flags, LAYERS, np.zeros_like(bits), bits)
+
+
+def write_step(folder: Path, step: int, *, routes: bool = True, details: bool = True) -> None:
+    """Three groups of two: one trained on, one uniform, one discarded."""
+    groups = [Group(f"task-{at}", tuple(episode(2 * at + n, routes=routes) for n in (0, 1))) for at in range(GROUPS)]
+    fates = [Fate.TRAINED, Fate.TRAINED, Fate.UNIFORM, Fate.UNIFORM, Fate.DISCARDED, Fate.DISCARDED]
+    verdicts = [Verdict(fate, 0.5 if fate is Fate.TRAINED else None) for fate in fates]
+    kept = {(number, 0): detail(number) for number in (0, 1)} if details else None
+    write_trajectories(folder, step, groups, verdicts=verdicts, details=kept)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run of two steps, with an evaluation after the second."""
+    folder = tmp_path / "demo"
+    folder.mkdir()
+    config = {"name": "demo", "model": "m", "train": {"steps": 4}, "rollout": {"group_size": 2, "tasks_per_step": 3}}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    log = MetricsLog(folder)
+    for step in (1, 2):
+        write_step(folder, step)
+        log.append(step, {"reward/mean": step / 4, "rollout/trajectories": 6, "rollout/sampled_tokens_mean": 7})
+    log.close()
+    report = {"pass_at_1": 0.5, "interval": [0.1, 0.9], "graded": 2, "tasks": 2, "stops": {"submitted": 2}}
+    state = {"run_id": "x", "resumes": [1], "evaluations": {"step-2/sampled": report}}
+    (folder / "state.json").write_text(json.dumps(state))
+    stem = evaluation_stem(folder, "step-2/sampled")
+    write_records(stem, [Group("a", (trajectory(1.0, task_id="a"),))])
+    eval_report(0.5).write(report_path(folder, "step-2/sampled"))
+    return folder
+
+
+def read(folder: Path, path: str, **query: str) -> dict[str, Any]:
+    """A resource of the only run, through JSON."""
+    answer: dict[str, Any] = json.loads(Resources([folder]).body(f"0/{path}", query))
+    assert isinstance(answer["notes"], list)
+    return answer
+
+
+def error(folder: Path, path: str, **query: str) -> str:
+    found = read(folder, path, **query)["error"]
+    assert "\n" not in found["text"]
+    return f"{found['kind']}: {found['text']}"
+
+
+def test_a_run_is_told_as_a_whole(run: Path) -> None:
+    found = read(run, "run")
+    assert (found["kind"], found["state"], found["steps"], found["total"]) == ("train", "stopped", 2, 4)
+    assert found["filed"] == ["1", "2", "eval-2-sampled"]
+    assert (found["detail"], found["resumes"], found["format"]) == (["1", "2"], [1], 3)
+    assert found["facts"] == {"group_size": 2, "moe_layers": LAYERS, "num_experts": EXPERTS, "top_k": 2}
+    (line,) = json.loads(Resources([run]).body("runs"))["runs"]
+    assert (line["name"], line["pass_at_1"], line["guard"]) == ("demo", [0.5, 0.1, 0.9], 0)
+
+
+def test_metrics_are_columns(run: Path) -> None:
+    found = read(run, "metrics")
+    assert (found["steps"], found["columns"]["reward/mean"], found["sampled_tokens"]) == ([1, 2], [0.25, 0.5], [42, 84])
+    assert found["units"]["reward/mean"] == "reward"
+    assert all(time > 1.7e9 for time in found["time"])
+
+
+def test_a_trajectory_is_right_to_the_token(run: Path) -> None:
+    for number in range(2 * GROUPS):
+        found = read(run, f"t/1-{number}")
+        whole = read_trajectories(run, 1)[number // 2].trajectories[number % 2]
+        (branch,) = found["branches"]
+        assert branch["tokens"] == whole.tokens.tolist()
+        assert branch["sampled"] == [[5, 9], [11, 14]]
+        assert branch["versions"] == [[5, 9, "6"], [11, 14, "7"]]
+        assert np.array_equal(np.array(branch["logprobs"], np.float32), whole.logprobs[whole.loss_mask])
+        assert (branch["detail"] is None) == (number > 1)
+        if number < 2:
+            kept = read_detail(step_stem(run, 1), number)
+            assert kept is not None
+            assert kept.native_differs is not None
+            for name, values in (("gap", kept.gap), ("native_gap", kept.native_gap), ("entropy", kept.entropy)):
+                assert np.array_equal(np.array(branch["detail"][name], np.float16), values)  # type: ignore[arg-type]
+            assert branch["detail"]["native_differs"] == kept.native_differs.numbers.tolist()
+            assert branch["detail"]["differs"] == [0] * 14
+            assert branch["detail"]["flags"] == kept.flags.tolist()
+
+
+def test_a_trajectory_tells_its_story(run: Path) -> None:
+    found = read(run, "t/1-3")
+    assert (found["fate"], found["siblings"], found["task"]) == ("uniform", ["1-2", "1-3"], "task-1")
+    assert found["messages"][2]["content"] == "a.py\n[1 turn left]"
+    assert [(turn["message"], turn["observation_message"], turn["span"]) for turn in found["turns"]] == [
+        (1, 2, [5, 9]),
+        (3, None, [11, 14]),
+    ]
+    times = {"began": 1.8e9, "queue": 0.0, "start": 0.5, "grade_began": 1.5, "grade": 0.5, "total": 2.0}
+    assert (found["times"], found["tests"], found["test_log"]) == (times, {"t": "PASSED"}, "log\n")
+    assert any("all rewards of its group are equal" in note for note in found["notes"])
+
+
+def test_routes_are_those_of_the_records(run: Path) -> None:
+    routing = read_trajectories(run, 2)[0].trajectories[1].routing
+    assert routing is not None
+    found = read(run, "routes/2-1", **{"from": "3", "to": "9"})
+    assert found["experts"] == routing.experts[3:9].tolist()
+    kept = read_detail(step_stem(run, 2), 1)
+    assert kept is not None
+    assert kept.native_differs is not None
+    assert kept.native_differs.layers is not None
+    assert found["native_differs"] == [np.flatnonzero(row).tolist() for row in kept.native_differs.layers[3:9]]
+    assert (found["spans"][0]["start"], found["spans"][0]["stop"], found["rows"]) == (3, 9, 14)
+    mapped = read(run, "routes/2-1/map")
+    assert mapped["native_differs"] == np.argwhere(kept.native_differs.layers).tolist()
+    assert (mapped["differs"], mapped["layers"], mapped["rows"]) == ([], LAYERS, 14)
+    loads = np.array(read(run, "loads/2")["loads"])
+    assert (loads.shape, loads.sum()) == ((LAYERS, EXPERTS), 6 * 13 * LAYERS * 2)
+
+
+@pytest.mark.parametrize(
+    ("query", "found"),
+    [
+        ({"n": "1"}, 6), ({"step": "2..9"}, 7), ({"task": "task-1"}, 4), ({"fate": "trained,uniform"}, 8),
+        ({"resolved": "true"}, 7), ({"reward": "..0.5"}, 6), ({"turns": "2"}, 12), ({"worst_gap": "0.0.."}, 4),
+        ({"worst_gap": "9.."}, 0), ({"stop": "max_turns"}, 0), ({"n": "1", "resolved": "false"}, 3),
+    ],
+)  # fmt: skip
+def test_trajectories_are_filtered(run: Path, query: dict[str, str], found: int) -> None:
+    answer = read(run, "trajectories", **query)
+    assert (answer["total"], answer["found"]) == (13, found)
+    assert all(len(column) == found for column in answer["columns"].values())
+
+
+def test_trajectories_are_sorted_and_cut(run: Path) -> None:
+    answer = read(run, "trajectories", sort="-worst_native_gap", limit="3", offset="1")
+    every = read(run, "trajectories")["columns"]["worst_native_gap"]
+    wanted = sorted((gap for gap in every if gap is not None), reverse=True)
+    assert (answer["found"], answer["columns"]["worst_native_gap"]) == (13, wanted[1:4])
+    assert read(run, "trajectories", sort="task", limit="1")["columns"]["task"] == ["a"]
+    for query in ({"color": "red"}, {"turns": "many"}, {"sort": "x"}, {"limit": "-1"}):
+        assert error(run, "trajectories", **query).startswith("unknown: ")
+
+
+def test_a_step_has_its_groups(run: Path) -> None:
+    found = read(run, "steps/1")
+    assert [group["kept"] for group in found["groups"]] == [True, True, False]
+    assert found["groups"][1]["members"] == ["1-2", "1-3"]
+    assert (found["metrics"]["reward/mean"], found["detail"], found["loads"]) == (0.25, True, True)
+
+
+def test_an_evaluation_leads_to_its_trajectories(run: Path) -> None:
+    found = read(run, "eval/step-2/sampled")
+    assert [(one["task_id"], one["resolved"], one["id"]) for one in found["outcomes"]] == [("a", 1, "eval-2-sampled-0")]
+    assert read(run, "t/eval-2-sampled-0")["task"] == "a"
+
+
+def test_stamps_change_with_the_files(run: Path) -> None:
+    resources = Resources([run])
+    before = resources.stamps()
+    write_step(run, 3)
+    after = resources.stamps()
+    assert {path for path in after if after[path] != before.get(path)} == {"0/steps/3"}
+    assert json.loads(resources.body("0/run"))["filed"] == ["1", "2", "3", "eval-2-sampled"]
+    (run / "trajectories" / "step-000003.jsonl.zst").unlink()
+    assert resources.stamps().keys() == before.keys()
+    assert json.loads(resources.body("0/trajectories"))["total"] == 13
+    assert {"0/steps/2", "0/eval/step-2/sampled", "runs"} <= set(resources.pages())
+
+
+def test_the_running_step_shows_its_episodes(run: Path) -> None:
+    (run / "journal").mkdir()
+    journal = run / "journal" / "step-000003.journal"
+    journal.write_bytes(frame(b"{}") + frame(encode_trajectory(episode(0))) + frame(encode_trajectory(episode(1)))[:-5])
+    found = read(run, "live")
+    assert (found["step"], found["expected"], [one["task"] for one in found["episodes"]]) == (3, 6, ["task-0"])
+    write_step(run, 3)
+    assert read(run, "live")["step"] is None
+
+
+# What a folder may lack, or hold in a state that nobody wished for.
+
+
+def test_a_run_killed_in_the_middle_shows_what_it_has(run: Path) -> None:
+    """A kill between the arrays and the rows of a step: the step is not there yet."""
+    write_step(run, 3)
+    (run / "trajectories" / "step-000003.jsonl.zst").unlink()
+    assert read(run, "run")["filed"] == ["1", "2", "eval-2-sampled"]
+    assert error(run, "steps/3") == f"absent: {run}: no trajectories of 3"
+
+
+def test_a_resumed_run_forgets_and_finds_again(run: Path) -> None:
+    resources = Resources([run])
+    assert resources.read("0/t/2-0")["error"] == ""
+    for path in (run / "trajectories").glob("step-000002.*"):
+        path.unlink()
+    assert resources.read("0/t/2-0")["error"]["kind"] == "absent"
+    write_step(run, 2)
+    assert resources.read("0/t/2-0")["error"] == ""
+
+
+@pytest.mark.parametrize("kind", ["without routes", "dense"])
+def test_a_run_without_routes_says_so(run: Path, kind: str) -> None:
+    for step in (1, 2):
+        write_step(run, step, routes=False)
+    assert error(run, "routes/1-0") == "absent: 1-0: its routes were not kept"
+    assert any("no loads were kept" in note for note in read(run, "loads/1")["notes"])
+    assert read(run, "run")["facts"]["moe_layers"] is None
+
+
+def test_a_run_without_detail_says_so(run: Path) -> None:
+    write_step(run, 1, details=False)
+    found = read(run, "t/1-0")
+    assert found["branches"][0]["detail"] is None
+    assert any("observe.token_detail was off" in note for note in found["notes"])
+    assert read(run, "routes/1-0")["native_differs"] is None
+    assert "error" not in read(run, "routes/1-0/map")
+
+
+def test_a_run_of_format_2_is_shown() -> None:
+    assert any("written in format 2" in note for note in read(CAPTURED, "run")["notes"])
+    found = read(CAPTURED, "t/1-3")
+    assert len(found["branches"][0]["tokens"]) == 177
+    assert found["times"]["began"] is None
+    assert read(CAPTURED, "trajectories")["total"] == 32
+
+
+def damage(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2 - 9])
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("trajectories/step-000001.jsonl.zst", "t/1-0"),
+        ("trajectories/step-000001.safetensors", "t/1-0"),
+        ("trajectories/step-000001.safetensors", "routes/1-0"),
+        ("trajectories/step-000001.train.safetensors", "t/1-0"),
+        ("trajectories/step-000001.train.safetensors", "steps/1"),
+        ("trajectories/step-000001.train.safetensors", "loads/1"),
+        ("trajectories/step-000001.index.json.zst", "trajectories"),
+        ("metrics.jsonl", "metrics"),
+        ("state.json", "run"),
+        ("config.yaml", "run"),
+    ],
+)
+def test_a_file_that_was_cut_off_is_one_line(run: Path, name: str, path: str) -> None:
+    damage(run / name)
+    if name == "config.yaml":
+        (run / name).write_text("a: [")
+    found = read(run, path)
+    told = [found["error"]["text"]] if isinstance(found.get("error"), dict) else found["notes"]
+    if "index" in name:
+        assert (found["total"], told) == (13, [])  # it is made again of the rows
+        return
+    assert any(Path(name).name.split(".")[0] in line and "\n" not in line for line in told), told
+    everything = Resources([run])
+    assert all("Traceback" not in json.dumps(everything.read(page), default=str) for page in everything.pages())
+
+
+def test_routes_that_were_damaged_are_one_line(run: Path) -> None:
+    path = run / "trajectories" / "step-000001.safetensors"
+    tensors = load_file(path)
+    tensors["00000/routes"][40] ^= 1
+    save_file(tensors, path)
+    assert "checksum" in error(run, "routes/1-0")
+
+
+def test_a_run_without_a_tokenizer_shows_numbers(run: Path) -> None:
+    found = read(run, "t/1-0")
+    assert found["branches"][0]["pieces"] is None
+    assert any("no tokenizer.json" in note for note in found["notes"])
+    (run / "tokenizer.json").write_text("{}")
+    assert any("tokens are shown as numbers" in note for note in read(run, "t/1-0")["notes"])
+
+
+def test_tokens_have_their_texts(run: Path) -> None:
+    from agent_rl.packaged import MODELS
+
+    shutil.copy(MODELS["tiny-moe"] / "tokenizer.json", run)
+    pieces = read(run, "t/1-0")["branches"][0]["pieces"]
+    assert len(pieces) == 14
+    assert "".join(pieces)
+
+
+def test_metrics_that_are_no_numbers_are_gaps(run: Path) -> None:
+    log = MetricsLog(run)
+    log.append(3, {"reward/mean": float("nan"), "train/loss": float("inf")})
+    log.close()
+    found = read(run, "metrics")
+    assert found["columns"]["reward/mean"] == [0.25, 0.5, None]
+    assert found["columns"]["train/loss"] == [None, None, None]
+    assert "train/loss: not a number in step 3" in found["notes"]
+
+
+def test_infrastructure_failures_only(tmp_path: Path) -> None:
+    failed = replace(trajectory(0.0, stop=StopReason.SANDBOX_FAILURE), reward=None)
+    write_trajectories(tmp_path, 0, [Group("t", (failed,), 4)])
+    assert read(tmp_path, "trajectories")["columns"]["reward"] == [None]
+    assert read(tmp_path, "steps/0")["groups"][0]["infrastructure_failures"] == 4
+    assert any("infrastructure failures only" in note for note in read(tmp_path, "run")["notes"])
+
+
+def evaluation(folder: Path) -> Path:
+    results = EvalFolder(folder, {"env": "mini"})
+    solved = EpisodeResult("a/b", 0, True, "submitted", 2, 1.0, patch="diff", suspected_hack=("x",))
+    results.record(solved, episode(1))
+    results.record(EpisodeResult("c", 0, None, "", 0, 0.0, failures=3, error="SandboxError: gone"), None)
+    return folder
+
+
+def test_the_folder_of_an_evaluation_is_shown(tmp_path: Path) -> None:
+    folder = evaluation(tmp_path)
+    found = read(folder, "run")
+    assert (found["kind"], found["state"], found["evaluations"][0]["pass_at_1"]) == ("eval", "stopped", 1.0)
+    assert read(folder, "trajectories", hacks="1..")["columns"]["task"] == ["a/b"]
+    solved, failed = read(folder, "t/eval-0"), read(folder, "t/eval-1")
+    assert (solved["test_log"], len(solved["turns"]), solved["branches"]) == ("log\n", 2, [])
+    assert (failed["error"], failed["turns"]) == ("SandboxError: gone", [])
+    assert [one["id"] for one in read(folder, "eval/eval")["outcomes"]] == ["eval-0", "eval-1"]
+    (folder / "results.jsonl").write_text("nonsense\n")
+    assert any("no result of an evaluation" in note for note in read(folder, "run")["notes"])
+
+
+def test_a_folder_that_is_read_only_is_not_written_to(run: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    everything = Resources([run])
+    for page in everything.pages():
+        assert "error" not in everything.read(page)
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+
+
+def test_a_folder_that_is_deleted_while_it_is_viewed_is_one_line(run: Path) -> None:
+    resources = Resources([run])
+    pages = [*resources.pages(), "0/t/1-0", "0/live"]
+    shutil.rmtree(run)
+    resources.stamps()
+    for page in pages[1:]:
+        assert resources.read(page)["error"] == {"kind": "absent", "text": f"{run}: it is gone"}
+    assert resources.read("runs")["runs"][0]["state"] == "empty"
+
+
+def test_an_empty_folder_is_a_run_without_anything(tmp_path: Path) -> None:
+    found = read(tmp_path, "run")
+    assert (found["kind"], found["state"], found["filed"]) == ("empty", "empty", [])
+    assert read(tmp_path, "metrics")["notes"] == ["no step has ended yet"]
+    with pytest.raises(UserError, match="no folder"):
+        Resources([tmp_path / "absent"])
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["", "x", "9/run", "0", "0/", "0/foo", "0/t/1", "0/t/1-x", "0/t/..-1", "0/steps/../1", "0/routes/1-0/x", "0/t"],
+)
+def test_a_path_that_leads_nowhere_is_one_line(run: Path, path: str) -> None:
+    assert Resources([run]).read(path)["error"]["kind"] in ("unknown", "absent")
+
+
+def test_hostile_text_is_json(tmp_path: Path) -> None:
+    hostile = "</script>\x00\x1b[31m\u202e\ud800"
+    turn = replace(episode(0).turns[0], text=hostile, arguments={"n": 10**30, hostile: [hostile]})
+    odd = replace(episode(0), turns=(turn,), task_id=hostile, patch=hostile)
+    write_trajectories(tmp_path, 1, [Group(hostile, (odd,))])
+    found = read(tmp_path, "t/1-0")
+    assert found["turns"][0]["arguments"]["n"] == str(10**30)
+    assert found["patch"].endswith("?")
+    assert "error" not in read(tmp_path, "trajectories")
+
+
+def test_a_trajectory_of_no_turn(tmp_path: Path) -> None:
+    bare = replace(trajectory(0.0), loss_mask=np.zeros(5, bool), logprobs=np.zeros(5, np.float32), versions=())
+    write_trajectories(tmp_path, 1, [Group("t", (bare,))], verdicts=[Verdict(Fate.EMPTY, 0.0)], details={})
+    (branch,) = read(tmp_path, "t/1-0")["branches"]
+    assert (branch["sampled"], branch["versions"], branch["logprobs"], branch["detail"]) == ([], [], [], None)
+
+
+def test_a_running_run_is_known_by_its_process(run: Path) -> None:
+    import socket
+
+    lock: Callable[[int], object] = lambda pid: (run / ".lock").write_text(  # noqa: E731
+        json.dumps({"pid": pid, "host": socket.gethostname()})
+    )
+    lock(os.getpid())
+    assert read(run, "run")["state"] == "running"
+    (run / ".lock").write_text(json.dumps({"pid": os.getpid(), "host": "elsewhere"}))
+    assert read(run, "run")["state"] == "stopped"
+    assert details_path(step_stem(run, 1)).is_file()
