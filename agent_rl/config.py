@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from agent_rl.bootstrap import engine_python
-from agent_rl.errors import ConfigError
+from agent_rl.errors import ConfigError, UserError
 from agent_rl.objective_facts import Aggregation, objective_facts
 from tools import ToolFormatError, tool_format
 
@@ -95,8 +95,10 @@ class EngineConfig(Section):
         description="File with the addresses of running SGLang servers, one a line; lines that are added or taken away "
         "while a run goes on add engines or take them out of use.",
     )
-    count: int = Field(1, gt=0, description="Servers to launch.")
-    gpus: int = Field(1, gt=0, description="GPUs of each server, its tensor parallelism, where it runs on GPUs.")
+    count: int = Field(1, gt=0, description="Servers to launch, where none are named.")
+    gpus: int = Field(
+        1, gt=0, description="GPUs of each server, launched or named: its tensor parallelism, where it runs on GPUs."
+    )
     health_every: float = Field(5.0, gt=0, description="Seconds between two questions about an engine's health.")
     restarts: int = Field(
         3,
@@ -148,6 +150,20 @@ class EngineConfig(Section):
         return "abort" if self.pause_mode == "turn" else self.pause_mode
 
     @property
+    def named(self) -> tuple[str, ...]:
+        """The addresses of running servers in ``urls`` and ``urls_file``. Raises UserError for a file that can't be
+        read, or where there is none in it."""
+        urls = [url.rstrip("/") for url in self.urls]
+        if self.urls_file is not None:
+            try:
+                urls += addresses(self.urls_file.read_text())
+            except OSError as error:
+                raise UserError(f"engine.urls_file: {self.urls_file}: {error.strerror}") from None
+            if not urls:
+                raise UserError(f"engine.urls_file: {self.urls_file}: no address in it; write one a line")
+        return tuple(dict.fromkeys(urls))
+
+    @property
     def headers(self) -> dict[str, str]:
         """What every request to the engines carries. Raises ConfigError where the key's variable is not set."""
         if self.api_key_env is None:
@@ -159,15 +175,17 @@ class EngineConfig(Section):
 
     @model_validator(mode="after")
     def _makes_sense(self) -> EngineConfig:
-        if self.count > 1 and not self.launched:
-            raise ValueError(
-                f"engine.count is {self.count} and engine.urls or urls_file names running servers: leave one out"
-            )
         if len(set(self.urls)) < len(self.urls):
             raise ValueError("engine.urls names a server twice: name each once")
         if self.port + self.count > 65536:
             raise ValueError(f"engine.port is {self.port} and {self.count} servers need one each: take a lower one")
         return self
+
+
+def addresses(text: str) -> Sequence[str]:
+    """The addresses in a file of them: one a line, what follows a ``#`` left out, each once."""
+    lines = (line.partition("#")[0].strip().rstrip("/") for line in text.splitlines())
+    return list(dict.fromkeys(line for line in lines if line))
 
 
 class SandboxConfig(Section):
@@ -657,8 +675,6 @@ class HardwareConfig(Section):
     gpu_memory_gb: float | None = Field(None, gt=0, description="Memory of a GPU; None plans for CPU ranks, or device.")
     gpus_per_host: int = Field(8, gt=0, description="GPUs of a host.")
     trainer_hosts: int | None = Field(None, gt=0, description="Hosts for trainer ranks; None: as many as they fill.")
-    engines: int | None = Field(None, gt=0, description="Engine servers; None: those of engine.urls, or engine.count.")
-    engine_gpus: int = Field(1, gt=0, description="GPUs an engine server spans (its tensor parallelism).")
     host_memory_gb: float | None = Field(None, gt=0, description="Memory of a host; None: this machine's.")
     disk_gb: float | None = Field(None, gt=0, description="Room for runs_dir; None: what is free where it is.")
 

@@ -67,7 +67,6 @@ def test_overrides_reach_nested_keys_as_yaml_values(quickstart: Path) -> None:
             "sandbox.backend: unknown sandbox backend 'dokcer': did you mean 'docker'? "
             "(registered: auto, bubblewrap, docker, podman)",
         ),
-        ("engine={count: 2, urls: [a]}", "engine.urls or urls_file names running servers: leave one out"),
         ("engine.urls=[a, a]", "engine.urls names a server twice: name each once"),
         ("engine={port: 65530, count: 9}", "engine.port is 65530 and 9 servers need one each: take a lower one"),
         ("train.lr", "override 'train.lr': write it as section.key=value"),

@@ -93,7 +93,7 @@ def _variants(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
         ("train.balance.transfer.recompute", lambda _: "exchange"),
         ("engine.max_total_tokens", _half),
         ("engine.max_total_tokens", lambda value: value // 4),
-        ("hardware.engine_gpus", _double),
+        ("engine.gpus", _double),
         ("train.keep_checkpoints", lambda _: 1),
         ("rollout.max_tokens", _half),  # and with it the micro-batch
         ("rollout.tasks_per_step", _half),

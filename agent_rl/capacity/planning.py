@@ -106,7 +106,7 @@ def planned_device(config: RunConfig) -> str:
 
 
 def engines(config: RunConfig) -> int:
-    return config.hardware.engines or len(config.engine.urls) or config.engine.count
+    return config.engine.count if config.engine.launched else len(config.engine.named)
 
 
 def _problems(config: RunConfig) -> Iterator[str]:
@@ -134,7 +134,7 @@ def _places(config: RunConfig, model: ModelFacts, rank: RankBytes, load: Load, d
 def _gpu_places(config: RunConfig, model: ModelFacts, rank: RankBytes, load: Load) -> Iterator[PlannedPlace]:
     hardware, parallel = config.hardware, config.train.parallel
     assert hardware.gpu_memory_gb is not None
-    gpu, world, span = hardware.gpu_memory_gb * GIB, parallel.world_size, hardware.engine_gpus
+    gpu, world, span = hardware.gpu_memory_gb * GIB, parallel.world_size, config.engine.gpus
     context = Item("CUDA", CUDA_BYTES, "context, workspaces, NCCL")
     yield PlannedPlace("GPU of a trainer rank", (*_rank_items(config, rank), context), int(gpu * TRAINER_SHARE), world)
     yield PlannedPlace(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from agent_rl.aio import first_leaf
 from agent_rl.config import RunConfig
-from agent_rl.engine.open import check_engines, given
+from agent_rl.engine.open import check_engines
 from agent_rl.errors import UserError
 from agent_rl.model_facts import ModelFacts, check_alike, read_facts
 from agent_rl.packaged import MODELS
@@ -38,7 +38,7 @@ async def ask_elsewhere(config: RunConfig) -> None:
     """Ask the engines and the Ray cluster that run elsewhere whether they answer, side by side and with deadlines,
     before anything heavy is started. Raises UserError for the first that does not."""
     engine = config.engine
-    questions = [] if engine.launched else [check_engines(given(engine), headers=engine.headers)]
+    questions = [] if engine.launched else [check_engines(engine.named, headers=engine.headers)]
     if config.train.ray_address is not None:
         questions.append(check_ray(config.train.ray_address))
     try:

@@ -16,13 +16,13 @@ Whoever opened the engines owns the tasks, which end with the block that they ru
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
 from agent_rl.aio import Pulse, shielded
-from agent_rl.config import EngineConfig
+from agent_rl.config import EngineConfig, addresses
 from agent_rl.engine.fleet import Member, Phase
 from agent_rl.engine.http import AsyncHttp
 from agent_rl.engine.sglang import SGLangEngine
@@ -166,12 +166,6 @@ class FleetKeeper:
                     self._fleet.add(url, url)
                     keeping.create_task(self._keep(url), name=f"keep-{url}")
                 before = now
-
-
-def addresses(text: str) -> Sequence[str]:
-    """The addresses in a file of them: one a line, what follows a ``#`` left out, each once."""
-    lines = (line.partition("#")[0].strip().rstrip("/") for line in text.splitlines())
-    return list(dict.fromkeys(line for line in lines if line))
 
 
 def story(before: Member, after: Member) -> str | None:

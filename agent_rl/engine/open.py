@@ -11,7 +11,7 @@ from agent_rl.aio import beside, collect_rarely, first_leaf
 from agent_rl.config import EngineConfig
 from agent_rl.engine.fleet import Fleet, Member
 from agent_rl.engine.http import AsyncHttp
-from agent_rl.engine.keeper import FleetKeeper, addresses, story
+from agent_rl.engine.keeper import FleetKeeper, story
 from agent_rl.engine.launch import EngineServer, refuse_unservable
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import EngineError, EngineKeyRefused, UserError
@@ -47,7 +47,7 @@ async def open_engine(
     fleet = Fleet(config.restarts)
     fleet.listeners.append(lambda before, after: _tell(note, before, after))
     servers = _servers(config, model, facts, run_dir, routes=routes) if config.launched else {}
-    names = tuple(servers) or given(config)
+    names = tuple(servers) or config.named
     await check_engines(() if servers else names, headers=config.headers)
     for name in names:
         fleet.add(name, "" if servers else name)
@@ -78,20 +78,6 @@ def _servers(
     }
     refuse_unservable(facts, model, servers["engine-0"].device)
     return servers
-
-
-def given(config: EngineConfig) -> tuple[str, ...]:
-    """The addresses of running servers in ``engine.urls`` and ``engine.urls_file``. Raises UserError for a file that
-    can't be read, or where there is none."""
-    urls = [url.rstrip("/") for url in config.urls]
-    if config.urls_file is not None:
-        try:
-            urls += addresses(config.urls_file.read_text())
-        except OSError as error:
-            raise UserError(f"engine.urls_file: {config.urls_file}: {error.strerror}") from None
-    if not urls and config.urls_file is not None:
-        raise UserError(f"engine.urls_file: {config.urls_file}: no address in it; write one a line")
-    return tuple(dict.fromkeys(urls))
 
 
 def _tell(note: Callable[[str], None], before: Member, after: Member) -> None:

@@ -137,11 +137,17 @@ def test_an_unknown_model_or_gpu_is_a_mistake_of_the_users() -> None:
 
 
 def test_the_context_and_the_cache_are_told_in_notes() -> None:
-    notes = " ".join(make_plan(recipe("paper-swe", "hardware.engines=1")).notes)
+    notes = " ".join(make_plan(recipe("paper-swe", "engine.count=1")).notes)
     assert "max_position_embeddings=40960" in notes
     assert "holds 32 trajectories of 65536 tokens and 256 run at once" in notes
     shorter = make_plan(recipe("paper-swe", "model=x/Qwen3-30B-A3B-Instruct-2507", "train.ray_address=head:6379"))
     assert not any("max_position" in note or "Ray" in note for note in shorter.notes)
+
+
+def test_the_engines_are_those_of_the_run(tmp_path: Path) -> None:
+    (tmp_path / "urls").write_text("http://a\nhttp://b # the second\n")
+    for override, engines in (("engine.count=3", 3), ("engine.urls=[a]", 1), (f"engine.urls_file={tmp_path}/urls", 2)):
+        assert place(make_plan(recipe("paper-swe", override)), "GPU of an engine").count == 4 * engines
 
 
 def test_a_folder_is_read_before_the_table(tmp_path: Path) -> None:

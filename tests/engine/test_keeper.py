@@ -11,10 +11,10 @@ import pytest
 from standin import StandIn
 
 from agent_rl.aio import beside
-from agent_rl.config import EngineConfig
+from agent_rl.config import EngineConfig, addresses
 from agent_rl.engine.fleet import Fleet, Phase
 from agent_rl.engine.http import AsyncHttp
-from agent_rl.engine.keeper import FleetKeeper, addresses, story
+from agent_rl.engine.keeper import FleetKeeper, story
 from agent_rl.engine.launch import _free_port
 from agent_rl.engine.open import open_engine
 from agent_rl.engine.sglang import SGLangEngine
