@@ -99,6 +99,18 @@ class EngineConfig(Section):
     gpus: int = Field(
         1, gt=0, description="GPUs of each server, launched or named: its tensor parallelism, where it runs on GPUs."
     )
+    hosts: Literal["local", "ray"] = Field(
+        "local",
+        description="Which machines launched servers run on: this one, or those of the Ray cluster (train.ray_address) "
+        "that have the GPUs; without GPUs a server takes CPUs there, as many as threads.",
+    )
+    nodes: int = Field(1, gt=0, description="Machines that each server spans, with gpus / nodes GPUs on each.")
+    least: int | None = Field(
+        None,
+        gt=0,
+        description="Servers with which a run begins on a Ray cluster; the others are started when machines with room "
+        "for them join. None: all.",
+    )
     health_every: float = Field(5.0, gt=0, description="Seconds between two questions about an engine's health.")
     restarts: int = Field(
         3,
@@ -175,6 +187,14 @@ class EngineConfig(Section):
 
     @model_validator(mode="after")
     def _makes_sense(self) -> EngineConfig:
+        if self.hosts == "local" and (self.nodes > 1 or self.least):
+            raise ValueError("engine.nodes and engine.least are for servers on a Ray cluster: set engine.hosts to ray")
+        if self.gpus % self.nodes and self.device != "cpu":
+            raise ValueError(
+                f"engine.gpus is {self.gpus} and engine.nodes {self.nodes}: take a multiple, each has as many"
+            )
+        if self.least is not None and self.least > self.count:
+            raise ValueError(f"engine.least is {self.least} and engine.count {self.count}: lower it, or raise count")
         if len(set(self.urls)) < len(self.urls):
             raise ValueError("engine.urls names a server twice: name each once")
         if self.port + self.count > 65536:

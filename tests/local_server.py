@@ -14,7 +14,7 @@ Handler = Callable[[str, dict[str, Any]], Awaitable[tuple[int, bytes]]]
 
 
 @asynccontextmanager
-async def serving(handler: Handler, port: int = 0) -> AsyncIterator[str]:
+async def serving(handler: Handler, port: int = 0, host: str = "127.0.0.1") -> AsyncIterator[str]:
     """Serve until the block is left, on ``port`` or a free one; the server's address."""
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -33,6 +33,6 @@ async def serving(handler: Handler, port: int = 0) -> AsyncIterator[str]:
         finally:
             writer.close()
 
-    server = await asyncio.start_server(connected, "127.0.0.1", port)
+    server = await asyncio.start_server(connected, host, port)
     async with server:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        yield f"http://{host}:{server.sockets[0].getsockname()[1]}"

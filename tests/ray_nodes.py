@@ -18,23 +18,29 @@ _MARK = "AGENT_RL_TEST_NODE"
 
 @contextmanager
 def ray_node(
-    name: str, *, boxes: int = 0, environment: dict[str, str] | None = None
+    name: str, *, boxes: int = 0, cpus: int = 0, environment: dict[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
     """One more node of the Ray that this process is connected to; its process, which ends with the block.
 
-    ``boxes``: how many of the resource of that name it declares. ``environment`` is added to this process's.
+    ``boxes``, ``cpus``: how many of the resources of these names it declares. ``environment`` is added to this
+    process's.
     """
     import ray
 
-    before = sum(node["Alive"] for node in ray.nodes())
-    command = [str(Path(sys.executable).with_name("ray")), "start", "--block", f"--node-name={name}", "--num-cpus=0"]
+    command = [
+        str(Path(sys.executable).with_name("ray")),
+        "start",
+        "--block",
+        f"--node-name={name}",
+        f"--num-cpus={cpus}",
+    ]
     command += [f"--address={ray.get_runtime_context().gcs_address}", f"--object-store-memory={_STORE_BYTES}"]
     command += [f'--resources={{"boxes": {boxes}}}'] if boxes else []
     whole = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", _MARK: f"{os.getpid()}-{name}", **(environment or {})}
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=whole)
     try:
         deadline = time.monotonic() + START_SECONDS
-        while sum(node["Alive"] for node in ray.nodes()) <= before:
+        while not any(node["Alive"] and node["NodeName"] == name for node in ray.nodes()):
             assert process.poll() is None, f"the Ray node {name} did not start"
             assert time.monotonic() < deadline, f"the Ray node {name} did not join"
             time.sleep(0.05)

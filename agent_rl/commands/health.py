@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -14,18 +13,21 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from agent_rl.config import EngineConfig, RunConfig
+from agent_rl.config import RunConfig
 from agent_rl.config_files import load_config
 from agent_rl.controller import preflight
 from agent_rl.controller.boxes import box_limits, open_boxes
+from agent_rl.controller.cluster import EngineNode, engines_on_ray, look_for_room, open_ray
+from agent_rl.engine.host import Answer
+from agent_rl.engine.hosts import look_at_hosts
+from agent_rl.engine.launch import sglang_version
 from agent_rl.engine.open import open_engine
-from agent_rl.errors import AgentRlError, EngineError, UserError
+from agent_rl.errors import AgentRlError
 from agent_rl.model_facts import read_facts
 from agent_rl.observe.display import cell
 from sandbox import SandboxBackend, SandboxError
 from sandbox.cluster.backend import ClusterBackend, Place
 
-_VERSION = "import importlib.metadata as m; print(m.version('sglang'))"
 _SECONDS = 60.0
 
 
@@ -57,7 +59,7 @@ async def check_parts(config: RunConfig) -> list[Check]:
     """Look at every part; a part that is wrong keeps none of the others from being looked at."""
     return [
         await _check("model", lambda: _model(config)),
-        await _check("engine", lambda: _engine(config)),
+        *await check_engines_of(config),
         await _check("trainer", _trainer),
         *await check_sandboxes(config),
         await _check("disk", lambda: _disk(config)),
@@ -78,8 +80,30 @@ async def _model(config: RunConfig) -> str:
     return f"{config.model}: {facts.num_layers} layers, {experts}"
 
 
+async def check_engines_of(config: RunConfig) -> list[Check]:
+    """The engine of this machine, the running ones, or on a cluster the room for them and every machine they may run
+    on."""
+    if not engines_on_ray(config):
+        return [await _check("engine", lambda: _engine(config))]
+    try:
+        async with open_ray(config):
+            lacking, nodes = await look_for_room(config)
+            found = await look_at_hosts(config.engine, config.model, [node.id for node in nodes])
+    except AgentRlError as error:
+        return [Check("engine", False, str(error))]
+    room = Check("engine", lacking is None, lacking or f"room for {config.engine.count} on {len(nodes)} machines")
+    return [room, *(_engine_host(node, answer) for node, answer in zip(nodes, found, strict=True))]
+
+
+def _engine_host(node: EngineNode, answer: Answer) -> Check:
+    return Check(f"engine on {node.name}", not answer.fault, answer.fault or f"SGLang {answer.text}, {node.has}")
+
+
 async def _engine(config: RunConfig) -> str:
-    return await asyncio.to_thread(_installed, config.engine) if config.engine.launched else await _running(config)
+    if not config.engine.launched:
+        return await _running(config)
+    found = await asyncio.to_thread(sglang_version, config.engine.python)
+    return f"SGLang {found} in {config.engine.python}"
 
 
 async def _running(config: RunConfig) -> str:
@@ -88,15 +112,6 @@ async def _running(config: RunConfig) -> str:
     async with opening as engine:
         found = [await engine.info(url) for url in engine.urls]
     return ", ".join(f"{info.url}: {info.model}, {info.dtype}" for info in found)
-
-
-def _installed(engine: EngineConfig) -> str:
-    if not Path(engine.python).exists():
-        raise UserError(f"engine.python: no interpreter {engine.python}; `agent-rl install engine` makes it")
-    run = subprocess.run([engine.python, "-c", _VERSION], capture_output=True, text=True, timeout=_SECONDS)
-    if run.returncode:
-        raise EngineError(f"{engine.python} has no SGLang: {run.stderr.strip().splitlines()[-1]}")
-    return f"SGLang {run.stdout.strip()} in {engine.python}"
 
 
 async def _trainer() -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
 from agent_rl.config import RunConfig, SandboxConfig
-from agent_rl.train.cluster import ray_session
+from agent_rl.controller.cluster import open_ray
 from sandbox import ImagePolicy, SandboxBackend, SandboxPool, SandboxSpec, open_backend
 from sandbox.cluster.backend import ClusterBackend
 from sandbox.cluster.open import open_cluster
@@ -41,16 +41,6 @@ async def _on_hosts(config: SandboxConfig, tell: Callable[[str], None]) -> Clust
         pool=lambda host: _pool(host, config),
         tell=tell,
     )
-
-
-def needs_ray(config: RunConfig) -> bool:
-    """Whether a world needs Ray before it is opened."""
-    return config.sandbox.hosts == "ray"
-
-
-def open_ray(config: RunConfig) -> AbstractAsyncContextManager[None]:
-    """The run's one connection to Ray, with room for the trainer's ranks where it starts a local one."""
-    return ray_session(config.train.ray_address, cpus=config.train.parallel.world_size)
 
 
 def box_limits(config: SandboxConfig) -> SandboxSpec:

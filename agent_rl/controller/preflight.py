@@ -28,7 +28,7 @@ def check(config: RunConfig) -> ModelFacts:
     if config.train.kl.reference is not None:
         check_model(config.train.kl.reference, key="train.kl.reference")
         check_alike(facts, config.model, config.train.kl.reference, "train.kl.reference")
-    if config.engine.launched and not Path(config.engine.python).exists():
+    if config.engine.launched and config.engine.hosts == "local" and not Path(config.engine.python).exists():
         raise UserError(f"engine.python: no interpreter {config.engine.python}; `agent-rl install engine` makes it")
     check_room(config.runs_dir)
     return facts

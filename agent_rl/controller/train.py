@@ -25,8 +25,8 @@ from agent_rl.config import RunConfig
 from agent_rl.controller import preflight
 from agent_rl.controller.advantages import overlong_penalty, samples_of
 from agent_rl.controller.batch import Batch, Collector
-from agent_rl.controller.boxes import needs_ray, open_ray
 from agent_rl.controller.checkpoints import Checkpoints, Progress
+from agent_rl.controller.cluster import needs_ray, open_rooms
 from agent_rl.controller.guard import Guard
 from agent_rl.controller.idle_steps import why_idle
 from agent_rl.controller.journal import Journal
@@ -98,13 +98,15 @@ async def _parts(
     async with AsyncExitStack() as stack:
         if needs_ray(config):
             display.stage("connecting to Ray")
-            await stack.enter_async_context(open_ray(config))
-        trainer = RayTrainer(config)
+        rooms = await stack.enter_async_context(open_rooms(config, ranks=True))
+        trainer = RayTrainer(config, room=rooms.ranks)
         stack.push_async_callback(trainer.close)
         async with asyncio.TaskGroup() as starting:
             starting.create_task(trainer.start())
             where = state.dir / "logs"
-            opening = open_world(config, facts, where, display, routes=config.wants_routes, publishing=True)
+            opening = open_world(
+                config, facts, where, display, routes=config.wants_routes, publishing=True, rooms=rooms.engines
+            )
             world = await stack.enter_async_context(opening)
             await probe_engines(config, world.engine, display)
             display.stage("starting the trainer")

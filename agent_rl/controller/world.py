@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from agent_rl.config import RunConfig
 from agent_rl.controller.boxes import box_limits, open_boxes
+from agent_rl.controller.cluster import open_rooms
+from agent_rl.engine.hosts import Room
 from agent_rl.engine.open import open_engine
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.evaluation.quarantine import read_quarantine
@@ -100,20 +102,36 @@ def _context(config: RunConfig, backend: SandboxBackend) -> EnvContext:
 
 @asynccontextmanager
 async def open_world(
-    config: RunConfig, facts: ModelFacts, log_dir: Path, display: Display, *, routes: bool, publishing: bool = False
+    config: RunConfig,
+    facts: ModelFacts,
+    log_dir: Path,
+    display: Display,
+    *,
+    routes: bool,
+    publishing: bool = False,
+    rooms: Sequence[Room] | None = None,
 ) -> AsyncIterator[World]:
     """Open a workshop, and an engine that serves ``config.model``: running ones by url, or a server of our own.
 
     ``facts`` are that model's. ``routes``: whether the engine is to capture its routes; ``publishing``: whether it gets
-    weights before it is used. Leaving stops what was started. Raises ConfigError, SandboxError or EngineStartError,
-    each one line.
+    weights before it is used. ``rooms``: for engines on Ray; None reserves them here. Leaving stops what was started.
+    Raises ConfigError, SandboxError or EngineStartError, each one line.
     """
     async with AsyncExitStack() as stack:
+        if rooms is None:
+            rooms = (await stack.enter_async_context(open_rooms(config, ranks=False))).engines
         workshop = await stack.enter_async_context(open_workshop(config, display))
         renderer = ChatRenderer(config.model, observation_role=find_interface(config.env.interface).observation_role)
         display.stage("starting the engine")
         opening = open_engine(
-            config.engine, config.model, facts, log_dir, display.note, routes=routes, publishing=publishing
+            config.engine,
+            config.model,
+            facts,
+            log_dir,
+            display.note,
+            routes=routes,
+            publishing=publishing,
+            rooms=rooms,
         )
         engine = await stack.enter_async_context(opening)
         info = await engine.info()

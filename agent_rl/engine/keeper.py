@@ -61,9 +61,10 @@ class FleetKeeper:
         self._fleet.listeners.append(lambda before, after: self._turns.give())
 
     async def open(self) -> None:
-        """Start what is ours and check every engine, all side by side. Raises what the first that fails raises."""
+        """Start what is ours (of ``engine.least`` alone, where that is fewer) and check every engine, all side by side.
+        Raises what the first that fails raises."""
         async with asyncio.TaskGroup() as opening:
-            for name in self._fleet.names:
+            for name in self._fleet.names[: self._config.least if self._servers else None]:
                 opening.create_task(self._open(name))
 
     async def _open(self, name: str) -> None:

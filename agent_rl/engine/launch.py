@@ -1,4 +1,4 @@
-"""Starts the real SGLang server on this machine, waits until it is healthy, and leaves nothing of it behind.
+"""Starts the real SGLang server on the machine it is called on, waits until it is healthy, and leaves nothing behind.
 
 The server runs in the engine environment's interpreter, in a process group of its own. It dies with its owner, however
 the owner ends (see ``agent_rl/engine/server/serve.py``).
@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -30,20 +31,48 @@ _DEVICES = Path("/dev")
 _PORT_ATTEMPTS = 3
 _HEALTH_SECONDS = 5.0
 _KILL_SECONDS = 5.0
+_VERSION = "import importlib.metadata as m; print(m.version('sglang'))"
+_VERSION_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Where a server listens, and its part of an engine over several hosts: the ``rank``-th of ``nodes``, which meet at
+    ``meeting`` (HOST:PORT)."""
+
+    address: str = "127.0.0.1"
+    rank: int = 0
+    nodes: int = 1
+    meeting: str = ""
+
+    @property
+    def arguments(self) -> list[str]:
+        """What SGLang is told of it."""
+        several = ["--nnodes", str(self.nodes), "--node-rank", str(self.rank), "--dist-init-addr", self.meeting]
+        return ["--host", self.address, *(several if self.nodes > 1 else ())]
 
 
 class EngineServer:
     """One SGLang server as an async context manager; it may be stopped and started again.
 
     ``model`` is a checkpoint's folder, ``log`` the file its output goes to (that of the start before is kept beside
-    it). ``number``: which of ``engine.count`` servers it is. Entering raises ConfigError for a wrong config and
-    EngineStartError, with the reason from the log, when the server dies or is not healthy in time.
+    it). ``number``: which of ``engine.count`` servers it is; ``seat``: where it listens, on this machine alone by
+    default. Entering raises ConfigError for a wrong config and EngineStartError, with the reason from the log, when the
+    server dies or is not healthy in time.
     """
 
     def __init__(
-        self, config: EngineConfig, model: Path, log: Path, *, number: int = 0, capture_routes: bool = True
+        self,
+        config: EngineConfig,
+        model: Path,
+        log: Path,
+        *,
+        number: int = 0,
+        capture_routes: bool = True,
+        seat: Seat | None = None,
     ) -> None:
         self._config = config
+        self._seat = seat or Seat()
         self._number = number
         self._model = model
         self._log = log
@@ -82,7 +111,7 @@ class EngineServer:
         command = self._command()
         await asyncio.to_thread(remove_stale)
         for attempt in range(1, _PORT_ATTEMPTS + 1):
-            port = _refuse_taken(self._config.port + self._number) if self._config.port else _free_port()
+            port = self._wanted_port()
             try:
                 await self._start_on(port, command)
                 return self.url
@@ -92,11 +121,15 @@ class EngineServer:
                     raise
         raise AssertionError("unreachable: the last attempt raises")
 
+    def _wanted_port(self) -> int:
+        address, first = self._seat.address, self._config.port
+        return _refuse_taken(first + self._number, address) if first else free_port(address)
+
     async def _start_on(self, port: int, command: list[str]) -> None:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         try:
             self._spawn([*command, "--port", str(port)])
-            self._url = f"http://127.0.0.1:{port}"
+            self._url = f"http://{at(self._seat.address, port)}"
             await self._wait_healthy()
         except BaseException:
             await self.stop()
@@ -123,14 +156,14 @@ class EngineServer:
             )
         config = self._config
         command = [
-            os.path.abspath(python), str(_SERVE), "--model-path", str(self._model.resolve()), "--host", "127.0.0.1",
+            os.path.abspath(python), str(_SERVE), "--model-path", str(self._model.resolve()), *self._seat.arguments,
             "--device", self.device, "--dtype", config.dtype, "--max-total-tokens", str(config.max_total_tokens),
             "--max-running-requests", str(config.max_running_requests), "--skip-tokenizer-init",
         ]  # fmt: skip
         if self._capture:
             command.append("--enable-return-routed-experts")
-        if self.device == "cuda" and config.gpus > 1:
-            command += ["--tp-size", str(config.gpus)]
+        if (ranks := config.gpus if self.device == "cuda" else config.nodes) > 1:
+            command += ["--tp-size", str(ranks)]
         if self.device == "cpu":
             # An idle scheduler polls a whole core away, which the trainer beside it needs.
             command += ["--attention-backend", "torch_native", "--disable-overlap-schedule", "--sleep-on-idle"]
@@ -239,18 +272,37 @@ def refuse_unservable(facts: ModelFacts, model: Path, device: str) -> None:
         )
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+def sglang_version(python: str) -> str:
+    """The release of SGLang that an interpreter has. Blocking. Raises ConfigError where there is none."""
+    if shutil.which(python) is None:
+        raise ConfigError(f"engine.python: no interpreter {python}; `agent-rl install engine` makes it")
+    run = subprocess.run([python, "-c", _VERSION], capture_output=True, text=True, timeout=_VERSION_SECONDS)
+    if run.returncode:
+        raise ConfigError(f"engine.python: {python} has no SGLang: {run.stderr.strip().splitlines()[-1]}")
+    return run.stdout.strip()
+
+
+def at(address: str, port: int) -> str:
+    """HOST:PORT, with the brackets that an IPv6 address wants."""
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+def free_port(address: str = "127.0.0.1") -> int:
+    with socket.socket(_family(address)) as probe:
+        probe.bind((address, 0))
         return int(probe.getsockname()[1])
 
 
-def _refuse_taken(port: int) -> int:
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def _refuse_taken(port: int, address: str) -> int:
     """``port``, unless something listens on it: then EngineStartError."""
-    with socket.socket() as probe:
+    with socket.socket(_family(address)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", port))
+            probe.bind((address, port))
         except OSError as error:
             raise EngineStartError(
                 f"engine.port: port {port} is taken ({error.strerror}); free it, or set engine.port=0 for any free port"

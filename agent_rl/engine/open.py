@@ -10,8 +10,9 @@ from pathlib import Path
 from agent_rl.aio import beside, collect_rarely, first_leaf
 from agent_rl.config import EngineConfig
 from agent_rl.engine.fleet import Fleet, Member
+from agent_rl.engine.hosts import HostedServer, Room
 from agent_rl.engine.http import AsyncHttp
-from agent_rl.engine.keeper import FleetKeeper, story
+from agent_rl.engine.keeper import FleetKeeper, Server, story
 from agent_rl.engine.launch import EngineServer, refuse_unservable
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import EngineError, EngineKeyRefused, UserError
@@ -31,12 +32,14 @@ async def open_engine(
     *,
     routes: bool = True,
     publishing: bool = False,
+    rooms: Sequence[Room] = (),
 ) -> AsyncIterator[SGLangEngine]:
     """A checked client of the engine(s) in ``config``, which serve the checkpoint in folder ``model``.
 
-    ``routes``: whether they are to capture the routes. Launched servers log to ``run_dir/engine-N.log`` and are stopped
-    on the way out. ``note`` is called with a line for each engine that goes out of use or comes back. Unless the caller
-    is ``publishing`` weights of its own, all engines must have the same.
+    ``routes``: whether they are to capture the routes. ``rooms``: on a Ray cluster, one for each engine. Launched
+    servers log to ``run_dir/engine-N.log`` and are stopped on the way out. ``note`` is called with a line for each
+    engine that goes out of use or comes back. Unless the caller is ``publishing`` weights of its own, all engines must
+    have the same.
 
     Raises ConfigError for a model that cannot be served or a wrong interpreter, EngineStartError when a launched server
     does not come up, UserError when a given one does not answer or differs from the others, RoutesMissingError when one
@@ -46,7 +49,11 @@ async def open_engine(
         refuse_dense(facts, model)
     fleet = Fleet(config.restarts)
     fleet.listeners.append(lambda before, after: _tell(note, before, after))
-    servers = _servers(config, model, facts, run_dir, routes=routes) if config.launched else {}
+    servers: Mapping[str, Server] = {}
+    if config.launched and config.hosts == "ray":
+        servers = _hosted(config, model, facts, run_dir, rooms, note, routes=routes)
+    elif config.launched:
+        servers = _local(config, model, facts, run_dir, routes=routes)
     names = tuple(servers) or config.named
     await check_engines(() if servers else names, headers=config.headers)
     for name in names:
@@ -68,7 +75,7 @@ async def open_engine(
         yield engine
 
 
-def _servers(
+def _local(
     config: EngineConfig, model: Path, facts: ModelFacts, run_dir: Path, *, routes: bool
 ) -> dict[str, EngineServer]:
     logs = [run_dir / f"engine-{number}.log" for number in range(config.count)]
@@ -78,6 +85,26 @@ def _servers(
     }
     refuse_unservable(facts, model, servers["engine-0"].device)
     return servers
+
+
+def _hosted(
+    config: EngineConfig,
+    model: Path,
+    facts: ModelFacts,
+    run_dir: Path,
+    rooms: Sequence[Room],
+    tell: Callable[[str], None],
+    *,
+    routes: bool,
+) -> dict[str, HostedServer]:
+    for room in rooms[:1]:
+        refuse_unservable(facts, model, room.device)
+    return {
+        f"engine-{number}": HostedServer(
+            config, model, run_dir / f"engine-{number}.log", room, number=number, capture_routes=routes, tell=tell
+        )
+        for number, room in enumerate(rooms)
+    }
 
 
 def _tell(note: Callable[[str], None], before: Member, after: Member) -> None:

@@ -94,7 +94,7 @@ class SGLangEngine:
         self.fleet.listeners.append(lambda before, after: self._turns.give())
         self._homes = SessionHomes()
         self._slots: dict[str, asyncio.Semaphore] = {}
-        self._tokenizer = ""
+        self._common: dict[str, str] = {}
         self._retries = config.retries
         self._patience = config.start_timeout + config.weight_sync_timeout
         self._backoff = backoff
@@ -322,8 +322,8 @@ class SGLangEngine:
         where these will be asked for.
 
         Raises UserError for options that give wrong routes or keep old weights, for another model, and for another
-        tokenizer than that of the engines before it; RoutesMissingError where no routes come. The engine silently
-        leaves the routes out when it was started without the flag: so it is asked for some.
+        tokenizer or release of SGLang than those of the engines before it; RoutesMissingError where no routes come. The
+        engine silently leaves the routes out when it was started without the flag: so it is asked for some.
         """
         await self._refuse_options(url)
         await self._refuse_model(url)
@@ -347,11 +347,12 @@ class SGLangEngine:
 
     async def _refuse_options(self, url: str) -> None:
         try:
-            reason = refusal(await self._http.get_json(f"{url}/server_info"), routes=self._routes)
+            info = await self._http.get_json(f"{url}/server_info")
         except EngineRejected:
             return  # a router in front of it, perhaps: the probe and each answer's checks remain
-        if reason is not None:
+        if (reason := refusal(info, routes=self._routes)) is not None:
             raise UserError(f"the engine at {url} was started with {reason}")
+        self._refuse_mixed(url, "SGLang", str(info.get("version") or ""))
 
     async def _refuse_model(self, url: str) -> None:
         try:
@@ -363,12 +364,12 @@ class SGLangEngine:
             raise UserError(f"the engine at {url} serves a {kind}, and the config's model is a {self.facts.kind}")
         if (folder / "config.json").is_file() and _sizes(read_facts(folder)) != _sizes(self.facts):
             raise UserError(f"the engine at {url} serves {folder}, which is another model than the config's")
-        self._tokenizer = self._tokenizer or folder.name
-        if folder.name not in ("", self._tokenizer):
-            raise UserError(
-                f"the engine at {url} has the tokenizer {folder.name}, and those before it {self._tokenizer}: "
-                "all engines must serve one model"
-            )
+        self._refuse_mixed(url, "the tokenizer", folder.name)
+
+    def _refuse_mixed(self, url: str, what: str, value: str) -> None:
+        """Raise UserError where an engine has another ``what`` than those before it; one may not tell (empty)."""
+        if value and (common := self._common.setdefault(what, value)) != value:
+            raise UserError(f"the engine at {url} has {what} {value}, and those before it {common}: make them alike")
 
     async def _read_limit(self, url: str) -> None:
         """How many requests it runs at once, which is how many it is sent; no limit where it does not tell."""

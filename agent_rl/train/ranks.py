@@ -24,6 +24,7 @@ from agent_rl.train.route_shares import RankInfo
 if TYPE_CHECKING:
     from ray import ObjectRef
     from ray.actor import ActorProxy
+    from ray.util.placement_group import PlacementGroup
 
     from agent_rl.train.actor import RankActor
 
@@ -35,12 +36,12 @@ CALL_SECONDS = 6 * 3600.0
 
 class Ranks:
     """The ranks' actors, in order. ``infos``: where each stands, once they are started. ``ray`` ends the connection to
-    Ray that they need; other ranks may follow on it."""
+    Ray that they need; other ranks may follow on it. ``room`` is reserved for them there, where it is not None."""
 
-    def __init__(self, ray: ExitStack) -> None:
+    def __init__(self, ray: ExitStack, room: PlacementGroup | None = None) -> None:
         self.infos: list[RankInfo] = []
         self._actors: list[ActorProxy[RankActor]] = []
-        self._ray = ray
+        self._ray, self._room = ray, room
         self._ended: TrainerError | None = None
 
     async def start(self, config: RunConfig, optimizer: OptimizerSpec) -> None:
@@ -54,7 +55,7 @@ class Ranks:
         self.infos = await gather(calls, START_SECONDS)
 
     def _launch(self, config: RunConfig) -> RankOrder:
-        self._actors, order = start_actors(config, self._ray)
+        self._actors, order = start_actors(config, self._ray, self._room)
         return order
 
     async def call(

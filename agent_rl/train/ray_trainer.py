@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +45,9 @@ from agent_rl.types import Sample, TokenDetail
 from agent_rl.weight_sync.order import PublishOrder, PublishReport
 from r3.trace.points import TraceOrder
 
+if TYPE_CHECKING:
+    from ray.util.placement_group import PlacementGroup
+
 PUBLISH_SECONDS = 900.0
 
 Shares = tuple[tuple[MiniStepShare, ...], ...]
@@ -58,16 +62,18 @@ StepAnswer = tuple[RankReport | None, Differing | None, BalanceReport | None]
 class RayTrainer:
     """Owns the training weights, optimizer and schedule. An async context manager, or call start() and close().
 
-    ``optimizer`` overrides the GRPO optimizer that the config asks for (supervised training has its own). ``config`` is
-    the run's, ``ranks`` what is called.
+    ``optimizer`` overrides the GRPO optimizer that the config asks for (supervised training has its own). ``room``:
+    what is reserved for the ranks on Ray. ``config`` is the run's, ``ranks`` what is called.
     """
 
-    def __init__(self, config: RunConfig, *, optimizer: OptimizerSpec | None = None) -> None:
+    def __init__(
+        self, config: RunConfig, *, optimizer: OptimizerSpec | None = None, room: PlacementGroup | None = None
+    ) -> None:
         check_layout(config)
         check_trace(config)
         self.config = config
         self._optimizer = optimizer or OptimizerSpec.of(config.train)
-        self._ray = ExitStack()
+        self._ray, self._room = ExitStack(), room
         self._hold()
         self._cost = TOKENS  # the model's own once it is known, in start()
 
@@ -89,7 +95,7 @@ class RayTrainer:
         return await self.start()
 
     def _hold(self) -> None:
-        self.ranks = Ranks(self._ray)
+        self.ranks = Ranks(self._ray, self._room)
         self._checkpoints = CheckpointDriver(self.ranks, self.config.train)
 
     @property

@@ -54,15 +54,19 @@ async def open_cluster(
 
 
 def host_nodes(nodes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """The nodes that boxes are on, of those that ``ray.nodes()`` gives: name -> node id, sorted. Nodes of one name
-    (several on one machine) get their ids added."""
+    """The nodes that boxes are on, of those that ``ray.nodes()`` gives: name -> node id, sorted."""
+    declared = [node for node in nodes if node["Alive"] and node["Resources"].get(RESOURCE)]
+    return {name: node["NodeID"] for name, node in named_nodes(declared or nodes).items()}
+
+
+def named_nodes(nodes: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """The nodes that live, of those that ``ray.nodes()`` gives, by their names, sorted. Those of one name get their ids
+    added."""
     living = [node for node in nodes if node["Alive"]]
-    declared = [node for node in living if node["Resources"].get(RESOURCE)]
-    chosen = declared or living
-    times = Counter(node["NodeName"] for node in chosen)
+    times = Counter(node["NodeName"] for node in living)
     named = {
-        node["NodeName"] if times[node["NodeName"]] == 1 else f"{node['NodeName']}/{node['NodeID'][:6]}": node["NodeID"]
-        for node in chosen
+        node["NodeName"] if times[node["NodeName"]] == 1 else f"{node['NodeName']}/{node['NodeID'][:6]}": node
+        for node in living
     }
     return dict(sorted(named.items()))
 

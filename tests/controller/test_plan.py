@@ -47,7 +47,7 @@ def test_known_models_have_the_parameters_their_cards_say(name: str, parameters:
     assert parameters_of(KNOWN[name]) == parameters
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [*RECIPES, "two-nodes"])
 def test_a_recipe_fits_the_hardware_its_head_names(name: str) -> None:
     config = recipe(name)
     assert config.name == name
@@ -167,6 +167,12 @@ def test_the_command_prints_json_and_its_exit_code_tells() -> None:
     assert done.stderr == f"error: {said['refusal']}\n"
     assert said["parameters"] == parameters_of(QWEN)
     assert all(one["total"] == sum(item["size"] for item in one["items"]) for one in said["places"])
+
+
+def test_the_page_on_clusters_has_the_plan_of_its_config() -> None:
+    (printed,) = re.findall(r"```text\n(two-nodes: .*?)\n```", (ROOT / "docs/cluster.md").read_text(), re.DOTALL)
+    plan = CliRunner().invoke(app, ["plan", str(ROOT / "configs/two-nodes.yaml"), "train.ray_address=FIRST:6379"])
+    assert plan.output.startswith(printed)
 
 
 def test_known_figures_of_the_field() -> None:

@@ -66,6 +66,7 @@ RUN: Mapping[str, str] = {
     "agent-rl eval compare runs/quickstart/eval/noop-heldout runs/quickstart/eval/gold-heldout": "+100.0 points",
     "agent-rl model init OUT": "made",
     "agent-rl plan configs/paper-swe.yaml": "GPU",
+    "agent-rl plan configs/two-nodes.yaml train.ray_address=FIRST:6379": "of 76.0 GiB",
     "agent-rl plan configs/paper-swe.yaml hardware.gpu_memory_gb=141 train.parallel.world_size=16": "GPU",
     "agent-rl plan configs/paper-swe.yaml --tokens 20000 --json": "{",
     "agent-rl r3 check runs/traced/r3_trace --require-forward-verify --require-shard-identity": "holds",
@@ -115,11 +116,11 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
         "agent-rl eval configs/quickstart.yaml --policy https://host/v1 --model NAME",
         "agent-rl eval configs/swebench-verified.yaml env.interface=r2egym model=PATH engine.urls=[http://host:30000]",
     ),
-    "needs a cluster: tests/sandbox/test_hosts.py has one of this machine": (
+    "needs a cluster: tests/sandbox/test_hosts.py and tests/engine/test_engine_hosts.py have one of this machine": (
         "ray start --head --port 6379",
         "ray start --address FIRST:6379",
-        "agent-rl doctor configs/paper-swe.yaml sandbox.hosts=ray train.ray_address=FIRST:6379",
-        "agent-rl train configs/paper-swe.yaml sandbox.hosts=ray train.ray_address=FIRST:6379",
+        "agent-rl doctor configs/two-nodes.yaml model=PATH train.ray_address=FIRST:6379",
+        "agent-rl train configs/two-nodes.yaml model=PATH train.ray_address=FIRST:6379",
         "agent-rl train configs/paper-swe.yaml train.ray_address=FIRST:6379 engine.urls_file=engines.txt",
     ),
     "needs the trajectories of a finished run": (

@@ -17,7 +17,7 @@ import orjson
 from local_server import serving
 
 
-async def main(port: int, folder: Path) -> None:
+async def main(port: int, folder: Path, host: str = "127.0.0.1") -> None:
     version = "default"
 
     async def handler(path: str, request: dict[str, Any]) -> tuple[int, bytes]:
@@ -34,7 +34,7 @@ async def main(port: int, folder: Path) -> None:
             file.write(f"{request['rid']} {version}\n")
         return 200, _answer(request, version)
 
-    async with serving(handler, port):
+    async with serving(handler, port, host):
         await asyncio.Event().wait()
 
 

@@ -583,3 +583,28 @@ async def test_a_request_leaves_no_garbage_for_a_collection_that_stops_the_loop(
             gc.enable()
         await engine.close()
     assert left < 20, "what a retry, a request or an answer is made of refers to itself"
+
+
+@pytest.mark.parametrize(
+    ("path", "key", "values", "told"),
+    [
+        ("/server_info", "version", ("0.5.23", "0.5.24"), "has SGLang 0.5.24, and those before it 0.5.23"),
+        (
+            "/model_info",
+            "tokenizer_path",
+            ("/a/Qwen3", "/b/Other"),
+            "has the tokenizer Other, and those before it Qwen3",
+        ),
+    ],
+)
+async def test_engines_that_differ_are_one_line(path: str, key: str, values: tuple[str, str], told: str) -> None:
+    def engine_with(value: str) -> Handler:
+        async def handler(asked: str, request: dict[str, Any]) -> tuple[int, bytes]:
+            return 200, orjson.dumps({key: value} if asked == path else {})
+
+        return handler
+
+    async with serving(engine_with(values[0])) as first, serving(engine_with(values[1])) as second:
+        with pytest.raises(UserError, match=f"^the engine at {second} {told}: make them alike$"):
+            async with client(first, second, routes=False):
+                pass

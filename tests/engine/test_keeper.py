@@ -15,7 +15,7 @@ from agent_rl.config import EngineConfig, addresses
 from agent_rl.engine.fleet import Fleet, Phase
 from agent_rl.engine.http import AsyncHttp
 from agent_rl.engine.keeper import FleetKeeper, story
-from agent_rl.engine.launch import _free_port
+from agent_rl.engine.launch import free_port
 from agent_rl.engine.open import open_engine
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import EngineLost, UserError
@@ -63,8 +63,8 @@ class Kept:
 async def kept(folder: Path, *, ours: int, given: int = 0, starts: int = 100, restarts: int = 3) -> AsyncIterator[Kept]:
     """Stand-ins that the keeper starts (``engine-N``) and such that it is given by address."""
     config = EngineConfig(health_every=0.1, restarts=restarts, start_timeout=5.0, weight_sync_timeout=5.0)
-    servers = {f"engine-{n}": StandIn(_free_port(), folder, starts=starts) for n in range(ours)}
-    others = [StandIn(_free_port(), folder) for _ in range(given)]
+    servers = {f"engine-{n}": StandIn(free_port(), folder, starts=starts) for n in range(ours)}
+    others = [StandIn(free_port(), folder) for _ in range(given)]
     fleet = Fleet(config.restarts)
     for name in (*servers, *(await asyncio.gather(*(other.start() for other in others)))):
         fleet.add(name, "" if name in servers else name)
@@ -115,7 +115,7 @@ async def test_the_only_one_is_waited_for(tmp_path: Path) -> None:
 async def test_a_supervisors_restart_is_noticed_before_a_token_is_used(tmp_path: Path) -> None:
     """The first request finds it out: the poller is kept from being faster by a question that is never due."""
     config = EngineConfig(health_every=600.0)
-    server, other = StandIn(_free_port(), tmp_path), StandIn(_free_port(), tmp_path)
+    server, other = StandIn(free_port(), tmp_path), StandIn(free_port(), tmp_path)
     fleet = Fleet(restarts=3)
     for url in (await server.start(), await other.start()):
         fleet.add(url, url)
@@ -180,7 +180,7 @@ async def test_where_none_can_be_started_the_reason_is_told(tmp_path: Path) -> N
 
 
 async def test_lines_of_a_file_add_engines_and_take_them_away(tmp_path: Path) -> None:
-    first, second = StandIn(_free_port(), tmp_path), StandIn(_free_port(), tmp_path)
+    first, second = StandIn(free_port(), tmp_path), StandIn(free_port(), tmp_path)
     urls = [await first.start(), await second.start()]
     file = tmp_path / "urls"
     file.write_text(f"# engines\n{urls[0]}/\n")

@@ -1,0 +1,62 @@
+"""What a run asks of a Ray cluster, and the one line where that has too little."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from agent_rl.config import EngineConfig, ParallelConfig, TrainConfig
+from agent_rl.controller.asks import engine_ask, rank_ask, shortage
+
+
+def told(engine: dict[str, int], ranks: int, nodes: list[int], free: int | None = None) -> str | None:
+    asks = [
+        engine_ask(EngineConfig.model_validate({"hosts": "ray", "device": "cuda", **engine}), "cuda"),
+        rank_ask(TrainConfig(parallel=ParallelConfig(world_size=ranks)), "cuda"),
+    ]
+    have = {f"node-{at}": {"GPU": gpus, "CPU": 64.0} for at, gpus in enumerate(nodes)}
+    return shortage(asks, have, None if free is None else {"GPU": free, "CPU": 64.0 * len(nodes)})
+
+
+@pytest.mark.parametrize(
+    ("engine", "ranks", "nodes", "enough"),
+    [
+        ({"count": 4, "gpus": 4}, 32, [8] * 6, True),
+        ({"count": 4, "gpus": 4}, 32, [8] * 5, False),
+        ({"count": 2, "gpus": 8}, 8, [8, 8, 8], True),
+        ({"count": 2, "gpus": 8}, 8, [8, 8, 4, 4], True),
+        ({"count": 2, "gpus": 8}, 8, [8, 4, 4, 4, 4], False),  # no second machine has eight
+        ({"count": 1, "gpus": 16, "nodes": 2}, 8, [8, 8, 8], True),
+        ({"count": 1, "gpus": 16, "nodes": 2}, 8, [16, 16], True),
+        ({"count": 1, "gpus": 16, "nodes": 2}, 8, [24], False),  # two machines are asked for
+        ({"count": 4, "gpus": 8, "least": 1}, 8, [8, 8], True),
+    ],
+)
+def test_engines_take_whole_machines_and_ranks_what_is_left(
+    engine: dict[str, int], ranks: int, nodes: list[int], enough: bool
+) -> None:
+    assert (told(engine, ranks, nodes) is None) == enough
+
+
+def test_too_few_gpus_are_one_line() -> None:
+    assert told({"count": 4, "gpus": 4}, 32, [8, 8]) == (
+        "the Ray cluster has too few GPUs: engine.count for 4 engines of 4 GPUs and train.parallel.world_size for 32 "
+        "ranks of 1 GPU ask for 48, and its nodes have node-0: 8, node-1: 8; start more nodes, or ask for less"
+    )
+    told_of = told({"count": 1, "gpus": 16, "nodes": 2}, 1, [8, 8, 8], free=10)
+    assert told_of is not None
+    assert "1 engine of 8 GPUs on each of 2 machines" in told_of
+    assert "node-2: 8, of which 14 are taken; start" in told_of
+
+
+@pytest.mark.parametrize(
+    ("engine", "problem"),
+    [
+        ({"nodes": 2, "gpus": 2}, "for servers on a Ray cluster: set engine.hosts to ray"),
+        ({"nodes": 2, "gpus": 3, "hosts": "ray"}, "engine.gpus is 3 and engine.nodes 2: take a multiple"),
+        ({"least": 3, "count": 2, "hosts": "ray"}, "engine.least is 3 and engine.count 2"),
+    ],
+)
+def test_engines_that_cannot_be_placed_are_refused(engine: dict[str, object], problem: str) -> None:
+    with pytest.raises(ValidationError, match=problem):
+        EngineConfig.model_validate(engine)

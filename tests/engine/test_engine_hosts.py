@@ -1,0 +1,271 @@
+"""Engines on the machines of a Ray cluster: where they are started, and what becomes of them when a machine is lost.
+
+The Ray nodes are real, all on this machine; the servers are stand-ins that the real ``serve.py`` runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray_nodes import kill_node, ray_node
+from standin_sglang import make_interpreter
+from test_keeper import FACTS as DENSE_BELOW
+from test_keeper import SAMPLE
+
+from agent_rl.commands.health import check_engines_of
+from agent_rl.config import EngineConfig, RunConfig
+from agent_rl.controller.cluster import open_rooms
+from agent_rl.engine import hosts
+from agent_rl.engine.fleet import Phase
+from agent_rl.engine.open import open_engine
+from agent_rl.engine.sglang import SGLangEngine
+from agent_rl.errors import EngineStartError, UserError
+from agent_rl.model_facts import read_facts
+from agent_rl.train.cluster import ray_cluster
+from agent_rl.types import SamplingParams
+
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(180)]
+FACTS = replace(DENSE_BELOW, moe=(True, True, True))
+GREEDY = SamplingParams(max_new_tokens=20, temperature=0.0)
+SOON = {
+    "RAY_health_check_initial_delay_ms": "500",
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_timeout_ms": "500",
+    "RAY_health_check_failure_threshold": "2",
+}
+"""Makes Ray notice within seconds that a node is gone."""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """A Ray of two nodes with two CPUs each on this machine, which this process is connected to."""
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        for name, value in SOON.items():
+            patch.setenv(name, value)
+        stack.enter_context(ray_cluster(None, cpus=2))
+        stack.enter_context(ray_node("second", cpus=2))
+        yield
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{}")
+    return tmp_path / "model"
+
+
+def config_of(folder: Path, model: Path, **engine: Any) -> RunConfig:
+    """Engines that take a whole node each."""
+    settings = {
+        "hosts": "ray", "python": str(make_interpreter(folder)), "device": "cpu", "threads": 2, "health_every": 0.1,
+        "start_timeout": 30.0, **engine,
+    }  # fmt: skip
+    return RunConfig.model_validate({"name": "hosted", "model": str(model), "engine": settings})
+
+
+@asynccontextmanager
+async def opened(config: RunConfig, folder: Path, notes: list[str]) -> AsyncIterator[SGLangEngine]:
+    async with (
+        open_rooms(config, ranks=False) as rooms,
+        open_engine(config.engine, config.model, FACTS, folder / "logs", notes.append, rooms=rooms.engines) as engine,
+    ):
+        yield engine
+
+
+async def engines_of(engine: SGLangEngine, sessions: str) -> set[str]:
+    got = await asyncio.gather(*(engine.generate([1, 2], SAMPLE, routes_from=0, session=name) for name in sessions))
+    return {each.engine for each in got}
+
+
+def starts(folder: Path) -> list[dict[str, str]]:
+    """The options of every server that was started."""
+    return [dict(pairwise(line.split())) for line in (folder / "starts").read_text().splitlines()]
+
+
+def parent_of(process: int) -> int:
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def processes(folder: Path, option: str = "") -> list[int]:
+    """The servers that run below ``folder``, and were started with ``option``."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (entry / "cmdline").read_text()
+        except OSError:
+            continue  # it ended while we looked
+        if "serve.py" in line and str(folder) in line and option in line:
+            found.append(int(entry.name))
+    return found
+
+
+async def none_of(folder: Path) -> None:
+    async with asyncio.timeout(20):
+        while processes(folder):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+async def test_a_lost_machines_engine_is_started_on_the_next_that_joins(
+    cluster: None, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run begins with the two engines that have room; the third starts when its machine joins, and again on another
+    when that is lost, while the others serve."""
+    monkeypatch.setattr(hosts, "_PATIENCE_SECONDS", 0.2)
+    config, notes = config_of(tmp_path, checkpoint, count=3, least=2, restarts=9), list[str]()
+    with ExitStack() as nodes:
+        async with opened(config, tmp_path, notes) as engine, asyncio.timeout(120):
+            first = set(engine.urls)
+            assert len(first) == 2
+            assert await engines_of(engine, "abcd") == first
+            nodes.enter_context(ray_node("third", cpus=2))
+            await engine.until(lambda fleet: len(fleet.in_use) == 3)
+            (third,) = set(engine.urls) - first
+            assert [note for note in notes if "engine-2" in note] == [
+                "engine-2 waits for 2 CPUs on 1 machine: it is started when the Ray cluster has them",
+                "engine-2 is started on third",
+            ]
+            assert third in await engines_of(engine, "efgh")
+            await asyncio.to_thread(kill_node, "third")
+            await engine.until(lambda fleet: fleet["engine-2"].phase is not Phase.SERVING)
+            assert await engines_of(engine, "efgh") == first
+            nodes.enter_context(ray_node("fourth", cpus=2))
+            await engine.until(lambda fleet: fleet["engine-2"].losses)
+            await engine.until(lambda fleet: fleet["engine-2"].phase is Phase.SERVING)
+            assert "engine-2 is started on fourth" in notes
+            assert notes[-1].endswith("serves again")
+        await none_of(tmp_path)
+
+
+async def test_an_actor_that_is_killed_takes_its_server_along_and_is_started_again(
+    cluster: None, checkpoint: Path, tmp_path: Path
+) -> None:
+    config, notes = config_of(tmp_path, checkpoint, count=1), list[str]()
+    async with opened(config, tmp_path, notes) as engine, asyncio.timeout(60):
+        (server,) = processes(tmp_path)
+        os.kill(parent_of(server), signal.SIGKILL)
+        await engine.until(lambda fleet: fleet["engine-0"].losses)
+        await engine.until(lambda fleet: fleet["engine-0"].phase is Phase.SERVING)
+        assert server not in processes(tmp_path)
+        assert await engines_of(engine, "ab") == set(engine.urls)
+    assert re.search(r"is out of use: the machine \S+ is lost", notes[0])
+    await none_of(tmp_path)
+
+
+async def test_an_engine_over_two_machines(cluster: None, checkpoint: Path, tmp_path: Path) -> None:
+    notes = list[str]()
+    async with opened(config_of(tmp_path, checkpoint, nodes=2, gpus=2), tmp_path, notes) as engine:
+        options = sorted(starts(tmp_path), key=lambda each: each["--node-rank"])
+        assert [each["--node-rank"] for each in options] == ["0", "1"]
+        assert {(each["--nnodes"], each["--tp-size"], each["--dist-init-addr"]) for each in options} == {
+            ("2", "2", options[0]["--dist-init-addr"])
+        }
+        assert engine.urls == (f"http://{options[0]['--host']}:{options[0]['--port']}",)
+        (second,) = processes(tmp_path, "--node-rank\x001")
+        os.killpg(second, signal.SIGKILL)
+        async with asyncio.timeout(60):
+            await engine.until(lambda fleet: fleet["engine-0"].losses)
+            await engine.until(lambda fleet: fleet["engine-0"].phase is Phase.SERVING)
+        assert len(starts(tmp_path)) == 4
+        assert await engines_of(engine, "ab") == set(engine.urls)
+    await none_of(tmp_path)
+    assert "the engine server died (signal SIGKILL)" in notes[0]
+    assert notes[0].endswith(f"log: {tmp_path}/logs/engine-0.1.log")
+    assert (tmp_path / "logs/engine-0.1.log").exists()
+
+
+async def test_what_a_machine_lacks_is_one_line_that_names_it(cluster: None, checkpoint: Path, tmp_path: Path) -> None:
+    def expecting(message: str) -> Any:
+        return pytest.raises(EngineStartError, match=message)
+
+    config = config_of(tmp_path, checkpoint)
+    with expecting(rf"^\S+: model: {tmp_path}/none: no Hugging Face checkpoint there .* same path on every machine"):
+        async with opened(config.model_copy(update={"model": tmp_path / "none"}), tmp_path, []):
+            pass
+    engine = config.engine.model_copy(update={"extra_args": ("--die",)})
+    with expecting(rf"^\S+: the engine server died .*: ValueError: no such thing as --die; log: {tmp_path}/logs/eng"):
+        async with opened(config.model_copy(update={"engine": engine}), tmp_path, []):
+            pass
+    assert "ValueError: no such thing" in (tmp_path / "logs/engine-0.log").read_text()
+    many = config.engine.model_copy(update={"count": 3})
+    with pytest.raises(UserError, match=r"^the Ray cluster has too few CPUs: engine.count for 3 engines of 2 CPUs ask"):
+        async with opened(config.model_copy(update={"engine": many}), tmp_path, []):
+            pass
+    assert processes(tmp_path) == []
+
+
+@pytest.mark.sglang
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("nodes", [1, 2])
+async def test_a_real_engine_is_killed_with_its_actor_and_serves_again(
+    cluster: None, engine_config: EngineConfig, model: Path, tmp_path: Path, nodes: int
+) -> None:
+    """SGLang itself, on one machine, and on two that hold half of each weight."""
+    changes = {"hosts": "ray", "threads": 1, "nodes": nodes, "gpus": nodes, "start_timeout": 300.0, "health_every": 0.5}
+    engine = engine_config.model_copy(update=changes)
+    config, notes = RunConfig(name="hosted", model=model, engine=engine), list[str]()
+    async with (
+        open_rooms(config, ranks=False) as rooms,
+        open_engine(engine, model, read_facts(model), tmp_path, notes.append, rooms=rooms.engines) as client,
+    ):
+        before = await client.generate([5, 6, 7], GREEDY, routes_from=0, session="a")
+        assert len(processes(model)) == nodes
+        os.kill(parent_of(processes(model)[-1]), signal.SIGKILL)
+        after = await client.generate([5, 6, 7], GREEDY, routes_from=0, session="b")
+        assert after.tokens == before.tokens
+    await none_of(model)
+    assert [note.rpartition(") ")[2] for note in notes][-2:] == ["engine engine-0 is started again", "serves again"]
+
+
+async def test_the_doctor_looks_at_every_machine(cluster: None, checkpoint: Path, tmp_path: Path) -> None:
+    room, *machines = await check_engines_of(config_of(tmp_path, checkpoint, count=4))
+    assert room.detail.startswith("the Ray cluster has too few CPUs: engine.count for 4 engines of 2 CPUs and train.")
+    assert [(each.ok, each.detail) for each in machines] == [(True, "SGLang 0.9, 2 CPUs")] * 2
+    assert machines[1].name == "engine on second"
+
+
+_RUN = """
+    import asyncio, json, sys
+    from pathlib import Path
+    from agent_rl.config import RunConfig
+    from test_engine_hosts import opened
+
+    async def main(config, folder):
+        async with opened(RunConfig.model_validate_json(config), Path(folder), []) as engine:
+            print("up", flush=True)
+            await asyncio.sleep(600)
+
+    asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+async def test_servers_end_with_a_run_that_is_killed(cluster: None, checkpoint: Path, tmp_path: Path) -> None:
+    import ray
+
+    config = config_of(tmp_path, checkpoint)
+    address = ray.get_runtime_context().gcs_address
+    config = config.model_copy(update={"train": config.train.model_copy(update={"ray_address": address})})
+    paths = [str(Path(__file__).parent), str(Path(__file__).parents[1]), *sys.path]
+    run = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", textwrap.dedent(_RUN), config.model_dump_json(), str(tmp_path),
+        stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+    )  # fmt: skip
+    assert run.stdout is not None
+    assert await run.stdout.readline() == b"up\n"
+    assert len(processes(tmp_path)) == 1
+    run.kill()
+    await run.wait()
+    await none_of(tmp_path)
