@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup prepare image real-tasks quickstart test check docs bench
+.PHONY: help setup prepare image real-tasks quickstart test check docs bench view-build
 
 help: ## Show this help
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -40,3 +40,6 @@ docs: ## Build the documentation into site/; a dead link or anchor fails
 
 bench: setup ## Run the benchmarks and print their ratios
 	@for bench in tests/bench/bench_*.py; do echo "== $$bench"; $(VENV)/python $$bench || exit 1; done
+
+view-build: ## Build the viewer's page from its sources (needs Node)
+	@cd agent_rl/view/web && npm ci --silent && npm run --silent build -- $(VIEW_OUT)

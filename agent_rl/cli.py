@@ -263,6 +263,30 @@ def setup(config: ConfigPath, overrides: Overrides = None) -> None:
 
 
 @app.command()
+def view(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Folders of runs or evaluations; several are compared.")
+    ],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port on this machine; 0 is one that is free.")] = 8642,
+    export: Annotated[
+        Path | None,
+        typer.Option(help="Write the page instead: OUT.html, one file that opens by itself, or a folder for a server."),
+    ] = None,
+    trajectories: Annotated[
+        int, typer.Option(min=0, help="Trajectories of each run in an export, the largest gaps first.")
+    ] = 200,
+    no_open: Annotated[bool, typer.Option("--no-open", help="Do not open a browser.")] = False,
+) -> None:
+    """Look at runs in a browser: curves, trajectories, and each token with its gap and its experts.
+
+    The page is served to this machine alone, and follows a run that is going on. Ctrl-C stops it.
+    """
+    from agent_rl.commands.view import run_view
+
+    run_view(runs, port=port, out=export, trajectories=trajectories, open_browser=not no_open)
+
+
+@app.command()
 def show(
     path: Annotated[
         Path, typer.Argument(metavar="RUN|FILE", help="A run's or an evaluation's folder, or a file with trajectories.")

@@ -40,6 +40,10 @@ def _sglang() -> str | None:
     return None if (ROOT / ".venv-engine/bin/python").exists() else "no engine environment (make setup)"
 
 
+def _chromium() -> str | None:
+    return None if shutil.which("chromium") else "chromium is not installed (Debian: apt-get install chromium)"
+
+
 def _megatron() -> str | None:
     missing = [name for name in ("torch", "megatron", "ray") if importlib.util.find_spec(name) is None]
     return f"not installed: {', '.join(missing)}" if missing else None
@@ -48,7 +52,14 @@ def _megatron() -> str | None:
 @functools.cache
 def missing_part(marker: str) -> str | None:
     """Why the part behind ``marker`` cannot be used here, or None where it can."""
-    return {"docker": _docker, "bubblewrap": _bubblewrap, "sglang": _sglang, "megatron": _megatron}[marker]()
+    parts = {
+        "docker": _docker,
+        "bubblewrap": _bubblewrap,
+        "sglang": _sglang,
+        "megatron": _megatron,
+        "browser": _chromium,
+    }
+    return parts[marker]()
 
 
 WHOLE_FOLDERS = ("engine", "envs", "rollout", "sandbox")
@@ -73,7 +84,7 @@ def _group(item: pytest.Item) -> str:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    for marker in ("docker", "bubblewrap", "sglang", "megatron"):
+    for marker in ("docker", "bubblewrap", "sglang", "megatron", "browser"):
         if item.get_closest_marker(marker) and (reason := missing_part(marker)):
             pytest.skip(reason)
 

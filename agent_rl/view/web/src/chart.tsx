@@ -1,0 +1,148 @@
+/** One metric of one or more runs as curves, drawn by uPlot once it comes near the window. */
+
+import { useEffect, useRef, useState } from "preact/hooks";
+import uPlot from "uplot";
+import { css, scheme } from "./scheme";
+import { number } from "./text";
+
+export interface Mark {
+  x: number;
+  name: string;
+}
+
+export interface Line {
+  name: string;
+  colour: string;
+  x: number[];
+  y: (number | null)[];
+  /** Bounds of a 95 % interval, of the same length as `y`. */
+  low?: (number | null)[];
+  high?: (number | null)[];
+  marks: Mark[];
+}
+
+export interface ChartProps {
+  name: string;
+  unit: string;
+  explain: string;
+  lines: Line[];
+  xName: string;
+}
+
+const HEIGHT = 170;
+
+export function Chart(props: ChartProps) {
+  const place = useRef<HTMLDivElement>(null);
+  const [near, setNear] = useState(false);
+  const [reading, setReading] = useState("");
+  const plot = useRef<uPlot | null>(null);
+  useEffect(() => whenNear(place.current!, () => setNear(true)), []);
+  useEffect(() => {
+    if (!near) return;
+    plot.current = draw(place.current!, props, (index) => setReading(readingAt(plot.current, props, index)));
+    const resize = new ResizeObserver(() => plot.current?.setSize({ width: place.current!.clientWidth, height: HEIGHT }));
+    resize.observe(place.current!);
+    return () => {
+      resize.disconnect();
+      plot.current?.destroy();
+    };
+  }, [near, props.lines, props.xName, scheme.value]);
+  return (
+    <figure class="chart" tabIndex={0} role="group" aria-label={summary(props)} onKeyDown={(e) => onKey(e, plot.current)}>
+      <figcaption title={props.explain}>
+        <b>{props.name}</b> <span class="dim">{props.unit}</span>
+      </figcaption>
+      <div ref={place} class="plot" aria-hidden="true" style={{ height: `${HEIGHT}px` }} />
+      <output aria-live="polite">{reading || latest(props)}</output>
+    </figure>
+  );
+}
+
+function whenNear(element: Element, found: () => void): () => void {
+  const observer = new IntersectionObserver((entries) => entries.some((e) => e.isIntersecting) && found(), {
+    rootMargin: "300px",
+  });
+  observer.observe(element);
+  return () => observer.disconnect();
+}
+
+function last(line: Line): number | null {
+  return line.y.findLast((y) => y != null) ?? null;
+}
+
+function latest({ lines }: ChartProps): string {
+  return lines.map((line) => `${lines.length > 1 ? `${line.name} ` : "last "}${number(last(line))}`).join(" · ");
+}
+
+function summary({ name, unit, explain, lines }: ChartProps): string {
+  const parts = lines.map((line) => {
+    const first = line.y.find((y) => y != null) ?? null;
+    return `${line.name}: ${line.x.length} points, first ${number(first)}, last ${number(last(line))}`;
+  });
+  return `${name} in ${unit}. ${explain} ${parts.join("; ")}. The arrow keys read a point.`;
+}
+
+function onKey(event: KeyboardEvent, plot: uPlot | null): void {
+  const move = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+  if (!plot || !move) return;
+  event.preventDefault();
+  const xs = plot.data[0];
+  const at = plot.cursor.idx == null ? (move > 0 ? 0 : xs.length - 1) : plot.cursor.idx + move;
+  const index = Math.min(xs.length - 1, Math.max(0, at));
+  plot.setCursor({ left: plot.valToPos(xs[index], "x"), top: plot.over.clientHeight / 2 });
+}
+
+function readingAt(plot: uPlot | null, { lines, xName }: ChartProps, index: number | null | undefined): string {
+  if (!plot || index == null) return "";
+  const values = lines.map((line, i) => `${line.name} ${number(plot.data[1 + 3 * i][index])}`);
+  return `${xName} ${number(plot.data[0][index])}: ${values.join(" · ")}`;
+}
+
+/** Each run gives three columns: its values and the bounds of their intervals. */
+function table(lines: Line[]): uPlot.AlignedData {
+  const none = (line: Line) => line.y.map(() => null);
+  return uPlot.join(lines.map((line) => [line.x, line.y, line.low ?? none(line), line.high ?? none(line)]));
+}
+
+function draw(place: HTMLElement, props: ChartProps, onCursor: (index: number | null | undefined) => void): uPlot {
+  const [ink, grid] = [css("--dim"), css("--line")];
+  const axis = { stroke: ink, grid: { stroke: grid, width: 1 }, ticks: { stroke: grid, width: 1 }, font: "11px sans-serif" };
+  const series = props.lines.flatMap((line): uPlot.Series[] => [
+    { stroke: line.colour, width: 1.5, spanGaps: true, points: { size: 4, show: line.x.length < 60 } },
+    { width: 0, points: { show: false } },
+    { width: 0, points: { show: false } },
+  ]);
+  const options: uPlot.Options = {
+    width: place.clientWidth,
+    height: HEIGHT,
+    legend: { show: false },
+    cursor: { drag: { x: true, y: false } },
+    scales: { x: { time: false } },
+    axes: [axis, { ...axis, size: 58, values: (_, ticks) => ticks.map((tick) => number(tick)) }],
+    series: [{}, ...series],
+    bands: props.lines.map((line, i) => ({ series: [3 + 3 * i, 2 + 3 * i], fill: `${line.colour}33` })),
+    hooks: { setCursor: [(u) => onCursor(u.cursor.idx)], draw: [(u) => drawMarks(u, props.lines)] },
+  };
+  return new uPlot(options, table(props.lines), place);
+}
+
+/** A dashed line where a run was resumed or its guard spoke, with the word beside it. */
+function drawMarks(plot: uPlot, lines: Line[]): void {
+  const { ctx, bbox } = plot;
+  ctx.save();
+  ctx.font = `${11 * devicePixelRatio}px sans-serif`;
+  ctx.textAlign = "left";
+  for (const line of lines)
+    for (const mark of line.marks) {
+      const x = plot.valToPos(mark.x, "x", true);
+      if (x < bbox.left || x > bbox.left + bbox.width) continue;
+      ctx.strokeStyle = ctx.fillStyle = line.colour;
+      ctx.setLineDash([4, 4]);
+      ctx.beginPath();
+      ctx.moveTo(x, bbox.top);
+      ctx.lineTo(x, bbox.top + bbox.height);
+      ctx.stroke();
+      ctx.fillText(mark.name, x + 3, bbox.top + 11 * devicePixelRatio);
+    }
+  ctx.restore();
+}

@@ -1,0 +1,156 @@
+/** One step: its groups, and how many tokens each expert of each layer got. */
+
+import { useMemo } from "preact/hooks";
+import { useResource } from "./data";
+import { type Heat, HeatMap } from "./heat";
+import { Outcome, Resource } from "./parts";
+import { link, route } from "./route";
+import { number, visible } from "./text";
+import type { Loads, Step, Trajectory } from "./types";
+
+export function StepPage() {
+  const [, run, n] = route.value.path;
+  const loaded = useResource<Step>(`${run}/steps/${n}`);
+  return (
+    <main id="main" class="page">
+      <h1>{/^\d+$/.test(n) ? `Step ${n}` : n}</h1>
+      <nav aria-label="Of this step">
+        <a href={link(["trajectories", run], { n })}>its trajectories</a>
+      </nav>
+      <ExpertLoads run={run} n={n} />
+      <Resource of={loaded}>{(step) => <Groups run={run} step={step} />}</Resource>
+    </main>
+  );
+}
+
+function ExpertLoads({ run, n }: { run: string; n: string }) {
+  const loaded = useResource<Loads>(`${run}/loads/${n}`);
+  const heat = useMemo(() => loaded.value && heatOf(loaded.value), [loaded.value]);
+  return (
+    <section aria-label="Loads of experts">
+      <h2>Layers x experts: tokens that each expert got</h2>
+      <Resource of={loaded}>{() => heat && <HeatMap heat={heat} />}</Resource>
+    </section>
+  );
+}
+
+function heatOf({ loads, num_experts, layers }: Loads): Heat {
+  const most = loads.flat().reduce((a, b) => Math.max(a, b), 1);
+  return {
+    name: "Load",
+    rows: Array.from({ length: layers }, (_, layer) => `layer ${layer}`),
+    columns: num_experts,
+    columnName: (expert) => `expert ${expert}`,
+    value: (layer, expert) => loads[layer][expert],
+    limit: most,
+    unit: "tokens",
+  };
+}
+
+function Groups({ run, step }: { run: string; step: Step }) {
+  const { columns } = step;
+  const rows = new Map(columns.id.map((id, row) => [id, row]));
+  return (
+    <section aria-label="Groups">
+      <h2>Groups</h2>
+      <div class="scroll" tabIndex={0} role="region" aria-label="Table of groups">
+        <table>
+          <thead>
+            <tr>
+              {["group", "task", "trained on", "rewards", "trajectories", "infrastructure failures"].map((name) => (
+                <th scope="col" key={name}>
+                  {name}
+                </th>
+              ))}
+            </tr>
+          </thead>
+          <tbody>
+            {step.groups.map(({ group, task, infrastructure_failures, members, kept }) => (
+              <tr key={group}>
+                <td>
+                  <a href={link(["group", run, step.n, group])}>group {group}</a>
+                </td>
+                <td>{visible(task)}</td>
+                <td>{kept ? "yes" : "no"}</td>
+                <td>{members.map((id) => number(columns.reward[rows.get(id)!], 2)).join(" ")}</td>
+                <td>
+                  {members.map((id) => (
+                    <a key={id} href={link(["t", run, id])} class="member">
+                      {id}
+                    </a>
+                  ))}
+                </td>
+                <td>{infrastructure_failures}</td>
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      </div>
+    </section>
+  );
+}
+
+/** The trajectories of one group side by side. */
+export function GroupPage() {
+  const [, run, n, group] = route.value.path;
+  const loaded = useResource<Step>(`${run}/steps/${n}`);
+  return (
+    <main id="main" class="page wide">
+      <Resource of={loaded}>
+        {(step) => {
+          const found = step.groups.find((one) => one.group === Number(group));
+          if (!found) return <p class="note bad">{`There is no group ${visible(group)} in ${visible(n)}.`}</p>;
+          return (
+            <>
+              <h1>{visible(found.task)}</h1>
+              <p>
+                Group {group} of <a href={link(["step", run, n])}>{n}</a>: {found.members.length} trajectories,{" "}
+                {found.kept ? "trained on" : "not trained on"}
+              </p>
+              <div class="side" tabIndex={0} role="region" aria-label="Trajectories side by side">
+                {found.members.map((id) => (
+                  <Member key={id} run={run} id={id} />
+                ))}
+              </div>
+            </>
+          );
+        }}
+      </Resource>
+    </main>
+  );
+}
+
+function Member({ run, id }: { run: string; id: string }) {
+  const loaded = useResource<Trajectory>(`${run}/t/${id}`);
+  return (
+    <article class="member-card">
+      <h2>
+        <a href={link(["t", run, id])}>{id}</a>
+      </h2>
+      <Resource of={loaded}>
+        {(value) => (
+          <>
+            <p>
+              <Outcome {...value} /> reward {number(value.reward)}, advantage {number(value.advantage)}, {value.stop}
+            </p>
+            <ol>
+              {value.turns.map((turn, i) => (
+                <li key={i}>
+                  <b>{visible(turn.tool ?? "no call")}</b>
+                  {Object.entries(turn.arguments).map(([name, argument]) => (
+                    <pre key={name}>{visible(`${name}: ${clip(typeof argument === "string" ? argument : JSON.stringify(argument))}`)}</pre>
+                  ))}
+                  <pre class={turn.parse_failure ? "bad" : "dim"}>{visible(clip(turn.observation))}</pre>
+                </li>
+              ))}
+            </ol>
+          </>
+        )}
+      </Resource>
+    </article>
+  );
+}
+
+function clip(text: string): string {
+  return text.length > 500 ? `${text.slice(0, 500)} …` : text;
+}
