@@ -49,7 +49,7 @@ INSIDE_AGENT_RL = {
     "capacity": BASE | {"train"},
     "controller": BASE | {"packaged", "render", "engine", "rollout", "evaluation", "weight_sync", "train"},
     "commands": BASE
-    | {"config_files", "render", "engine", "rollout", "evaluation", "train", "model", "capacity", "controller"},
+    | {"config_files", "render", "engine", "rollout", "evaluation", "train", "model", "capacity", "controller", "view"},
     "cli": BASE
     | {"bootstrap", "packaged", "config_files", "engine", "train", "model", "capacity", "controller", "commands"},
 }

@@ -126,6 +126,11 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
     "needs the trajectories of a finished run": (
         "agent-rl eval configs/quickstart.yaml --policy replay:runs/quickstart/trajectories/step-000010.jsonl",
     ),
+    "serves until it is stopped, or needs a finished run: tests/view": (
+        "agent-rl view runs/quickstart",
+        "agent-rl view runs/a runs/b --port 9000",
+        "agent-rl view runs/quickstart --export run.html --trajectories 50",
+    ),
     "needs the routes of a finished run: tests/controller/test_balance_command.py": (
         "agent-rl r3 balance runs/quickstart --expert-ranks 2,4,8",
     ),

@@ -26,14 +26,18 @@ export function TrajectoryPage() {
 }
 
 function Whole({ run, value, layers }: { run: string; value: Trajectory; layers: number }) {
-  const index = Math.min(Number(route.value.query.get("branch") ?? 0), value.branches.length - 1);
+  const index = Math.max(0, Math.min(Number(route.value.query.get("branch") ?? 0), value.branches.length - 1));
   const branch: Branch | undefined = value.branches[index];
   return (
     <>
       <Heading run={run} value={value} />
       <TimeBar trajectory={value} />
       {value.branches.length > 1 && <Branches value={value} index={index} />}
-      {branch && <Conversation key={`${value.id} ${index}`} {...{ run, value, branch, index, layers }} />}
+      {branch ? (
+        <Conversation key={`${value.id} ${index}`} {...{ run, value, branch, index, layers }} />
+      ) : (
+        <PlainText trajectory={value} />
+      )}
       <Patch patch={value.patch} />
       <Tests value={value} />
     </>
