@@ -285,6 +285,29 @@ class DynamicSamplingConfig(Section):
     )
 
 
+class HarnessConfig(Section):
+    """An agent program that drives the episodes, over the endpoint that serves it; see docs/harness.md."""
+
+    command: str = Field(
+        ..., description="What bash runs for an episode; its standard input is the task's text.", min_length=1
+    )
+    place: Literal["box", "host"] = Field(
+        "box", description="Where it runs: in the task's box, or on this machine, its tools' calls in the box."
+    )
+    folder: Path | None = Field(
+        None, description="Folder that the box sees read-only as /opt/agent-rl/harness: the program's own files."
+    )
+    dialects: tuple[Literal["chat", "responses", "messages"], ...] = Field(
+        ("chat", "responses", "messages"), description="The APIs served: OpenAI's two, and Anthropic's Messages."
+    )
+    history: Literal["keep", "follow"] = Field(
+        "keep",
+        description="After a user's message: keep the thoughts of turns before, or render the conversation again as "
+        "the chat template does, which may drop them and begin a branch.",
+    )
+    env: dict[str, str] = Field(default_factory=dict, description="Further environment variables of the program.")
+
+
 class RolloutConfig(Section):
     """How episodes are driven."""
 
@@ -312,6 +335,7 @@ class RolloutConfig(Section):
         3, ge=0, description="Episodes of a group that may be run again after an infrastructure failure."
     )
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
+    harness: HarnessConfig | None = Field(None, description="An agent program in place of the built-in loop.")
 
     @property
     def logprob_temperature(self) -> float:
@@ -765,6 +789,16 @@ class RunConfig(Section):
                 "train.old_logprob.source rescore: SGLang gives a prompt's log-probs at temperature 1 whatever is "
                 f"asked, and rollout.temperature is {self.rollout.temperature:g}: set it to 1, or take recompute or "
                 "rollout"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _reaches_the_endpoint(self) -> RunConfig:
+        harness = self.rollout.harness
+        if harness is not None and harness.place == "box" and self.sandbox.hosts == "ray":
+            raise ValueError(
+                "rollout.harness.place box and sandbox.hosts ray: boxes on other machines do not reach the endpoint; "
+                "set place to host, or hosts to local"
             )
         return self
 

@@ -82,6 +82,10 @@ class RoutesMissingError(EngineError):
     """Routes absent, of the wrong shape, or out of range."""
 
 
+class HarnessError(AgentRlError):
+    """An agent program broke, or ended without having asked for anything: infrastructure."""
+
+
 class WeightSyncError(AgentRlError):
     """A weight update was not taken."""
 

@@ -5,6 +5,7 @@ from envs.interface import Interface, Interfaced, InterfaceError, find_interface
 from envs.registry import ENVIRONMENTS, EnvironmentLoadError, load_environment
 from envs.types import (
     Audited,
+    Boxed,
     Environment,
     EnvsError,
     Episode,
@@ -21,6 +22,7 @@ from envs.types import (
 __all__ = [
     "ENVIRONMENTS",
     "Audited",
+    "Boxed",
     "EnvContext",
     "Environment",
     "EnvironmentLoadError",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
@@ -25,7 +25,8 @@ class EnvContext:
     the interface ``agent-rl``). ``tool_timeout`` and ``grade_timeout`` are seconds a tool call and a run of the hidden
     tests may take. ``start_retries`` is how often a box that did not start is tried again. ``pairs`` bounds the runs of
     tests in two boxes that wait for each other, for more than half as many as commands may run at once would stand
-    still.
+    still. ``agent_binds`` are folders of the host that agents' boxes see read-only, as in ``SandboxSpec.ro_binds``, and
+    those that grade do not.
     """
 
     backend: SandboxBackend
@@ -35,7 +36,17 @@ class EnvContext:
     tool_timeout: float = 90.0
     grade_timeout: float = 300.0
     start_retries: int = 2
+    agent_binds: Mapping[str, str] = field(default_factory=dict)
     pairs: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(4))
+
+    def for_agent(self, spec: SandboxSpec) -> SandboxSpec:
+        """``spec`` as an agent's box has it."""
+        return replace(spec, ro_binds={**spec.ro_binds, **self.agent_binds}) if self.agent_binds else spec
+
+    def without_agent(self, spec: SandboxSpec) -> SandboxSpec:
+        """``spec`` of an agent's box as other boxes of its task have it."""
+        kept = {place: inside for place, inside in spec.ro_binds.items() if place not in self.agent_binds}
+        return replace(spec, ro_binds=kept) if self.agent_binds else spec
 
     @asynccontextmanager
     async def box(self, spec: SandboxSpec) -> AsyncIterator[Sandbox]:

@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from sandbox import printable
+from sandbox import Sandbox, printable
 from tools import ToolCall, ToolSet
 
 Message = Mapping[str, str]
@@ -86,6 +86,14 @@ class Episode(Protocol):
     async def grade(self) -> Grade:
         """Grade what the agent left behind, in a fresh sandbox with the hidden tests."""
         ...
+
+
+@runtime_checkable
+class Boxed(Protocol):
+    """An episode whose agent works in a box, where a program of its own may run. Optional."""
+
+    @property
+    def sandbox(self) -> Sandbox: ...
 
 
 class Environment(Protocol):

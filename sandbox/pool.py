@@ -144,6 +144,18 @@ class PooledBox:
         async with turn(self._execs):
             return await self._box.exec(command, timeout=timeout, cwd=cwd, env=env, stdin=stdin)
 
+    async def exec_beside(
+        self,
+        command: str | Sequence[str],
+        *,
+        timeout: float,
+        env: Mapping[str, str] | None = None,
+        stdin: bytes | None = None,
+    ) -> ExecResult:
+        """As :meth:`exec` outside the pool's turns: for a command that mostly waits and runs as long as an episode,
+        many of which would keep all others from running."""
+        return await self._box.exec(command, timeout=timeout, env=env, stdin=stdin)
+
     async def read_file(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
         """The file's bytes."""
         async with turn(self._execs):

@@ -7,8 +7,9 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from sandbox.aio import outlast
 from sandbox.toll import Toll
@@ -58,8 +59,9 @@ async def run_process(
     pass_fds: Sequence[int] = (),
     kill_rest: Callable[[], None] = lambda: None,
     toll: Toll | None = None,
+    env: Mapping[str, str] = MappingProxyType({}),
 ) -> Finished:
-    """Run ``argv`` in a process group of its own, with an empty environment.
+    """Run ``argv`` in a process group of its own, with no environment but ``env``.
 
     After ``timeout`` seconds, or when the caller is cancelled, the group is killed, and then ``kill_rest`` called for
     what has left it. Output beyond ``limit`` bytes a stream is read and dropped while the process goes on, all of it as
@@ -72,7 +74,7 @@ async def run_process(
             stdin=asyncio.subprocess.DEVNULL if stdin is None else asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env={},
+            env=env,
             start_new_session=True,
             pass_fds=pass_fds,
         )

@@ -41,13 +41,14 @@ INSIDE_AGENT_RL = {
     "render": BASE,
     "engine": BASE,
     "rollout": BASE | {"render", "engine"},
+    "gateway": BASE | {"render", "engine", "rollout"},
     "evaluation": BASE | {"rollout"},
     "view": BASE | {"rollout", "evaluation"},
     "weight_sync": BASE | {"engine"},
     "train": BASE | {"weight_sync"},
     "model": BASE | {"render", "train", "packaged"},
     "capacity": BASE | {"train"},
-    "controller": BASE | {"packaged", "render", "engine", "rollout", "evaluation", "weight_sync", "train"},
+    "controller": BASE | {"packaged", "render", "engine", "rollout", "gateway", "evaluation", "weight_sync", "train"},
     "commands": BASE
     | {"config_files", "render", "engine", "rollout", "evaluation", "train", "model", "capacity", "controller", "view"},
     "cli": BASE

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from agent_rl.config import RunConfig
 from agent_rl.controller.boxes import box_limits, open_boxes
@@ -15,6 +16,8 @@ from agent_rl.engine.hosts import Room
 from agent_rl.engine.open import open_engine
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.evaluation.quarantine import read_quarantine
+from agent_rl.gateway.episode import agent_binds, run_harness_episode
+from agent_rl.gateway.server import Gateway, open_gateway
 from agent_rl.model_facts import ModelFacts
 from agent_rl.observe.display import Display
 from agent_rl.render import ChatRenderer
@@ -61,10 +64,13 @@ class World:
     renderer: ChatRenderer
     format: ToolCallFormat
     limiter: Limiter
+    gateway: Gateway | None = None
 
     def runner(self, rules: EpisodeRules) -> EpisodeRunner:
         """Runs one episode of a task with the engine's policy under ``rules``, and audits its routes now and then."""
         audit = Auditor(self.engine, rules.routes.audit) if rules.routes else None
+        if self.gateway is not None:
+            return self._harness_runner(self.gateway, rules, audit)
 
         async def run(task: Task) -> Trajectory:
             parts = (self.workshop.env, task, self.engine, self.renderer, self.format, rules)
@@ -72,10 +78,23 @@ class World:
 
         return run
 
+    def _harness_runner(self, gateway: Gateway, rules: EpisodeRules, audit: Auditor | None) -> EpisodeRunner:
+        """The same with the agent program of ``rules.rollout.harness``."""
+        context = self.engine.facts.max_positions
+
+        async def run(task: Task) -> Trajectory:
+            parts = (gateway, self.workshop.env, task, self.engine, self.renderer, self.format, rules)
+            return await run_harness_episode(*parts, context=context, audit=audit, gate=self.engine.gate)
+
+        return run
+
 
 @asynccontextmanager
-async def open_workshop(config: RunConfig, display: Display) -> AsyncIterator[Workshop]:
-    """Open the sandbox backend and the environment, removing first what dead runs left behind."""
+async def open_workshop(
+    config: RunConfig, display: Display, agent_binds: Mapping[str, str] = MappingProxyType({})
+) -> AsyncIterator[Workshop]:
+    """Open the sandbox backend and the environment, removing first what dead runs left behind. ``agent_binds``: what
+    the agents' boxes see of the host (:class:`envs.context.EnvContext`)."""
     quarantined = frozenset(read_quarantine(config.env.quarantine) if config.env.quarantine else ())
     async with open_boxes(config, display.note) as backend:
         if reaped := await backend.reap():
@@ -84,11 +103,11 @@ async def open_workshop(config: RunConfig, display: Display) -> AsyncIterator[Wo
         display.fact("sandbox", f"{backend.name}{hosts}")
         if quarantined:
             display.fact("quarantine", f"{len(quarantined)} tasks left out")
-        env = load_environment(config.env.name, _context(config, backend), config.env.options)
+        env = load_environment(config.env.name, _context(config, backend, agent_binds), config.env.options)
         yield Workshop(backend, env, quarantined)
 
 
-def _context(config: RunConfig, backend: SandboxBackend) -> EnvContext:
+def _context(config: RunConfig, backend: SandboxBackend, agent_binds: Mapping[str, str]) -> EnvContext:
     return EnvContext(
         backend=backend,
         limits=box_limits(config.sandbox),
@@ -96,6 +115,7 @@ def _context(config: RunConfig, backend: SandboxBackend) -> EnvContext:
         tool_style=config.env.tool_style,
         tool_timeout=config.rollout.tool_timeout,
         grade_timeout=config.env.grade_timeout,
+        agent_binds=agent_binds,
         pairs=asyncio.Semaphore(max(1, config.sandbox.max_execs // 2)),
     )
 
@@ -120,8 +140,14 @@ async def open_world(
     async with AsyncExitStack() as stack:
         if rooms is None:
             rooms = (await stack.enter_async_context(open_rooms(config, ranks=False))).engines
-        workshop = await stack.enter_async_context(open_workshop(config, display))
         renderer = ChatRenderer(config.model, observation_role=find_interface(config.env.interface).observation_role)
+        harness, gateway = config.rollout.harness, None
+        if harness is not None:
+            renderer.check_tails()
+            gateway = await stack.enter_async_context(open_gateway(harness.dialects))
+            display.fact("harness", f"{harness.command}, in the {harness.place}, port {gateway.port}")
+        binds = agent_binds(gateway, harness) if gateway and harness else {}
+        workshop = await stack.enter_async_context(open_workshop(config, display, binds))
         display.stage("starting the engine")
         opening = open_engine(
             config.engine,
@@ -142,4 +168,5 @@ async def open_world(
             renderer=renderer,
             format=tool_format(config.rollout.tool_format),
             limiter=Limiter(config.rollout.concurrency),
+            gateway=gateway,
         )

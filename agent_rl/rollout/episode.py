@@ -18,7 +18,7 @@ from typing import Any
 from agent_rl.config import EnvConfig, R3Config, RolloutConfig, RunConfig
 from agent_rl.engine.gate import TurnGate
 from agent_rl.engine.types import Engine
-from agent_rl.errors import EngineAborted, EngineError, RoutesMissingError
+from agent_rl.errors import EngineAborted, EngineError, HarnessError, RoutesMissingError
 from agent_rl.rollout.audit import Auditor
 from agent_rl.rollout.opening import Renderer, open_conversation
 from agent_rl.rollout.transcript import Transcript
@@ -27,7 +27,7 @@ from envs import Environment, Episode, Grade, GradingError, Task, UndecidableErr
 from sandbox import ImageMissingError, SandboxError, SandboxHostLostError, SandboxUnavailableError, bounded
 from tools import ParseFailure, ToolCall, ToolCallFormat, ToolSet
 
-_MAX_ABORTS = 3
+MAX_ABORTS = 3
 """How often a turn is asked on after the engine aborted it of itself."""
 
 
@@ -83,12 +83,12 @@ async def run_episode(
     reward is None. Raises RoutesMissingError, ImageMissingError, SandboxUnavailableError and TaskRecordError; being
     cancelled closes the sandbox first.
     """
-    episode = _Run(env, task, engine, renderer, fmt, rules, gate or TurnGate())
+    episode = EpisodeRun(env, task, engine, renderer, fmt, rules, gate or TurnGate())
     trajectory = await episode.run()
     return trajectory if audit is None else await audit(trajectory, episode.session)
 
 
-class _Run:
+class EpisodeRun:
     """The state of one running episode."""
 
     def __init__(
@@ -123,6 +123,8 @@ class _Run:
             raise
         except EngineError as error:
             return self._trajectory(StopReason.ENGINE_FAILURE, None, error)
+        except HarnessError as error:
+            return self._trajectory(StopReason.HARNESS_FAILURE, None, error)
         except UndecidableError as error:
             return self._trajectory(StopReason.UNDECIDABLE, None, error)
         except SandboxHostLostError as error:
@@ -181,7 +183,7 @@ class _Run:
         started, prompt_tokens = time.perf_counter(), len(self.transcript.tokens)
         left, sampled, retractions = min(self.limits.max_new_tokens, self.transcript.room), list[int](), 0
         aborts = 0
-        while aborts <= _MAX_ABORTS:
+        while aborts <= MAX_ABORTS:
             completion = await self.engine.generate(
                 self.transcript.tokens,
                 self.rules.sampling(left, self.renderer.stop_token_ids),

@@ -25,7 +25,24 @@ def rollout_metrics(rollout: Rollout) -> dict[str, float]:
         metrics["r3/missing_token_fraction"] = missing_token_fraction(trajectories)
         metrics["r3/recomputed_token_fraction"] = recomputed_token_fraction(trajectories)
         metrics |= audit_metrics(trajectories)
-    return metrics | _reward_metrics(rollout.groups, trajectories) | _work_metrics(rollout, trajectories)
+    metrics |= _reward_metrics(rollout.groups, trajectories) | _work_metrics(rollout, trajectories)
+    return metrics | harness_metrics([trajectory for trajectory in trajectories if trajectory.harness])
+
+
+def harness_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """``harness/*`` of the trajectories that an agent program drove; empty where none did."""
+    if not trajectories:
+        return {}
+    shared = sum(branch.shared for trajectory in trajectories for branch in trajectory.branches)
+    total = sum(trajectory.total_tokens for trajectory in trajectories)
+    return {
+        "harness/branches": _mean(len(trajectory.branches) for trajectory in trajectories),
+        "harness/inflation": total / max(1, total - shared),
+        **{
+            f"harness/{count}": float(sum(trajectory.harness[count] for trajectory in trajectories))
+            for count in ("rewrites", "retries", "echo_differs")
+        },
+    }
 
 
 def missing_token_fraction(trajectories: Iterable[Trajectory]) -> float:

@@ -36,7 +36,7 @@ async def take_patch(context: EnvContext, sandbox: Sandbox, record: SweRecord, l
     except SandboxFileError as error:
         raise PatchError(f"no patch can be taken: {error}") from None
     paths = await asyncio.to_thread(changed_paths, base, found)
-    fresh = partial(task_box, context, record, sandbox.spec)
+    fresh = partial(task_box, context, record, context.without_agent(sandbox.spec))
     contents = await look_up(fresh, sandbox, base, needed(base, found, paths))
     return await asyncio.to_thread(partial(_bounded, base, found, paths, contents))
 

@@ -61,7 +61,8 @@ async def start_episode(
     """Start the record's task; leaving closes its box. ``site_root`` is where its ``site_packages`` are found,
     ``repositories`` remembers the git folders of local records from one episode to the next, ``controls`` the gold
     patches' runs."""
-    async with agent_box(context, record, box_spec(context, record, site_root), repositories) as (sandbox, listing):
+    spec = context.for_agent(box_spec(context, record, site_root))
+    async with agent_box(context, record, spec, repositories) as (sandbox, listing):
         interface = context.interface
         tools = interface.tools(sandbox, style=context.tool_style, timeout=context.tool_timeout)
         messages = interface.opening(record.problem_statement, record.workdir, context.tool_style)

@@ -1,0 +1,1 @@
+"""Any agent program, trained through an endpoint of the kind that it speaks already. See docs/harness.md."""

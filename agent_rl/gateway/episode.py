@@ -1,0 +1,212 @@
+"""One episode driven by an agent program over the endpoint.
+
+The program is started beside its session and ends the episode by ending itself::
+
+    it submitted by the box API, or ended with 0         submitted
+    a limit had ended the session before                 max_turns
+    it ended after it was told that the context is full  context_full
+    rollout.time_limit passed                            time_limit
+    the engine or the box failed                         as in the built-in loop
+    anything else, or it never asked for a reply         harness_failure: infrastructure, run again
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+from agent_rl.config import HarnessConfig
+from agent_rl.engine.gate import TurnGate
+from agent_rl.engine.types import Engine
+from agent_rl.errors import HarnessError
+from agent_rl.gateway.server import BRIDGE, MODEL, SOCKET, Gateway
+from agent_rl.gateway.session import ExtendingRenderer, HarnessRenderer, Session
+from agent_rl.rollout.audit import Auditor
+from agent_rl.rollout.episode import EpisodeRules, EpisodeRun
+from agent_rl.types import StopReason, Trajectory
+from envs import Boxed, Environment, Episode, Grade, Task
+from sandbox import ExecResult, Sandbox, printable
+from sandbox.pool import PooledBox
+from sandbox.process import run_process
+from tools import ToolCallFormat, ToolSet
+
+BOX_GATEWAY = "/opt/agent-rl/gateway"
+BOX_HARNESS = "/opt/agent-rl/harness"
+BOX_PORT = 8377
+_LONGEST = 30 * 86400.0
+"""Seconds a program may run; ``rollout.time_limit`` ends it before, and does not pass while weights change."""
+_OUTPUT_BYTES = 1 << 20
+_OUTPUT_SHOWN = 600
+
+
+def agent_binds(gateway: Gateway, harness: HarnessConfig) -> dict[str, str]:
+    """What the agents' boxes see of the host, so that a program in them reaches the endpoint."""
+    if harness.place == "host":
+        return {}
+    own = {} if harness.folder is None else {str(harness.folder.resolve()): BOX_HARNESS}
+    return {str(gateway.folder): BOX_GATEWAY, **own}
+
+
+async def run_harness_episode(
+    gateway: Gateway,
+    env: Environment,
+    task: Task,
+    engine: Engine,
+    renderer: ExtendingRenderer,
+    fmt: ToolCallFormat,
+    rules: EpisodeRules,
+    *,
+    context: int,
+    audit: Auditor | None = None,
+    gate: TurnGate | None = None,
+) -> Trajectory:
+    """As :func:`agent_rl.rollout.episode.run_episode`, driven by the program of ``rules.rollout.harness``. ``context``:
+    the most tokens that the engine takes of one conversation."""
+    episode = HarnessRun(gateway, env, task, engine, renderer, fmt, rules, context, gate or TurnGate())
+    trajectory = await episode.run()
+    return trajectory if audit is None else await audit(trajectory, episode.session)
+
+
+class HarnessRun(EpisodeRun):
+    """The state of one running episode, and of its program."""
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        env: Environment,
+        task: Task,
+        engine: Engine,
+        renderer: ExtendingRenderer,
+        fmt: ToolCallFormat,
+        rules: EpisodeRules,
+        context: int,
+        gate: TurnGate,
+    ) -> None:
+        super().__init__(env, task, engine, renderer, fmt, rules, gate)
+        assert rules.rollout.harness is not None
+        self.gateway, self.harness = gateway, rules.rollout.harness
+        rendering = HarnessRenderer(
+            renderer, fmt, describe_tools=self.limits.describe_tools, follow=self.harness.history == "follow"
+        )
+        self.served = Session(self.session, engine, rendering, rules, min(context, self.limits.max_tokens))
+        self.box: Sandbox | None = None
+
+    def _open(self, episode: Episode, tools: ToolSet) -> None:
+        """Nothing is rendered before the program asks."""
+        self.served.messages = episode.messages
+        if self.harness.place == "host":
+            self.served.tools = tools
+        elif isinstance(episode, Boxed):
+            self.box = episode.sandbox
+        else:
+            raise HarnessError(
+                f"environment {self.env.name} has no box for rollout.harness.place box: set place to host"
+            )
+
+    async def _act(self, tools: ToolSet) -> StopReason:
+        async with self.gateway.serving(self.served):
+            program = asyncio.ensure_future(self._in_box(self.box) if self.box is not None else self._on_host())
+            try:
+                await self._until_either({program, self.served.broken})
+            finally:
+                broke = self.served.broken.done()
+                if not program.done():
+                    program.cancel()
+                    await asyncio.wait({program})
+            if broke:
+                self.served.broken.result()
+            return StopReason.TIME_LIMIT if program.cancelled() else self._ending(program.result())
+
+    async def _until_either(self, ends: set[asyncio.Future[Any]]) -> None:
+        """Wait for the first of ``ends``, or until the episode's time is over."""
+        limit = asyncio.timeout(self.limits.time_limit)
+        try:
+            async with limit:
+                with self.gate.uncharged(limit):
+                    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+
+    def _ending(self, result: ExecResult) -> StopReason:
+        served = self.served
+        if not served.forest.nodes:
+            raise HarnessError(f"the program ended without having asked for a reply ({_account(result)})")
+        if served.submitted:
+            return StopReason.SUBMITTED
+        if served.ended is not None:
+            return served.ended
+        if served.context_full:
+            return StopReason.CONTEXT_FULL
+        if result.exit_code != 0:
+            raise HarnessError(f"the program failed ({_account(result)})")
+        return StopReason.SUBMITTED
+
+    async def _in_box(self, box: Sandbox) -> ExecResult:
+        bridge = ["python3", f"{BOX_GATEWAY}/{BRIDGE}", f"{BOX_GATEWAY}/{SOCKET}", str(BOX_PORT)]
+        argv = [*bridge, "bash", "-c", self.harness.command]
+        run = box.exec_beside if isinstance(box, PooledBox) else box.exec
+        return await run(argv, timeout=_LONGEST, env=self._env(BOX_PORT), stdin=self._prompt())
+
+    async def _on_host(self) -> ExecResult:
+        with ExitStack() as stack:
+            home = stack.enter_context(tempfile.TemporaryDirectory(prefix="agent-rl-home-"))
+            env = {"PATH": os.environ.get("PATH", os.defpath), "HOME": home, "LANG": "C.UTF-8"}
+            done = await run_process(
+                ["bash", "-c", self.harness.command],
+                timeout=_LONGEST,
+                limit=_OUTPUT_BYTES,
+                stdin=self._prompt(),
+                env={**env, **self._env(self.gateway.port)},
+            )
+        return ExecResult(done.returncode, done.stdout, done.stderr, done.seconds, done.timed_out, done.truncated)
+
+    def _env(self, port: int) -> Mapping[str, str]:
+        key, base = self.served.key, f"http://127.0.0.1:{port}/s/{self.served.key}"
+        return {
+            "OPENAI_BASE_URL": f"{base}/v1",
+            "OPENAI_API_KEY": key,
+            "ANTHROPIC_BASE_URL": base,
+            "ANTHROPIC_API_KEY": key,
+            "AGENT_RL_URL": base,
+            "AGENT_RL_MODEL": MODEL,
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "NO_PROXY": "127.0.0.1",
+            **self.harness.env,
+        }
+
+    def _prompt(self) -> bytes:
+        """The task as its user would put it."""
+        texts = [message["content"] for message in self.served.messages if message["role"] == "user"]
+        return "\n\n".join(texts).encode(errors="replace")
+
+    def _trajectory(self, stop: StopReason, grade: Grade | None, error: Exception | None = None) -> Trajectory:
+        served = self.served
+        self.gateway.failures += stop is StopReason.HARNESS_FAILURE
+        plain = super()._trajectory(stop, grade, error)
+        plain = replace(plain, turns=served.turns(), messages=served.spoken_messages(), harness=served.counts())
+        branches = served.forest.branches()
+        if not branches:
+            return plain
+        first, *further = branches
+        return replace(
+            plain,
+            tokens=first.tokens,
+            loss_mask=first.loss_mask,
+            logprobs=first.logprobs,
+            routing=first.routing,
+            versions=first.versions,
+            further=tuple(further),
+        )
+
+
+def _account(result: ExecResult) -> str:
+    """How the program ended, in a line."""
+    said = " ".join(printable(result.stderr.decode(errors="replace") or result.stdout.decode(errors="replace")).split())
+    killed = ", out of memory" if result.oom_killed else ""
+    return f"exit code {result.exit_code}{killed}: {said[-_OUTPUT_SHOWN:] or 'it printed nothing'}"

@@ -1,0 +1,190 @@
+"""Official clients over the endpoint: their types take every reply, and what they give back is found again."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from agent_rl.render import ChatRenderer
+from agent_rl.types import BranchCause
+
+TOOL = {"name": "bash", "description": "Runs a command."}
+PARAMETERS = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
+TURNS = ["<think>\nlook\n</think>\n\nFirst. {ls}", "{a}\n{b}", "<think>\nso\n</think>\n\nDone."]
+
+
+def linear(served: Any) -> None:
+    """One branch; no sampled token was encoded again; each row came once."""
+    (branch,) = served.session.forest.branches()
+    assert branch.cause is BranchCause.START
+    assert served.engine.scripted.rows_sent == len(branch.tokens) - 1
+    assert int(branch.loss_mask.sum()) == sum(len(node.sampled) for node in served.session.forest.nodes)
+    assert served.session.forest.echo_differs == 0
+
+
+@pytest.fixture
+def texts(kit: SimpleNamespace) -> list[str]:
+    return [text.format(ls=kit.call("ls"), a=kit.call("a"), b=kit.call("b")) for text in TURNS]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_chat(renderer: ChatRenderer, kit: SimpleNamespace, texts: list[str], stream: bool) -> None:
+    async with kit.served(renderer, kit.Saying(renderer, texts)) as served:
+        client = await served.clients(openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="x", max_retries=0))
+        messages: list[Any] = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+        finishes = []
+        for _ in range(3):
+            message, finish = await chat_turn(client, messages, kit.BASH, stream)
+            finishes.append(finish)
+            messages.append(message)
+            for call in message.get("tool_calls") or ():
+                messages.append({"role": "tool", "tool_call_id": call["id"], "content": "seen"})
+        assert finishes == ["tool_calls", "tool_calls", "stop"]
+        assert messages[2]["content"] == "First."
+        assert [call["function"]["arguments"] for call in messages[4]["tool_calls"]] == [
+            '{"command": "a"}',
+            '{"command": "b"}',
+        ]
+        assert messages[-1]["content"] == "Done."
+        linear(served)
+
+
+async def chat_turn(client: Any, messages: list[Any], tool: Any, stream: bool) -> tuple[Any, str]:
+    asked = {"model": "m", "messages": messages, "tools": [tool]}
+    if not stream:
+        reply = await client.chat.completions.create(**asked)
+        type(reply).model_validate(reply.model_dump(), strict=True)
+        return reply.choices[0].message.model_dump(exclude_none=True), reply.choices[0].finish_reason
+    async with client.chat.completions.stream(**asked, stream_options={"include_usage": True}) as events:
+        async for _ in events:
+            pass
+        reply = await events.get_final_completion()
+    assert reply.usage.completion_tokens > 0
+    message = reply.choices[0].message.model_dump(exclude_none=True)
+    for call in message.get("tool_calls", ()):
+        call["function"].pop("parsed_arguments", None)
+        call.pop("index", None)
+    return message, reply.choices[0].finish_reason
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_responses(renderer: ChatRenderer, kit: SimpleNamespace, texts: list[str], stream: bool) -> None:
+    async with kit.served(renderer, kit.Saying(renderer, texts)) as served:
+        client = await served.clients(openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="x", max_retries=0))
+        items: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "u"}]}]
+        asked = {"model": "m", "instructions": "s", "tools": [{"type": "function", **TOOL, "parameters": PARAMETERS}]}
+        for _ in range(3):
+            if stream:
+                async with client.responses.stream(input=items, **asked) as events:
+                    async for _ in events:
+                        pass
+                    reply = await events.get_final_response()
+            else:
+                reply = await client.responses.create(input=items, **asked)
+                type(reply).model_validate(reply.model_dump(), strict=True)
+            items += [item.model_dump(exclude_none=True, exclude={"parsed_arguments"}) for item in reply.output]
+            for item in reply.output:
+                if item.type == "function_call":
+                    items.append({"type": "function_call_output", "call_id": item.call_id, "output": "seen"})
+        assert reply.output_text == "Done."
+        assert [item["type"] for item in items[1:5]] == [
+            "reasoning",
+            "message",
+            "function_call",
+            "function_call_output",
+        ]
+        linear(served)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_messages(renderer: ChatRenderer, kit: SimpleNamespace, texts: list[str], stream: bool) -> None:
+    async with kit.served(renderer, kit.Saying(renderer, texts)) as served:
+        client = await served.clients(anthropic.AsyncAnthropic(base_url=served.url, api_key="x", max_retries=0))
+        messages: list[Any] = [{"role": "user", "content": "u"}]
+        system = [
+            {"type": "text", "text": "x-anthropic-billing-header: changes"},
+            {"type": "text", "text": "s", "cache_control": {"type": "ephemeral"}},
+        ]
+        asked = {"model": "m", "max_tokens": 500, "system": system, "tools": [{**TOOL, "input_schema": PARAMETERS}]}
+        stops = []
+        for turn in range(3):
+            system[0]["text"] += str(turn)
+            if stream:
+                async with client.messages.stream(messages=messages, **asked) as events:
+                    reply = await events.get_final_message()
+            else:
+                reply = await client.messages.create(messages=messages, **asked)
+                type(reply).model_validate(reply.model_dump(), strict=True)
+            stops.append(reply.stop_reason)
+            messages.append({"role": "assistant", "content": [b.model_dump(exclude_none=True) for b in reply.content]})
+            used = [b.id for b in reply.content if b.type == "tool_use"]
+            messages.append(
+                {
+                    "role": "user",
+                    "content": [{"type": "tool_result", "tool_use_id": i, "content": "seen"} for i in used],
+                }
+            )
+        assert stops == ["tool_use", "tool_use", "end_turn"]
+        assert [block["type"] for block in messages[1]["content"]] == ["thinking", "text", "tool_use"]
+        counted = await client.messages.count_tokens(
+            messages=messages[:3], **{k: asked[k] for k in ("model", "system", "tools")}
+        )
+        assert counted.input_tokens == served.session.forest.nodes[1].prompt
+        linear(served)
+
+
+async def test_a_full_context_and_an_ended_episode_are_told_in_each_dialects_own_words(
+    renderer: ChatRenderer, kit: SimpleNamespace
+) -> None:
+    async with kit.served(renderer, kit.Saying(renderer, ["ok"]), max_tokens=60, max_turns=1) as served:
+        openai_client = await served.clients(openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="x"))
+        claude = await served.clients(anthropic.AsyncAnthropic(base_url=served.url, api_key="x"))
+        long: list[Any] = [{"role": "user", "content": "word " * 100}]
+        with pytest.raises(openai.BadRequestError) as full:
+            await openai_client.chat.completions.create(model="m", messages=long)
+        assert full.value.code == "context_length_exceeded"
+        with pytest.raises(openai.BadRequestError) as full:
+            await openai_client.responses.create(model="m", input="word " * 100)
+        assert full.value.code == "context_length_exceeded"
+        with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: .* tokens > 60 maximum"):
+            await claude.messages.create(model="m", messages=long, max_tokens=5)
+        short: list[Any] = [{"role": "user", "content": "u"}]
+        await openai_client.chat.completions.create(model="m", messages=short)
+        with pytest.raises(openai.BadRequestError) as over:
+            await openai_client.chat.completions.create(model="m", messages=[*short, *short])
+        assert over.value.code == "episode_ended"
+        with pytest.raises(anthropic.BadRequestError, match="the episode is over: max_turns"):
+            await claude.messages.create(model="m", messages=[*short, *short], max_tokens=5)
+        url = f"http://127.0.0.1:{served.gateway.port}/v1"
+        foreign = await served.clients(openai.AsyncOpenAI(base_url=url, api_key="wrong"))
+        with pytest.raises(openai.AuthenticationError):
+            await foreign.chat.completions.create(model="m", messages=short)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 2),
+        ("tool_choice", "required"),
+        ("response_format", {"type": "json_object"}),
+        ("top_logprobs", 3),
+        ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
+        ("messages", [{"role": "user", "content": "u"}, {"role": "assistant", "content": "I"}]),
+        ("messages", [{"role": "robot", "content": "u"}]),
+        ("messages", []),
+        ("messages", 3),
+    ],
+)
+async def test_what_cannot_be_had_is_refused(
+    renderer: ChatRenderer, kit: SimpleNamespace, field: str, value: Any
+) -> None:
+    async with kit.served(renderer, kit.Saying(renderer, ["ok"])) as served:
+        body = {"messages": [{"role": "user", "content": "u"}], field: value}
+        answer = await served.ask("/v1/chat/completions", **body)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+        assert served.engine.asked == 0

@@ -1,0 +1,128 @@
+"""Episodes that a program drives: how each ends, and that a linear one is the built-in loop's token by token."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agent_rl.config import HarnessConfig, RolloutConfig
+from agent_rl.errors import EngineUnreachable, RoutesMissingError
+from agent_rl.gateway.episode import run_harness_episode
+from agent_rl.gateway.server import Gateway
+from agent_rl.render import ChatRenderer
+from agent_rl.rollout.episode import EpisodeRules, run_episode
+from agent_rl.types import StopReason, Trajectory
+from envs import Task
+from tools import tool_format
+
+PROGRAMS = Path(__file__).parent / "programs"
+TASK = Task("t", "memory", {})
+
+
+def command(program: str, *arguments: str) -> str:
+    return shlex.join([sys.executable, str(PROGRAMS / program), *arguments])
+
+
+async def drive(
+    gateway: Gateway, kit: SimpleNamespace, renderer: ChatRenderer, engine: Any, run: str, **limits: Any
+) -> Trajectory:
+    harness = HarnessConfig(command=run, place="host")
+    rules = EpisodeRules(RolloutConfig(**{"max_tokens": 4000, **limits}, harness=harness))
+    env = kit.MemoryEnvironment()
+    return await run_harness_episode(gateway, env, TASK, engine, renderer, tool_format("hermes"), rules, context=4000)
+
+
+@pytest.mark.parametrize(
+    ("how", "stop", "turns"),
+    [
+        ("ends", StopReason.SUBMITTED, 3),
+        ("limit", StopReason.MAX_TURNS, 5),
+        ("silent", StopReason.HARNESS_FAILURE, 0),
+        ("early", StopReason.HARNESS_FAILURE, 0),
+        ("fails", StopReason.HARNESS_FAILURE, 3),
+        ("hangs", StopReason.TIME_LIMIT, 3),
+    ],
+)
+async def test_endings(
+    gateway: Gateway, renderer: ChatRenderer, kit: SimpleNamespace, how: str, stop: StopReason, turns: int
+) -> None:
+    engine = kit.Saying(renderer, [kit.call("ls")])
+    limits = {"time_limit": 1.5} if how == "hangs" else {}
+    trajectory = await drive(gateway, kit, renderer, engine, command("talk.py", how), max_turns=5, **limits)
+    assert (trajectory.stop, len(trajectory.turns)) == (stop, turns)
+    assert (trajectory.reward is None) == stop.infrastructure
+    assert len(trajectory.branches) == 1
+    if how == "early":
+        assert (
+            trajectory.error == "HarnessError: the program ended without having asked for a reply (exit code 1: no key)"
+        )
+    if turns:
+        assert trajectory.sampled_tokens == sum(turn.completion_tokens for turn in trajectory.turns)
+        assert trajectory.routes_missing == 0
+
+
+async def test_a_program_killed_within_a_request_ends_what_is_sampled(
+    gateway: Gateway, renderer: ChatRenderer, kit: SimpleNamespace
+) -> None:
+    never = asyncio.Event()
+
+    async def before(number: int) -> None:
+        await never.wait()
+
+    engine = kit.Saying(renderer, ["x"], before)
+    trajectory = await drive(gateway, kit, renderer, engine, command("talk.py", "killed"))
+    assert trajectory.stop is StopReason.HARNESS_FAILURE
+    assert (engine.asked, engine.cancelled) == (1, 1)
+
+
+async def test_an_engine_that_dies_ends_the_episode_at_once(
+    gateway: Gateway, renderer: ChatRenderer, kit: SimpleNamespace
+) -> None:
+    async def before(number: int) -> None:
+        if number == 2:
+            raise EngineUnreachable("it is gone")
+
+    engine = kit.Saying(renderer, [kit.call("ls")], before)
+    trajectory = await drive(gateway, kit, renderer, engine, command("talk.py", "hangs"))
+    assert (trajectory.stop, trajectory.reward) == (StopReason.ENGINE_FAILURE, None)
+    assert trajectory.error == "EngineUnreachable: it is gone"
+
+
+async def test_routes_that_are_missing_stop_the_run(
+    gateway: Gateway, renderer: ChatRenderer, kit: SimpleNamespace
+) -> None:
+    engine = kit.Saying(renderer, ["x"])
+    engine.scripted._routing = lambda *rows: None
+    with pytest.raises(RoutesMissingError, match="received none"):
+        await drive(gateway, kit, renderer, engine, command("talk.py", "hangs"))
+
+
+async def test_the_quickstarts_agent_is_the_built_in_loop_token_by_token(
+    gateway: Gateway, renderer: ChatRenderer, kit: SimpleNamespace
+) -> None:
+    texts = [kit.call("ls"), "no call", "<tool_call>{", kit.call("fix"), kit.call("fix").replace("bash", "submit")]
+    rules = EpisodeRules(RolloutConfig(max_tokens=4000))
+    native = await run_episode(
+        kit.MemoryEnvironment(), TASK, kit.Saying(renderer, texts), renderer, tool_format("hermes"), rules
+    )
+    engine = kit.Saying(renderer, texts)
+    driven = await drive(gateway, kit, renderer, engine, command("quickstart_agent.py"))
+    assert (driven.stop, driven.reward) == (native.stop, native.reward) == (StopReason.SUBMITTED, 1.0)
+    assert driven.tokens.tolist() == native.tokens.tolist()
+    assert driven.loss_mask.tolist() == native.loss_mask.tolist()
+    assert driven.logprobs.tolist() == native.logprobs.tolist()
+    assert driven.routing is not None
+    assert native.routing is not None
+    assert np.array_equal(driven.routing.experts, native.routing.experts)
+    assert driven.routing.spans == native.routing.spans
+    assert [turn.text for turn in driven.turns] == [turn.text for turn in native.turns]
+    assert [turn.observation for turn in driven.turns[:-1]] == [turn.observation for turn in native.turns[:-1]]
+    assert engine.scripted.rows_sent == len(driven.tokens) - 1
+    assert driven.further == ()

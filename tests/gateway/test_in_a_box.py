@@ -1,0 +1,117 @@
+"""A program in a task's own box: it reaches the endpoint without a network, its files stay out of the patch, and the
+box that grades has neither them nor the socket."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from agent_rl.config import HarnessConfig, RolloutConfig
+from agent_rl.gateway.episode import BOX_GATEWAY, BOX_HARNESS, agent_binds, run_harness_episode
+from agent_rl.gateway.server import Gateway
+from agent_rl.render import ChatRenderer
+from agent_rl.rollout.episode import EpisodeRules
+from agent_rl.types import StopReason, Trajectory
+from envs.context import EnvContext
+from envs.mini.generator import generate
+from envs.mini.records import to_record
+from envs.swe.boxes import box_spec
+from envs.swe.episode import start_episode
+from envs.types import Task
+from sandbox import Sandbox, SandboxBackend, SandboxPool, SandboxSpec, open_backend
+from tools import tool_format
+
+pytestmark = pytest.mark.bubblewrap
+PROGRAMS = Path(__file__).parent / "programs"
+RECORD = to_record(generate("train", 1, 0)[0])
+
+
+class Watched(SandboxPool):
+    """Keeps the specs of the boxes that it starts."""
+
+    def __init__(self, backend: SandboxBackend, **bounds: int) -> None:
+        super().__init__(backend, **bounds)
+        self.specs: list[SandboxSpec] = []
+
+    async def start(self, spec: SandboxSpec) -> Sandbox:
+        self.specs.append(spec)
+        return await super().start(spec)
+
+
+class OneTask:
+    name = "one"
+
+    def __init__(self, context: EnvContext) -> None:
+        self.context = context
+
+    @asynccontextmanager
+    async def start(self, task: Task) -> AsyncIterator[Any]:
+        async with start_episode(self.context, RECORD) as episode:
+            yield episode
+
+
+async def drive(
+    gateway: Gateway, renderer: ChatRenderer, engine: Any, command: str, pool: SandboxPool, **limits: Any
+) -> Trajectory:
+    harness = HarnessConfig(command=command, folder=PROGRAMS)
+    context = EnvContext(backend=pool, agent_binds=agent_binds(gateway, harness))
+    rules = EpisodeRules(RolloutConfig(max_tokens=4000, harness=harness, **limits))
+    task = Task(RECORD.id, "one", {})
+    return await run_harness_episode(
+        gateway, OneTask(context), task, engine, renderer, tool_format("hermes"), rules, context=4000
+    )
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[Watched]:
+    watched = Watched(open_backend("bubblewrap", run_id="harness"), max_execs=1)
+    yield watched
+    await watched.close()
+
+
+async def test_a_program_in_the_box(
+    gateway: Gateway, renderer: ChatRenderer, kit: SimpleNamespace, pool: Watched
+) -> None:
+    # Commands of other boxes go on meanwhile, although the pool runs one at a time.
+    other = await pool.start(box_spec(EnvContext(backend=pool), RECORD, None))
+    waiting, beside = asyncio.Event(), asyncio.Event()
+
+    async def before(number: int) -> None:
+        waiting.set()
+        await beside.wait()
+
+    engine = kit.Saying(renderer, [kit.call("ls")], before)
+    run = f"echo changed > new.txt; touch $HOME/.state; python3 {BOX_HARNESS}/talk.py ends"
+    driving = asyncio.create_task(drive(gateway, renderer, engine, run, pool))
+    await waiting.wait()
+    assert (await other.exec("true", timeout=10)).ok
+    beside.set()
+    trajectory = await driving
+    assert (trajectory.stop, trajectory.error) == (StopReason.SUBMITTED, "")
+    assert len(trajectory.turns) == 3
+    assert trajectory.patch.count("diff --git") == 1
+    assert "b/new.txt" in trajectory.patch
+    binds = [set(spec.ro_binds.values()) & {BOX_GATEWAY, BOX_HARNESS} for spec in pool.specs[1:]]
+    assert binds[0] == {BOX_GATEWAY, BOX_HARNESS}
+    assert len(binds) > 1
+    assert not any(binds[1:])
+
+
+async def test_a_box_without_python_is_told(
+    gateway: Gateway, renderer: ChatRenderer, kit: SimpleNamespace, pool: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = pool.start
+
+    async def without(spec: SandboxSpec) -> Sandbox:
+        return await start(replace(spec, env={**spec.env, "PATH": "/nowhere"}))
+
+    monkeypatch.setattr(pool, "start", without)
+    trajectory = await drive(gateway, renderer, kit.Saying(renderer, ["x"]), "true", pool)
+    assert trajectory.stop.infrastructure
