@@ -138,6 +138,9 @@ def evaluate(
         list[str] | None,
         typer.Option(metavar="KEY=VALUE", help="At an endpoint: a field of every request; null leaves it out."),
     ] = None,
+    harness: Annotated[
+        str | None, typer.Option(metavar="COMMAND", help="An agent program on this machine that drives the episodes.")
+    ] = None,
 ) -> None:
     """Evaluate Pass@1 on a split of the config's environment; one that was killed goes on where it stopped.
 
@@ -145,13 +148,14 @@ def evaluate(
     Exit code 1: nothing could be graded; the last line says why.
     """
     from agent_rl.commands.eval import EvalOptions, run_evaluation
-    from agent_rl.commands.policy import PolicyChoice, request_fields
+    from agent_rl.commands.policy import PolicyChoice, request_fields, with_harness
     from agent_rl.config_files import load_config
 
     fields, native = request_fields(request or ()), tool_calls is ToolCalls.NATIVE
     options = EvalOptions(PolicyChoice(policy, model, greedy, native, fields), tasks, samples, split, out)
     loaded = load_config(config, overrides or ())
     loaded = _with_models(loaded) if policy == "engine" else loaded
+    loaded = with_harness(loaded, harness, options.policy)
     if (failure := _run_async(run_evaluation(loaded, options), RESUMES)) is not None:
         print(f"error: {failure}", file=sys.stderr)
         raise typer.Exit(1)

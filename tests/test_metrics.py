@@ -17,6 +17,7 @@ from agent_rl.controller.guard import Guard
 from agent_rl.controller.world import Workshop
 from agent_rl.engine.fleet import Fleet
 from agent_rl.errors import AgentRlError
+from agent_rl.gateway.server import Gateway
 from agent_rl.observe.metrics import METRICS, NAMES, with_tables
 from agent_rl.observe.metrics_log import MetricsLog, read_metrics
 from agent_rl.rollout.audit import audit_metrics
@@ -47,7 +48,7 @@ def made_by_calling() -> Mapping[str, set[str]]:
     """File -> the metrics that its functions give for a step in which everything there is to measure happened."""
     routing = Routing(np.zeros((5, 1, 1), np.uint8), np.ones(5, np.bool_), (), 4)
     won = replace(trajectory(1.0), routing=routing, rescored=Rescored(np.zeros((2, 2), np.float32), 1.0))
-    won = replace(won, audit=RouteAudit(2, 0, 2, 0))
+    won = replace(won, audit=RouteAudit(2, 0, 2, 0), harness={"rewrites": 0, "retries": 0, "echo_differs": 0})
     group = Group("t", (won, replace(trajectory(0.0), recovered=True)))
     audited = set(audit_metrics([won]))
     return {
@@ -59,6 +60,7 @@ def made_by_calling() -> Mapping[str, set[str]]:
         "agent_rl/engine/fleet.py": set(Fleet().metrics()),
         "agent_rl/controller/guard.py": set(Guard(GuardConfig(), Path("none"), print).judge(1, {}, [])),
         "agent_rl/controller/world.py": set(Workshop(ClusterBackend([], most=1), env=None).metrics()),
+        "agent_rl/gateway/server.py": set(Gateway(Path("none"), 0).metrics()),
         "agent_rl/train/balance_report.py": set(balance_metrics([balanced()])),
         "agent_rl/train/step_metrics.py": set(step_metrics([report()], routes(), routes(), Clip(0.2, 0.2))),
     }

@@ -128,6 +128,7 @@ def _facts(config: RunConfig, options: EvalOptions) -> dict[str, Any]:
         "env_options": config.env.model_dump(mode="json")["options"],
         "tool_format": config.rollout.tool_format,
         **({} if config.env.interface == OWN_INTERFACE else {"interface": config.env.interface}),
+        **({} if (harness := config.rollout.harness) is None else {"harness": harness.model_dump(mode="json")}),
         **endpoint,
         **_settings(policy.rules(config)),
     }

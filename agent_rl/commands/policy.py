@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from agent_rl.config import RolloutConfig, RunConfig
+from agent_rl.config import HarnessConfig, RolloutConfig, RunConfig
 from agent_rl.controller import preflight
 from agent_rl.controller.world import Workshop, open_workshop, open_world
 from agent_rl.errors import ConfigError, UserError
@@ -94,6 +94,17 @@ def request_fields(given: Iterable[str]) -> dict[str, Any]:
         if not key or not separator:
             raise UserError(f"--request {option}: write it as key=value, max_tokens=null or seed=1, say")
     return fields
+
+
+def with_harness(config: RunConfig, command: str | None, choice: PolicyChoice) -> RunConfig:
+    """``config`` with the agent program ``command`` on this machine, if one is given. Raises UserError where the policy
+    is not the config's model."""
+    if command is None:
+        return config
+    if choice.name != "engine":
+        raise UserError(f"--harness: a program asks the config's model; leave --policy {choice.name} out")
+    rollout = config.rollout.model_copy(update={"harness": HarnessConfig(command=command, place="host")})
+    return config.model_copy(update={"rollout": rollout})
 
 
 @asynccontextmanager

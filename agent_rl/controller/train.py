@@ -234,7 +234,7 @@ class TrainingRun:
                 verdicts=(*prepared.verdicts, *batch.verdicts_of_discarded),
                 details=None if details is None else {prepared.origins[at]: own for at, own in details.items()},
             )
-        values |= clock.values | self.world.workshop.metrics() | self.world.engine.fleet.metrics()
+        values |= clock.values | self.world.metrics() | self.world.engine.fleet.metrics()
         values |= self.guard.judge(step, values, self.metrics.rows)
         self.metrics.append(step, values)
         self.progress = self.progress.after(step, batch.position, values)

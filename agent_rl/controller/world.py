@@ -78,6 +78,10 @@ class World:
 
         return run
 
+    def metrics(self) -> dict[str, float]:
+        """What became of hosts and of agent programs, where the run has any."""
+        return self.workshop.metrics() | ({} if self.gateway is None else self.gateway.metrics())
+
     def _harness_runner(self, gateway: Gateway, rules: EpisodeRules, audit: Auditor | None) -> EpisodeRunner:
         """The same with the agent program of ``rules.rollout.harness``."""
         context = self.engine.facts.max_positions

@@ -69,6 +69,7 @@ _TRAIN = "agent_rl/controller/train.py"
 _STEP = "agent_rl/train/step_metrics.py"
 _BALANCE = "agent_rl/train/balance_report.py"
 _WORLD = "agent_rl/controller/world.py"
+_GATEWAY = "agent_rl/gateway/server.py"
 _SYNC = "agent_rl/weight_sync/sync.py"
 _PUBLISHER = "agent_rl/weight_sync/publisher.py"
 _FLEET = "agent_rl/engine/fleet.py"
@@ -129,6 +130,15 @@ METRICS: tuple[Metric, ...] = (
         ("rollout/tool_seconds_mean", "seconds", "The mean time that the tool took in a turn."),
         ("rollout/grade_seconds_mean", "seconds", "The mean time that grading a trajectory took."),
     ),
+    *_of(
+        _STATS,
+        ("harness/branches", "count", "The mean number of branches of a trajectory that an agent program drove."),
+        ("harness/inflation", "ratio", "Tokens of all branches over those that differ: 1 where none is shared."),
+        ("harness/rewrites", "count", "Requests whose conversation or tools were changed, so that a branch began."),
+        ("harness/retries", "count", "Requests made again although their reply had been given."),
+        ("harness/echo_differs", "count", "Replies that came back with other text or arguments than were given."),
+    ),
+    *_of(_GATEWAY, ("harness/failures", "count", "Agent programs that broke since the run was started last.")),
     Metric("rollout/stop/<reason>", "share", "Trajectories that ended for this reason.", _STATS, _STOPS),
     *_of(
         _FILTERS,
