@@ -26,7 +26,7 @@ from agent_rl.controller import preflight
 from agent_rl.controller.advantages import overlong_penalty, samples_of
 from agent_rl.controller.batch import Batch, Collector
 from agent_rl.controller.checkpoints import Checkpoints, Progress
-from agent_rl.controller.cluster import needs_ray, open_rooms
+from agent_rl.controller.cluster import Rooms, needs_ray, open_rooms
 from agent_rl.controller.guard import Guard
 from agent_rl.controller.idle_steps import why_idle
 from agent_rl.controller.journal import Journal
@@ -77,11 +77,14 @@ async def train(config: RunConfig) -> None:
     display = Display(config.name)
     with hold_folder(config.run_dir), display:
         await preflight.ask_elsewhere(config)
-        state = RunState(config)
-        keep_tokenizer(config.model, state.dir)
-        async with _parts(config, facts, state, display) as (world, trainer):
-            begin = partial(TrainingRun, config, state, display, world, trainer)
-            summary = await run_to_the_end(begin, Restarts(config.train.restarts))
+        if needs_ray(config):
+            display.stage("connecting to Ray")
+        async with open_rooms(config, ranks=True) as rooms:  # before the folder is bound to the config
+            state = RunState(config)
+            keep_tokenizer(config.model, state.dir)
+            async with _parts(config, facts, state, display, rooms) as (world, trainer):
+                begin = partial(TrainingRun, config, state, display, world, trainer)
+                summary = await run_to_the_end(begin, Restarts(config.train.restarts))
     display.note(f"{state.dir}/summary.json   {state.dir}/run.png")
     display.table(summary_table(summary))
     display.next("show", state.dir)
@@ -89,16 +92,13 @@ async def train(config: RunConfig) -> None:
 
 @asynccontextmanager
 async def _parts(
-    config: RunConfig, facts: ModelFacts, state: RunState, display: Display
+    config: RunConfig, facts: ModelFacts, state: RunState, display: Display, rooms: Rooms
 ) -> AsyncIterator[tuple[World, RayTrainer]]:
     """The world and the trainer, started side by side: each takes many seconds, mostly of imports.
 
-    One Ray serves both. Where the world needs it, it is there before them, else the trainer starts it.
+    One Ray serves both. Where the world needs it, ``rooms`` brought it, else the trainer starts it.
     """
     async with AsyncExitStack() as stack:
-        if needs_ray(config):
-            display.stage("connecting to Ray")
-        rooms = await stack.enter_async_context(open_rooms(config, ranks=True))
         trainer = RayTrainer(config, room=rooms.ranks)
         stack.push_async_callback(trainer.close)
         async with asyncio.TaskGroup() as starting:

@@ -26,8 +26,9 @@ from test_keeper import FACTS as DENSE_BELOW
 from test_keeper import SAMPLE
 
 from agent_rl.commands.health import check_engines_of
-from agent_rl.config import EngineConfig, RunConfig
+from agent_rl.config import EngineConfig, RolloutConfig, RunConfig
 from agent_rl.controller.cluster import open_rooms
+from agent_rl.controller.train import train
 from agent_rl.engine import hosts
 from agent_rl.engine.fleet import Phase
 from agent_rl.engine.open import open_engine
@@ -55,6 +56,7 @@ def cluster() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         for name, value in SOON.items():
             patch.setenv(name, value)
+        patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|0")  # SGLang wants a core named for each rank
         stack.enter_context(ray_cluster(None, cpus=2))
         stack.enter_context(ray_node("second", cpus=2))
         yield
@@ -199,10 +201,20 @@ async def test_what_a_machine_lacks_is_one_line_that_names_it(cluster: None, che
         async with opened(config.model_copy(update={"engine": engine}), tmp_path, []):
             pass
     assert "ValueError: no such thing" in (tmp_path / "logs/engine-0.log").read_text()
-    many = config.engine.model_copy(update={"count": 3})
-    with pytest.raises(UserError, match=r"^the Ray cluster has too few CPUs: engine.count for 3 engines of 2 CPUs ask"):
-        async with opened(config.model_copy(update={"engine": many}), tmp_path, []):
-            pass
+    assert processes(tmp_path) == []
+
+
+async def test_too_little_room_is_told_before_anything_starts(cluster: None, model: Path, tmp_path: Path) -> None:
+    config = config_of(tmp_path, model, count=2)
+    asked = {"runs_dir": tmp_path / "runs", "rollout": RolloutConfig(max_tokens=1024)}
+    with pytest.raises(UserError) as told:
+        await train(config.model_copy(update=asked))
+    assert str(told.value).startswith(
+        "the Ray cluster has too few CPUs: engine.count for 2 engines of 2 CPUs and train.parallel.world_size for 1 "
+        "rank of 1 CPU ask for 5, and its nodes have "
+    )
+    assert "\n" not in str(told.value)
+    assert not list((tmp_path / "runs").glob("*/config.yaml")), "the folder is free for another config"
     assert processes(tmp_path) == []
 
 
@@ -227,7 +239,7 @@ async def test_a_real_engine_is_killed_with_its_actor_and_serves_again(
         after = await client.generate([5, 6, 7], GREEDY, routes_from=0, session="b")
         assert after.tokens == before.tokens
     await none_of(model)
-    assert [note.rpartition(") ")[2] for note in notes][-2:] == ["engine engine-0 is started again", "serves again"]
+    assert [note.rpartition(") ")[2] for note in notes][-2:] == ["is started again", "serves again"]
 
 
 async def test_the_doctor_looks_at_every_machine(cluster: None, checkpoint: Path, tmp_path: Path) -> None:
