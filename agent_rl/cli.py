@@ -309,6 +309,16 @@ def show(
     show_episodes(path, step=step, task=task, sample=sample, as_list=as_list, console=Console(highlight=False))
 
 
+@app.command()
+def ledger(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")]) -> None:
+    """Prove from a run's files that every task it drew was trained on, discarded, dropped or left out exactly once."""
+    from rich.console import Console
+
+    from agent_rl.commands.ledger import ledger as show_ledger
+
+    show_ledger(run, Console(highlight=False))
+
+
 @config_app.command("list")
 def config_list() -> None:
     """List the configs that come with the package and go by their name."""

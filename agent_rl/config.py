@@ -694,6 +694,38 @@ class GuardConfig(Section):
     )
 
 
+class PipelineConfig(Section):
+    """Sampling beside training."""
+
+    depth: int = Field(
+        0,
+        ge=0,
+        le=MAX_STALENESS,
+        description="Batches that sampling may run ahead of training; 0: a step samples, then trains.",
+    )
+    max_staleness: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_STALENESS,
+        description="Updates by which a trained token's weights may be older than those before its step; beyond depth, "
+        "younger groups may overtake slow ones. None: as many as depth.",
+    )
+
+    @property
+    def staleness(self) -> int:
+        """The bound that holds."""
+        return self.depth if self.max_staleness is None else self.max_staleness
+
+    @model_validator(mode="after")
+    def _makes_sense(self) -> PipelineConfig:
+        if self.staleness < self.depth or (self.staleness and not self.depth):
+            raise ValueError(
+                f"pipeline.max_staleness is {self.staleness} and pipeline.depth {self.depth}: it is depth or more, and "
+                "0 where depth is 0"
+            )
+        return self
+
+
 class EvalConfig(Section):
     """Evaluation on held-out tasks before and after training, and every so many steps."""
 
@@ -741,6 +773,7 @@ class RunConfig(Section):
     train: TrainConfig = TrainConfig()
     r3: R3Config = R3Config()
     guard: GuardConfig = GuardConfig()
+    pipeline: PipelineConfig = PipelineConfig()
     eval: EvalConfig = EvalConfig()
     observe: ObserveConfig = ObserveConfig()
     hardware: HardwareConfig = HardwareConfig()
@@ -823,6 +856,29 @@ class RunConfig(Section):
             raise ValueError(
                 f"train.overlong.buffer is {self.train.overlong.buffer} and rollout.max_tokens "
                 f"{self.rollout.max_tokens}: every trajectory would be punished; take a smaller buffer"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _corrects_what_is_stale(self) -> RunConfig:
+        if not self.pipeline.depth:
+            return self
+        source, correction = self.train.old_logprob.source, self.train.correction
+        if source == "rescore":
+            raise ValueError(
+                "pipeline.depth is above 0 and train.old_logprob.source rescore: the weights that sampled are gone "
+                "when the engine is asked again; take rollout, or recompute with a train.correction"
+            )
+        if source == "recompute" and correction.weight is None and correction.mask is None:
+            raise ValueError(
+                "pipeline.depth is above 0 and train.old_logprob.source recompute without a train.correction: the "
+                "loss would take old weights' tokens for the present ones'; set train.correction.weight, or source to "
+                "rollout"
+            )
+        if self.engine.pause_mode == "retract" and self.wants_routes:
+            raise ValueError(
+                "pipeline.depth is above 0, train.replay r3 and engine.pause_mode retract: the routes of running "
+                "requests would be computed again by other weights; take pause_mode turn"
             )
         return self
 

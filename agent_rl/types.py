@@ -34,8 +34,7 @@ class StopReason(StrEnum):
     HARNESS_FAILURE = "harness_failure"  # infrastructure: the agent program broke, or called nothing
     ENGINE_FAILURE = "engine_failure"  # infrastructure: the engine failed past its retry budget
     UNDECIDABLE = "undecidable"  # the task's own parts keep it from ever being graded
-    STALE = "stale"  # reserved for asynchronous training: dropped, as its weights are too old
-    CANCELLED = "cancelled"  # reserved for asynchronous training: stopped by the controller
+    CANCELLED = "cancelled"  # stopped from outside: by Ctrl-C, or by another part of the run that failed
 
     @property
     def infrastructure(self) -> bool:
@@ -50,7 +49,6 @@ _WITHOUT_REWARD = frozenset(
         StopReason.HARNESS_FAILURE,
         StopReason.ENGINE_FAILURE,
         StopReason.UNDECIDABLE,
-        StopReason.STALE,
         StopReason.CANCELLED,
     }
 )

@@ -5,7 +5,7 @@ from typing import get_args
 
 import pytest
 import yaml
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from agent_rl.config import RunConfig
 from agent_rl.config_files import INPUTS, load_config
@@ -215,7 +215,7 @@ def test_every_key_is_described_or_speaks_for_itself() -> None:
     sections = [
         field.annotation for field in RunConfig.model_fields.values() if hasattr(field.annotation, "model_fields")
     ]
-    assert len(sections) == 10
+    assert len(sections) == 11
     for section in sections:
         undescribed = {
             name
@@ -223,3 +223,31 @@ def test_every_key_is_described_or_speaks_for_itself() -> None:
             if not field.description and not hasattr(field.annotation, "model_fields")  # a section describes itself
         }
         assert undescribed <= {"weight_decay", "betas", "device"}
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"pipeline": {"depth": 2, "max_staleness": 1}}, "max_staleness is 1 and pipeline.depth 2"),
+        ({"pipeline": {"max_staleness": 1}}, "0 where depth is 0"),
+        ({"pipeline": {"depth": 1}}, "recompute without a train.correction"),
+        ({"pipeline": {"depth": 1}, "train": {"old_logprob": {"source": "rescore"}}}, "source rescore: the weights"),
+        (
+            {
+                "pipeline": {"depth": 1},
+                "train": {"old_logprob": {"source": "rollout"}},
+                "engine": {"pause_mode": "retract"},
+            },
+            "take pause_mode turn",
+        ),
+    ],
+)
+def test_what_would_train_wrongly_on_older_tokens_is_refused(values: dict[str, object], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        RunConfig.model_validate({"name": "n", "model": "m", **values})
+
+
+def test_ahead_of_training_the_old_tokens_are_corrected_or_clipped() -> None:
+    for train in ({"old_logprob": {"source": "rollout"}}, {"correction": {"weight": "token"}}):
+        config = RunConfig.model_validate({"name": "n", "model": "m", "pipeline": {"depth": 2}, "train": train})
+        assert config.pipeline.staleness == 2

@@ -14,8 +14,10 @@ from trajectories import trajectory
 from agent_rl.config import MAX_STALENESS, Clip, GuardConfig
 from agent_rl.controller.advantages import samples_of
 from agent_rl.controller.guard import Guard
+from agent_rl.controller.pipeline.history import History
 from agent_rl.controller.world import Workshop
 from agent_rl.engine.fleet import Fleet
+from agent_rl.engine.gate import TurnGate
 from agent_rl.errors import AgentRlError
 from agent_rl.gateway.server import Gateway
 from agent_rl.observe.metrics import METRICS, NAMES, with_tables
@@ -58,6 +60,8 @@ def made_by_calling() -> Mapping[str, set[str]]:
         "agent_rl/rollout/rescore.py": set(rescore_metrics([won])),
         "agent_rl/controller/advantages.py": set(samples_of([group]).metrics),
         "agent_rl/engine/fleet.py": set(Fleet().metrics()),
+        "agent_rl/engine/gate.py": set(TurnGate().metrics()),
+        "agent_rl/controller/pipeline/history.py": set(History(Path("none")).figures()),
         "agent_rl/controller/guard.py": set(Guard(GuardConfig(), Path("none"), print).judge(1, {}, [])),
         "agent_rl/controller/world.py": set(Workshop(ClusterBackend([], most=1), env=None).metrics()),
         "agent_rl/gateway/server.py": set(Gateway(Path("none"), 0).metrics()),

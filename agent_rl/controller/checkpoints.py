@@ -15,9 +15,11 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from agent_rl.config import TrainConfig
+from agent_rl.config import MAX_STALENESS, TrainConfig
 from agent_rl.controller.journal import Journal, lineage
+from agent_rl.controller.pipeline.ledger import Ledger
 from agent_rl.controller.state import RunState
 from agent_rl.train.checkpoint import folder as checkpoint
 from agent_rl.train.checkpoint.folder import Manifest
@@ -26,16 +28,37 @@ from agent_rl.train.ray_trainer import RayTrainer
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a run is after ``step``: the first ``position`` of the data not yet drawn, and the weights' lineage."""
+    """How far a run is after ``step``: the first ``position`` of the data that no batch took, those ``ahead`` that one
+    took nevertheless, and the lineage of the ``weights`` and of those ``before``, which open positions may be of."""
 
     run_id: str
     step: int = 0
     position: int = 0
     weights: str = "start"
+    ahead: tuple[int, ...] = ()
+    before: tuple[str, ...] = ()
 
-    def after(self, step: int, position: int, metrics: Mapping[str, float]) -> Progress:
+    @classmethod
+    def of(cls, run: Mapping[str, Any]) -> Progress:
+        """What a checkpoint's manifest says."""
+        told: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in run.items()}
+        return cls(**told)
+
+    def after(self, step: int, ledger: Ledger, metrics: Mapping[str, float]) -> Progress:
         """How far it is when ``step`` is done too, which reported ``metrics``."""
-        return Progress(self.run_id, step, position, lineage(self.weights, metrics))
+        before = (*self.before, self.weights)[-MAX_STALENESS:]
+        return Progress(
+            self.run_id, step, ledger.position, lineage(self.weights, metrics), ledger.ahead, before
+        )  # fmt: skip
+
+    @property
+    def lineages(self) -> dict[int, str]:
+        """The weights' names by version."""
+        return {self.step - age: name for age, name in enumerate((self.weights, *reversed(self.before)))}
+
+    def is_open(self, position: int) -> bool:
+        """Whether no batch took ``position`` of the data."""
+        return position >= self.position and position not in self.ahead
 
 
 class Checkpoints:
@@ -49,11 +72,9 @@ class Checkpoints:
         """Load the newest checkpoint; where the run then is, and the checkpoint's manifest (None: there is none)."""
         checkpoint.tidy(self._state.checkpoints)
         latest = checkpoint.latest_checkpoint(self._state.checkpoints)
-        if latest is None:
-            return Progress(self._state.run_id), None
-        manifest = await self._trainer.load(latest)
-        progress = Progress(**manifest.run)  # type: ignore[arg-type]
-        self._journal.forget_through(progress.step)
+        manifest = None if latest is None else await self._trainer.load(latest)
+        progress = Progress(self._state.run_id) if manifest is None else Progress.of(manifest.run)
+        await asyncio.to_thread(self._journal.recover, progress.step, progress.lineages, progress.is_open)
         return progress, manifest
 
     def due(self, step: int) -> bool:
@@ -79,7 +100,7 @@ class Checkpoints:
         await self.finish()
         folder = self._state.checkpoint(progress.step)
         saved = await self._trainer.begin_save(folder, asdict(progress))
-        self._writing = asyncio.create_task(self._complete(saved, progress.step, good))
+        self._writing = asyncio.create_task(self._complete(saved, progress, good))
 
     def check(self) -> None:
         """Raise what a write that has ended meanwhile failed with. Does not wait."""
@@ -97,12 +118,12 @@ class Checkpoints:
             self._writing.cancel()
             await asyncio.gather(self._writing, return_exceptions=True)
 
-    async def _complete(self, saved: asyncio.Task[None], step: int, good: int | None) -> None:
+    async def _complete(self, saved: asyncio.Task[None], progress: Progress, good: int | None) -> None:
         await saved
-        await asyncio.to_thread(self._forget_old, step, good)
+        await asyncio.to_thread(self._forget_old, progress, good)
 
-    def _forget_old(self, step: int, good: int | None) -> None:
-        self._journal.forget_through(step)
+    def _forget_old(self, progress: Progress, good: int | None) -> None:
+        self._journal.forget_through(progress.step, progress.is_open)
         last_good = None if good is None else self.newest(good)
         for folder in checkpoint.complete_checkpoints(self._state.checkpoints)[: -self._config.keep_checkpoints]:
             if folder != last_good and not self._kept_for_good(folder):

@@ -3,15 +3,18 @@
 ::
 
     frame   length (4 bytes, little-endian), CRC-32 of the payload (4 bytes), payload
-    file    a frame with the header, as JSON, then a frame a trajectory, in the order they finished
+    file    a frame with the header, as JSON, then one a trajectory, in the order they finished, and one that says
+            what the step's batch took; a payload is a line of JSON and, of a trajectory, its bytes
 
 A file is only ever appended to, a frame in one write. A kill tears at most the last frame; reading stops there, and the
 next writer cuts the tear off. Frames are not synced to the disk: a killed process loses none of what it wrote, and a
 machine that loses its power loses the work of seconds, which is sampled again, for a torn frame has no matching CRC.
 
-The weights of an episode are named by a :func:`lineage`, a hash of all that the run's updates reported; a
-weight version alone is a step's number, which another attempt at the same step would bear too. A step's journal is used
-only where its lineage is that of the weights at hand.
+A step's file holds what finished while its batch was waited for: between the update before and its own, and so, where
+sampling runs ahead, also episodes of later batches. They are known by their position of the data. The weights of a
+file are named by a :func:`lineage`, a hash of all that the run's updates reported; a weight version alone is a step's
+number, which another attempt at the same step would bear too. When a step that is done again gives other weights, the
+files from the next step on are forgotten; until then an episode of such a file waits for its weights.
 """
 
 from __future__ import annotations
@@ -23,13 +26,14 @@ import struct
 import threading
 import zlib
 from asyncio import to_thread
-from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
+from agent_rl.aio import Pulse
 from agent_rl.observe.files import disk_error
 from agent_rl.rollout import records
 from agent_rl.rollout.group import EpisodeRunner
@@ -37,7 +41,7 @@ from agent_rl.rollout.records import decode_trajectory, encode_trajectory
 from agent_rl.types import Trajectory
 from envs import Task
 
-FORMAT = 1
+FORMAT = 2
 _FRAME = struct.Struct("<II")
 _NAMED_BY = ("train/updates", "train/loss", "train/grad_norm", "mismatch/k3_kl")
 
@@ -52,90 +56,174 @@ def lineage(before: str, metrics: Mapping[str, float]) -> str:
     return hashlib.sha256(" ".join([before, *reported]).encode()).hexdigest()[:16]
 
 
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """Where a trajectory lies: after the line of JSON of a payload."""
+
+    step: int
+    start: int
+    length: int
+
+
+@dataclass(slots=True)
+class _Found:
+    """What an earlier start of the run left in a step's file: its header, where its last whole frame ends, and what
+    its batch took, if that was settled."""
+
+    header: Mapping[str, Any]
+    end: int
+    batch: tuple[int, ...] = ()
+
+
 class Journal:
-    """All journals of a run, in ``folder``."""
+    """All journals of a run, in ``folder``. :meth:`recover` once, then :meth:`begin` a step after the other."""
 
     def __init__(self, folder: Path, run_id: str) -> None:
-        self._folder, self._run_id = folder, run_id
-
-    def open(self, step: int, weights: str) -> StepJournal:
-        """The journal of ``step``, whose episodes are sampled with the weights of lineage ``weights``; what an earlier
-        process wrote there is kept if it was sampled with them too, and forgotten otherwise."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        formats = {"format": FORMAT, "trajectories": records.FORMAT}
-        header = {**formats, "run_id": self._run_id, "step": step, "weights": weights}
-        return StepJournal(self._path(step), header)
-
-    def forget_through(self, step: int) -> None:
-        """Remove the journals up to that of ``step``: a checkpoint holds what was learned from them."""
-        for path in self._folder.glob("step-*.journal"):
-            if path <= self._path(step):
-                path.unlink()
-
-    def _path(self, step: int) -> Path:
-        return self._folder / f"step-{step:06d}.journal"
-
-
-class StepJournal:
-    """The journal of one step, while its episodes run. ``found`` counts the trajectories that were in it already."""
-
-    def __init__(self, path: Path, header: Mapping[str, object]) -> None:
-        self.path = path
-        self._waiting: dict[str, deque[Trajectory]] = defaultdict(deque)
+        self._folder = folder
+        self._header = {"format": FORMAT, "trajectories": records.FORMAT, "run_id": run_id}
+        self._found: dict[int, _Found] = {}
+        self._frames: dict[int, list[_Frame]] = defaultdict(list)
+        self._holds: dict[int, set[int]] = defaultdict(set)
+        self._settled = Pulse()
+        self._step = 0
+        self._file: IO[bytes] | None = None
         self._writing = threading.Lock()
-        end = self._read(header)
-        self.found = sum(map(len, self._waiting.values()))
-        self._file = path.open("r+b" if end else "wb", buffering=0)
-        self._file.truncate(end)
-        self._file.seek(end)
-        if not end:
-            self._append(json.dumps(header).encode())
 
-    def runner(self, run: EpisodeRunner) -> EpisodeRunner:
-        """``run``, but giving what the journal holds of a task first, and writing down what finishes afresh.
+    def recover(self, step: int, lineages: Mapping[int, str], is_open: Callable[[int], bool]) -> None:
+        """Look through what an earlier start left, for a run that goes on after ``step``. ``lineages`` name the weights
+        that are known, by version; of older files only what ``is_open`` counts."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._step = step
+        for path in sorted(self._folder.glob("step-*.journal")):
+            at = int(path.stem.removeprefix("step-"))
+            if not self._look_through(at, path) or (at <= step and self._weights(at) != lineages.get(at - 1)):
+                self._forget(at)
+        for position in [position for position in self._frames if not is_open(position)]:
+            del self._frames[position]
+        self.forget_through(step, is_open)
+
+    def begin(self, step: int, weights: str) -> int:
+        """From now on what finishes is written to the file of ``step``, whose weights are of lineage ``weights``. What
+        an earlier start wrote there is used if it was sampled with them too, and all from there on forgotten otherwise.
+        Returns how many trajectories it has."""
+        if step in self._found and self._weights(step) != weights:
+            for later in [at for at in self._found if at >= step]:
+                self._forget(later)
+        with self._writing:
+            self._close()
+            self._step = step
+            found = self._found.get(step)
+            self._file = self._path(step).open("r+b" if found else "wb", buffering=0)
+            if found:
+                self._file.truncate(found.end)
+                self._file.seek(found.end)
+        if not found:
+            self._append(json.dumps({**self._header, "step": step, "weights": weights}).encode())
+        self._settled.give()
+        return sum(frame.step == step for frames in self._frames.values() for frame in frames) if found else 0
+
+    async def settled(self, position: int) -> None:
+        """Return when it is known of all that was found of ``position`` whether it may be used."""
+        while any(frame.step > self._step for frame in self._frames.get(position, ())):
+            await self._settled.wait()
+
+    def recorded(self, step: int) -> tuple[int, ...]:
+        """The positions that the batch of ``step`` took in an earlier start of the run; none where it is not known."""
+        return self._found[step].batch if step in self._found else ()
+
+    def record(self, step: int, positions: Sequence[int]) -> None:
+        """Write down what the batch of ``step`` takes."""
+        if not self.recorded(step):
+            self._append(json.dumps({"batch": list(positions)}).encode() + b"\n")
+
+    def runner(self, position: int, run: EpisodeRunner) -> EpisodeRunner:
+        """``run``, but giving what was found of ``position`` first, and writing down what finishes afresh.
 
         Infrastructure failures are not written down: they are run again in any case.
         """
 
         async def journaled(task: Task) -> Trajectory:
-            if waiting := self._waiting.get(task.id):
-                return waiting.popleft()
+            if frames := self._frames.get(position):
+                return await to_thread(self._read, frames.pop(0))
             trajectory = await run(task)
             if not trajectory.stop.infrastructure:
-                await to_thread(self._write, trajectory)
+                await to_thread(self._write, position, trajectory)
             return trajectory
 
         return journaled
 
+    def forget_through(self, step: int, is_open: Callable[[int], bool]) -> None:
+        """Remove the files up to that of ``step`` that hold nothing of a position that ``is_open``: a checkpoint holds
+        what was learned from them."""
+        for path in self._folder.glob("step-*.journal"):
+            at = int(path.stem.removeprefix("step-"))
+            if at <= step and not any(map(is_open, tuple(self._holds[at]))):
+                path.unlink()
+
     def close(self) -> None:
         with self._writing:
-            self._file.close()
+            self._close()
 
-    def _read(self, header: Mapping[str, object]) -> int:
-        """Take up what was written under the same header; returns where the last whole frame ends (0: start anew)."""
-        if not self.path.exists():
-            return 0
-        with self.path.open("rb") as file:
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _weights(self, step: int) -> object:
+        return self._found[step].header.get("weights")
+
+    def _look_through(self, step: int, path: Path) -> bool:
+        """Note where the frames of a file are; False for a file that is not of this run, or of another format."""
+        with path.open("rb") as file:
             frames = frames_of(file)
             first, end = next(frames, (b"", 0))
-            if not _same(first, header):
-                return 0
+            header = _json(first)
+            self._found[step] = found = _Found(header, end)
+            if not {**self._header, "step": step}.items() <= header.items():
+                return False
             for payload, after in frames:
-                trajectory = replace(decode_trajectory(payload, str(self.path)), recovered=True)
-                self._waiting[trajectory.task_id].append(trajectory)
-                end = after
-        return end
+                line, _, trajectory = payload.partition(b"\n")
+                told = _json(line)
+                if trajectory:
+                    self._note(told["position"], _Frame(step, after - len(trajectory), len(trajectory)))
+                else:
+                    found.batch = tuple(told["batch"])
+                found.end = after
+        return True
 
-    def _write(self, trajectory: Trajectory) -> None:
-        self._append(encode_trajectory(trajectory))
+    def _note(self, position: int, frame: _Frame) -> None:
+        self._frames[position].append(frame)
+        self._holds[frame.step].add(position)
 
-    def _append(self, payload: bytes) -> None:
+    def _forget(self, step: int) -> None:
+        self._path(step).unlink(missing_ok=True)
+        self._found.pop(step, None)
+        self._holds.pop(step, None)
+        for position, frames in self._frames.items():
+            self._frames[position] = [frame for frame in frames if frame.step != step]
+
+    def _read(self, frame: _Frame) -> Trajectory:
+        path = self._path(frame.step)
+        with path.open("rb") as file:
+            file.seek(frame.start)
+            return replace(decode_trajectory(file.read(frame.length), str(path)), recovered=True)
+
+    def _write(self, position: int, trajectory: Trajectory) -> None:
+        self._append(json.dumps({"position": position}).encode() + b"\n" + encode_trajectory(trajectory), position)
+
+    def _append(self, payload: bytes, position: int | None = None) -> None:
         frame = _FRAME.pack(len(payload), zlib.crc32(payload)) + payload
         with self._writing:
+            assert self._file is not None, "a step was begun"
+            if position is not None:
+                self._holds[self._step].add(position)
             try:
                 _write_whole(self._file, frame)
             except OSError as error:
-                raise disk_error(self.path, error) from error
+                raise disk_error(self._path(self._step), error) from error
+
+    def _path(self, step: int) -> Path:
+        return self._folder / f"step-{step:06d}.journal"
 
 
 def _write_whole(file: IO[bytes], data: bytes) -> None:
@@ -161,8 +249,10 @@ def frames_of(file: IO[bytes]) -> Iterator[tuple[bytes, int]]:
         yield payload, file.tell()
 
 
-def _same(frame: bytes, header: Mapping[str, object]) -> bool:
+def _json(line: bytes) -> dict[str, Any]:
+    """The object in ``line``; an empty one where there is none."""
     try:
-        return bool(json.loads(frame) == dict(header))
+        told = json.loads(line)
     except (ValueError, RecursionError):
-        return False
+        return {}
+    return told if isinstance(told, dict) else {}

@@ -22,8 +22,10 @@ class Newcomers:
 
     @asynccontextmanager
     async def welcomed(self) -> AsyncIterator[None]:
-        """Within the block engines may join, so the trainer's weights must not change; one that is just joining is
-        waited for. Raises EngineLost, from within, where no engine is left."""
+        """Within the block engines may join, so the trainer's weights must not change; those that wait already join
+        first, and one that is just joining is waited for. Raises EngineLost, from within, where no engine is left."""
+        for url in self._engine.fleet.waiting:
+            await shielded(self._join(url))
         async with beside(self._run()):
             yield
 

@@ -1,46 +1,53 @@
-"""The training run: rollout, update, publish, step after step.
+"""The training run: take a batch, update, publish, release, step after step, while the pump samples.
 
 ::
 
-    schedule ── tasks ──▶ Collector ── groups ──▶ samples_of ── samples ──▶ trainer.step ── weights ──▶ engine
-       ▲                                                                                                  │
-       └───────────────────────── the next step waits for the published version ──────────────────────────┘
+    RolloutPump ── groups ──▶ WorkBuffer.take ── Batch ──▶ samples_of ── samples ──▶ trainer.step ── weights ──▶ engine
+        ▲                                                                                                         │
+        └───────────────────────────── WorkBuffer.release, after the published version ◀──────────────────────────┘
 
-On-policy: a step's episodes are all sampled with the weights the step before published. What a step consumed and
-produced is on disk before the next begins, and every episode as soon as it ends; a killed run goes on from its last
-checkpoint with the episodes that had finished since, and so does one whose trainer died, by itself.
+With ``pipeline.depth`` 0 there is room for one batch at a time: a step's episodes are all sampled with the weights the
+step before published, and nothing runs beside training or evaluation. With more, sampling runs so many batches ahead.
+
+What a step consumed and produced is on disk before the next begins, and every episode as soon as it ends; a killed run
+goes on from its last checkpoint with the episodes that had finished since, and so does one whose trainer died, by
+itself.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, closing, nullcontext
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
 from agent_rl.aio import cancel_on_signals
 from agent_rl.config import RunConfig
 from agent_rl.controller import preflight
-from agent_rl.controller.advantages import overlong_penalty, samples_of
-from agent_rl.controller.batch import Batch, Collector
+from agent_rl.controller.advantages import GroupSamples, overlong_penalty, samples_of
+from agent_rl.controller.batch import Batch, batch_metrics, batch_of, check_filled, rescore_values
 from agent_rl.controller.checkpoints import Checkpoints, Progress
 from agent_rl.controller.cluster import Rooms, needs_ray, open_rooms
 from agent_rl.controller.guard import Guard
 from agent_rl.controller.idle_steps import why_idle
 from agent_rl.controller.journal import Journal
 from agent_rl.controller.newcomers import Newcomers
+from agent_rl.controller.pipeline.buffer import BufferRules, WorkBuffer
+from agent_rl.controller.pipeline.evaluations import Evaluations
+from agent_rl.controller.pipeline.history import History, StepRow
+from agent_rl.controller.pipeline.ledger import Ledger, Outcome
+from agent_rl.controller.pipeline.pump import RolloutPump
 from agent_rl.controller.restarts import Restarts
 from agent_rl.controller.routes import check_budget, probe_engines
 from agent_rl.controller.schedule import check_enough
 from agent_rl.controller.state import RunState, keep_tokenizer
 from agent_rl.controller.summary import summarize, summary_table
 from agent_rl.controller.world import World, open_world
+from agent_rl.engine.types import Scorer
 from agent_rl.errors import TrainerDied
-from agent_rl.evaluation.evaluate import evaluate
 from agent_rl.evaluation.quarantine import Quarantine
-from agent_rl.evaluation.report import EvalReport
 from agent_rl.model_facts import ModelFacts
 from agent_rl.observe.display import Display
 from agent_rl.observe.folder_lock import hold_folder
@@ -48,10 +55,13 @@ from agent_rl.observe.metrics_log import MetricsLog
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.filters import length_report, masked_stops
 from agent_rl.rollout.group import RolloutEvent
-from agent_rl.rollout.records import evaluation_stem, write_records, write_trajectories
+from agent_rl.rollout.limiter import Limiter
+from agent_rl.rollout.records import write_trajectories
+from agent_rl.rollout.rescore import Rescorer
 from agent_rl.train.ray_trainer import RayTrainer
-from agent_rl.types import Group, TokenDetail
+from agent_rl.types import TokenDetail
 from agent_rl.weight_sync.sync import WeightSync
+from envs import Task
 
 FILTER_REPORT_STEPS = 10
 
@@ -143,9 +153,15 @@ class TrainingRun:
         self.newcomers = Newcomers(config, world.engine, self.sync)
         self.guard = Guard(config.guard, state.dir, display.note)
         self.journal = Journal(state.dir / "journal", state.run_id)
+        self.history = History(state.dir)
         self.checkpoints = Checkpoints(config.train, state, trainer, self.journal)
         self.progress = Progress(state.run_id)
         self.quarantine = Quarantine(state.dir / "quarantine.json")
+        self.masked = masked_stops(config.train.filter)
+        self.rescorer = _rescorer(config, world.engine)
+        self.lane = "rollout" if config.pipeline.depth else ""
+        told = partial(self._on_event, lane="evaluation" if config.pipeline.depth else "")
+        self.evaluations = Evaluations(config, state, display, world, self.newcomers, self.quarantine, told)
 
     async def run(self) -> dict[str, object]:
         """All remaining steps, with the evaluations before, between and after them. Returns the summary."""
@@ -156,18 +172,20 @@ class TrainingRun:
         self.display.start_steps(done, total)
         for row in self.metrics.rows:
             self.display.step(int(row["step"]), row)
-        await self._publish(done, Clock())
-        await self._evaluate(done, total)
+        await self._publish(self.progress, Clock())
+        await self.evaluations.begin(done)
         tasks = self.world.workshop.tasks("train")
         check_enough(tasks, self.config.rollout.tasks_per_step)
-        collector = Collector(
-            self.config, tasks, limiter=self.world.limiter, engine=self.world.engine, left_out=self.quarantine
-        )
-        for step in range(done + 1, total + 1):
-            await self._step(step, collector)
-            await self._checkpoint(step)
-            self.guard.enforce(self.state.checkpoint(step), self.checkpoints.newest)
-            await self._evaluate(step, total)
+        buffer = WorkBuffer(self._rules(), Ledger(self.progress.position, self.progress.ahead), done)
+        pump = self._pump(buffer, tasks)
+        async with pump.running():
+            for step in range(done + 1, total + 1):
+                await self._step(step, buffer, pump)
+                await self._checkpoint(step)
+                self.guard.enforce(self.state.checkpoint(step), self.checkpoints.newest)
+                await self.evaluations.begin(step)
+                buffer.release()
+        await self.evaluations.finish()
         await self.checkpoints.finish()
         await self.trainer.export(self.state.dir / "model")
         facts = {"sandbox": self.world.workshop.backend.name, "engine": f"sglang, {self.config.engine.dtype}"}
@@ -176,6 +194,8 @@ class TrainingRun:
     async def close(self) -> None:
         """End what is under way. Idempotent."""
         self.metrics.close()
+        self.journal.close()
+        await self.evaluations.close()
         await self.checkpoints.close()
 
     async def _resume(self) -> None:
@@ -186,32 +206,47 @@ class TrainingRun:
             other = "" if manifest.written_by(self.config.train.parallel) else ", written in another parallel layout"
             self.display.note(f"resuming from {self.state.checkpoint(step)}{other}")
         self.metrics.forget_after(step)
+        self.history.forget_after(step)
         self.state.forget_after(step)
         self.guard.resume(step)
 
-    async def _step(self, step: int, collector: Collector) -> None:
+    def _rules(self) -> BufferRules:
+        rollout, pipeline = self.config.rollout, self.config.pipeline
+        return BufferRules(
+            width=rollout.tasks_per_step,
+            depth=pipeline.depth,
+            staleness=pipeline.staleness,
+            most_draws=rollout.dynamic_sampling.max_draws * rollout.tasks_per_step,
+            steps=self.config.train.steps,
+            dynamic=rollout.dynamic_sampling.enabled,
+        )
+
+    def _pump(self, buffer: WorkBuffer, tasks: Sequence[Task]) -> RolloutPump:
+        return RolloutPump(
+            self.config,
+            tasks,
+            buffer,
+            self.journal,
+            self.world.runner(self.rules),
+            limiter=self.world.limiter,
+            left_out=self.quarantine,
+            rescore=self.rescorer,
+            on_event=partial(self._on_event, lane=self.lane),
+        )
+
+    async def _step(self, step: int, buffer: WorkBuffer, pump: RolloutPump) -> None:
         clock = Clock()
         async with clock.stage("step"):
             async with clock.stage("rollout"), self.newcomers.welcomed():
-                batch = await self._rollout(step, collector)
-            values = batch.values | {"data/position": float(batch.position)}
+                batch, values = await self._take(step, buffer, pump)
+            values |= {
+                "data/position": float(buffer.ledger.position),
+                "pipeline/buffered": float(buffer.ledger.count(Outcome.KEPT)),
+                "pipeline/unfinished": float(len(buffer.ledger.open)),
+            }
             if self.config.wants_routes:
                 check_budget(step, batch.groups, self.config.r3)
-            prepared = samples_of(
-                batch.groups,
-                baseline=self.config.train.baseline,
-                scale=self.config.train.scale,
-                drop_missing=self.config.wants_routes and self.config.r3.missing == "drop_sample",
-                masked=masked_stops(self.config.train.filter),
-                penalty=partial(
-                    overlong_penalty,
-                    limit=self.config.rollout.max_tokens,
-                    overlong=self.config.train.overlong,
-                ),
-                normalised=not self.config.train.normalises_penalised,
-                by_sequence=self.config.train.averaged_over == "sequence",
-                published=step - 1,
-            )
+            prepared = self._samples(step, batch)
             values |= prepared.metrics
             details: dict[int, TokenDetail] | None = {} if self.config.observe.token_detail else None
             if prepared.samples:
@@ -225,7 +260,8 @@ class TrainingRun:
                     spike_norm=spike,
                     on_detail=None if details is None else details.update,
                 )
-            values |= await self._publish(step, clock)
+            self.progress = self.progress.after(step, buffer.ledger, values)
+            values |= await self._publish(self.progress, clock)
             await asyncio.to_thread(
                 write_trajectories,
                 self.state.dir,
@@ -235,22 +271,47 @@ class TrainingRun:
                 details=None if details is None else {prepared.origins[at]: own for at, own in details.items()},
             )
         values |= clock.values | self.world.metrics() | self.world.engine.fleet.metrics()
+        values |= self.world.engine.gate.metrics()
+        values["pipeline/trainer_idle"] = values["time/rollout"] / values["time/step"]
+        values |= self.history.append(StepRow(step, batch.outcomes, tuple(group.task_id for group in batch.sampled)))
         values |= self.guard.judge(step, values, self.metrics.rows)
         self.metrics.append(step, values)
-        self.progress = self.progress.after(step, batch.position, values)
         self.display.step(step, values)
         if (reason := why_idle(values)) is not None:
             self.display.note(f"step {step}: no update: {reason}")
         self._report_filters(step)
 
-    async def _rollout(self, step: int, collector: Collector) -> Batch:
+    def _samples(self, step: int, batch: Batch) -> GroupSamples:
+        return samples_of(
+            batch.groups,
+            baseline=self.config.train.baseline,
+            scale=self.config.train.scale,
+            drop_missing=self.config.wants_routes and self.config.r3.missing == "drop_sample",
+            masked=self.masked,
+            penalty=partial(
+                overlong_penalty,
+                limit=self.config.rollout.max_tokens,
+                overlong=self.config.train.overlong,
+            ),
+            normalised=not self.config.train.normalises_penalised,
+            by_sequence=self.config.train.averaged_over == "sequence",
+            published=step - 1,
+        )
+
+    async def _take(self, step: int, buffer: WorkBuffer, pump: RolloutPump) -> tuple[Batch, dict[str, float]]:
+        """The batch of ``step``, as soon as it is there, and what is measured of it."""
         rollout = self.config.rollout
-        self.display.stage(f"step {step}: rollout", total=rollout.tasks_per_step * rollout.group_size)
-        with closing(await asyncio.to_thread(self.journal.open, step, self.progress.weights)) as journal:
-            if journal.found:
-                self.display.note(f"step {step}: {journal.found} finished trajectories are in the journal")
-            run = journal.runner(self.world.runner(self.rules))
-            return await collector.collect(self.progress.position, run, self._on_event)
+        episodes = rollout.tasks_per_step * rollout.group_size
+        self.display.stage(f"step {step}: rollout", total=episodes, lane=self.lane)
+        outcomes = await buffer.take(self.journal.recorded(step))
+        self.journal.record(step, tuple(outcomes))
+        batch = batch_of(outcomes, pump.hand_over(outcomes))
+        check_filled(batch, rollout.tasks_per_step, rollout.dynamic_sampling)
+        values = batch_metrics(batch, pump.seconds(), self.masked)
+        if self.rescorer is not None:
+            failed, self.rescorer.failed = self.rescorer.failed, 0
+            values |= rescore_values(batch.sampled, failed, time.perf_counter() - pump.last_episode)
+        return batch, values
 
     def _report_filters(self, step: int) -> None:
         if step % FILTER_REPORT_STEPS == 0:
@@ -258,9 +319,9 @@ class TrainingRun:
             if line := length_report(ratios):
                 self.display.note(line)
 
-    def _on_event(self, event: RolloutEvent) -> None:
+    def _on_event(self, event: RolloutEvent, lane: str) -> None:
         if event.trajectory is not None and not event.trajectory.stop.infrastructure:
-            self.display.advance()
+            self.display.advance(lane=lane)
         if line := self.quarantine.learn(event):
             self.display.note(line)
 
@@ -268,12 +329,21 @@ class TrainingRun:
         every = self.config.train.native_every
         return every > 0 and step % every == 0
 
-    async def _publish(self, step: int, clock: Clock) -> Mapping[str, float]:
-        """Send the weights to the engines as version ``step``, checked."""
-        self.display.stage(f"step {step}: weights to the engine")
+    async def _publish(self, progress: Progress, clock: Clock) -> Mapping[str, float]:
+        """Send the weights to the engines as the version of the step that is done, checked. What finishes from then on
+        is the next step's."""
+        await self.evaluations.finish()
+        self.display.stage(f"step {progress.step}: weights to the engine")
         by_turns = self.config.engine.pause_mode == "turn"
         async with clock.stage("weight_sync"), self.world.engine.gate.closed() if by_turns else nullcontext():
-            return await self.sync.publish(step)
+            values = await self.sync.publish(progress.step)
+            if progress.step < self.config.train.steps:
+                await self._begin(progress.step + 1, progress.weights)
+            return values
+
+    async def _begin(self, step: int, weights: str) -> None:
+        if found := await asyncio.to_thread(self.journal.begin, step, weights):
+            self.display.note(f"step {step}: {found} finished trajectories are in the journal")
 
     async def _checkpoint(self, step: int) -> None:
         self.checkpoints.check()
@@ -283,42 +353,10 @@ class TrainingRun:
         if self.guard.stopping:
             await self.checkpoints.finish()
 
-    async def _evaluate(self, step: int, total: int) -> None:
-        """Evaluate where one is due and not yet recorded: before, after, and every ``eval.every`` steps."""
-        settings = self.config.eval
-        ends = step in (0, total)
-        if not settings.tasks or not (ends or (settings.every and step % settings.every == 0)):
-            return
-        for kind in ("sampled", "greedy") if settings.greedy and ends else ("sampled",):
-            key = f"step-{step}/{kind}"
-            if key not in self.state.evaluations:
-                report = await self._evaluate_once(key, f"Pass@1 at step {step}, {kind}", greedy=kind == "greedy")
-                self.state.record_evaluation(key, report)
 
-    async def _evaluate_once(self, key: str, what: str, *, greedy: bool) -> EvalReport:
-        chosen = self.world.workshop.tasks(self.config.eval.split)[: self.config.eval.tasks]
-        tasks = [task for task in chosen if task.id not in self.quarantine]
-        self.display.stage(what, total=len(tasks))
-        ended: dict[str, Group] = {}
-
-        def on_event(event: RolloutEvent) -> None:
-            if event.group is not None:
-                ended[event.group.task_id] = event.group
-            self._on_event(event)
-
-        async with self.newcomers.welcomed():
-            report = await evaluate(
-                tasks,
-                self.world.runner(self.rules.for_evaluation(greedy=greedy)),
-                policy="engine",
-                limiter=self.world.limiter,
-                on_event=on_event,
-            )
-        groups = [ended[task.id] for task in tasks if task.id in ended]
-        await asyncio.to_thread(write_records, evaluation_stem(self.state.dir, key), groups)
-        if not report.graded:
-            self.display.fact(what, f"not known: none of {report.tasks} tasks could be graded")
-            return report
-        low, high = report.interval
-        self.display.fact(what, f"{100 * report.pass_at_1:.1f} % [{100 * low:.1f}, {100 * high:.1f}]")
-        return report
+def _rescorer(config: RunConfig, engine: Scorer) -> Rescorer | None:
+    old = config.train.old_logprob
+    if old.source != "rescore":
+        return None
+    limiter = Limiter(old.rescore.concurrency)
+    return Rescorer(engine, n=old.rescore.n, limiter=limiter, skipped=masked_stops(config.train.filter))

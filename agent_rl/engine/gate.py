@@ -30,11 +30,7 @@ class Passage:
 
 
 class TurnGate:
-    """Open at first. ``patience``: seconds until requests that do not end although they were aborted are left alone.
-
-    ``cut_turns`` counts the requests that were cut, ``reprefilled_tokens`` the tokens that they left to be computed
-    again with the new weights.
-    """
+    """Open at first. ``patience``: seconds until requests that do not end although they were aborted are left alone."""
 
     def __init__(self, patience: float = 120.0) -> None:
         self._patience = patience
@@ -43,8 +39,7 @@ class TurnGate:
         self._idle.set()
         self._passing: set[Passage] = set()
         self._limits: dict[asyncio.Timeout, float] = {}
-        self.cut_turns = 0
-        self.reprefilled_tokens = 0
+        self._cut_turns = self._cut_tokens = 0
 
     @property
     def is_open(self) -> bool:
@@ -70,8 +65,14 @@ class TurnGate:
 
     def note_cut(self, tokens: int) -> None:
         """A request was cut that had computed ``tokens``."""
-        self.cut_turns += 1
-        self.reprefilled_tokens += tokens
+        self._cut_turns += 1
+        self._cut_tokens += tokens
+
+    def metrics(self) -> dict[str, float]:
+        """What was cut since this was last asked."""
+        turns, tokens = self._cut_turns, self._cut_tokens
+        self._cut_turns = self._cut_tokens = 0
+        return {"pipeline/cut_turns": float(turns), "pipeline/reprefilled_tokens": float(tokens)}
 
     @contextmanager
     def uncharged(self, limit: asyncio.Timeout) -> Iterator[None]:

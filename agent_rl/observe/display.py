@@ -69,6 +69,15 @@ class _UntilStopped:
         return Text() if self.task is not None and self.task.cancelling() else self.panel
 
 
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """A stage that goes on: its bar, its text, and when it began."""
+
+    task: TaskID
+    text: str
+    started: float
+
+
 class Display:
     """Shows stages and steps as they happen. A context manager; leaving it restores the terminal."""
 
@@ -80,9 +89,7 @@ class Display:
         self._progress = Progress(
             TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
         )
-        self._stage: TaskID | None = None
-        self._stage_text = ""
-        self._stage_started = 0.0
+        self._stages: dict[str, _Stage] = {}
         self._steps: TaskID | None = None
         self._rows: list[Mapping[str, float]] = []
         self._facts: dict[str, str] = {}
@@ -118,18 +125,18 @@ class Display:
             self.note(f"{name}: {value}")
         self._refresh()
 
-    def stage(self, text: str, total: int | None = None) -> None:
-        """A stage begins; ``advance`` moves it on."""
-        self._end_stage()
-        self._stage_text, self._stage_started = text, time.monotonic()
-        self._stage = self._progress.add_task(text, total=total)
+    def stage(self, text: str, total: int | None = None, lane: str = "") -> None:
+        """A stage begins, and that before it in its lane ends; ``advance`` moves it on. Stages of several lanes go on
+        side by side."""
+        self._end_stage(lane)
+        self._stages[lane] = _Stage(self._progress.add_task(text, total=total), text, time.monotonic())
         if self._live is None:
             self.note(f"[{self._name}] {text} ...")
         self._refresh()
 
-    def advance(self, count: int = 1) -> None:
-        if self._stage is not None:
-            self._progress.advance(self._stage, count)
+    def advance(self, count: int = 1, lane: str = "") -> None:
+        if lane in self._stages:
+            self._progress.advance(self._stages[lane].task, count)
             self._refresh()
 
     def start_steps(self, done: int, total: int) -> None:
@@ -142,7 +149,7 @@ class Display:
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """A global step is finished."""
         self._rows.append(values)
-        self._end_stage()
+        self._end_stage("")
         if self._steps is not None:
             self._progress.update(self._steps, completed=step)
         if self._live is None:
@@ -150,12 +157,11 @@ class Display:
             self.note(f"[{self._name}] step {step}: {figures}  ({values.get('time/step', 0.0):.1f} s)")
         self._refresh()
 
-    def _end_stage(self) -> None:
-        if self._stage is not None:
-            self._progress.remove_task(self._stage)
-            self._stage = None
+    def _end_stage(self, lane: str) -> None:
+        if (stage := self._stages.pop(lane, None)) is not None:
+            self._progress.remove_task(stage.task)
             if self._live is None:
-                self.note(f"[{self._name}] {self._stage_text}: {time.monotonic() - self._stage_started:.1f} s")
+                self.note(f"[{self._name}] {stage.text}: {time.monotonic() - stage.started:.1f} s")
 
     def _refresh(self) -> None:
         if self._live is not None:

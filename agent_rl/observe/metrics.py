@@ -64,6 +64,7 @@ _FILTERS = "agent_rl/rollout/filters.py"
 _RESCORE = "agent_rl/rollout/rescore.py"
 _ADVANTAGES = "agent_rl/controller/advantages.py"
 _BATCH = "agent_rl/controller/batch.py"
+_HISTORY = "agent_rl/controller/pipeline/history.py"
 _GUARD = "agent_rl/controller/guard.py"
 _TRAIN = "agent_rl/controller/train.py"
 _STEP = "agent_rl/train/step_metrics.py"
@@ -181,13 +182,32 @@ METRICS: tuple[Metric, ...] = (
     *_of(
         _TRAIN,
         ("time/step", "seconds", "The whole step, without its checkpoint and evaluation."),
-        ("time/rollout", "seconds", "The step's episodes, with their grading and rescoring."),
+        ("time/rollout", "seconds", "Waiting for the step's episodes, with their grading and rescoring."),
+        ("pipeline/trainer_idle", "share", "The share of the step in which the trainer waited for its batch."),
+        ("pipeline/buffered", "count", "Groups of later batches that had ended when the step took its own."),
+        ("pipeline/unfinished", "count", "Tasks of later batches that were drawn by then, those groups among them."),
         ("time/weight_sync", "seconds", "Sending the weights to the engines and checking them."),
         ("data/position", "count", "Tasks drawn since the run began; the next step goes on there."),
     ),
     *_of(
         "agent_rl/observe/metrics_log.py",
         ("time/ended", "seconds", "The Unix time at which the step ended."),
+    ),
+    *_of(
+        "agent_rl/engine/gate.py",
+        (
+            "pipeline/cut_turns",
+            "count",
+            "Turns that weight updates cut in the step; they went on with the new weights.",
+        ),
+        ("pipeline/reprefilled_tokens", "tokens", "The tokens before and in them, which were computed again."),
+    ),
+    *_of(
+        _HISTORY,
+        ("ledger/trained", "count", "Positions of the data whose groups the run's steps have trained on."),
+        ("ledger/discarded", "count", "Positions whose groups dynamic sampling threw away."),
+        ("ledger/dropped", "count", "Positions that were given up after their retry budget."),
+        ("ledger/left_out", "count", "Positions whose task cannot be graded."),
     ),
     *_of(
         _WORLD,

@@ -83,10 +83,6 @@ class GroupSettings:
     rescore_uniform: bool = False
 
 
-Refill = Callable[[Group | DroppedGroup], Task | None]
-"""Asked as each group ends: a further task to run, or None."""
-
-
 async def collect_groups(
     tasks: Sequence[Task],
     run: EpisodeRunner,
@@ -95,33 +91,45 @@ async def collect_groups(
     limiter: Limiter,
     on_event: Callable[[RolloutEvent], None] | None = None,
     rescore: Rescore | None = None,
-    refill: Refill | None = None,
 ) -> Rollout:
     """Run ``settings.size`` episodes of every task, calling ``on_event`` as episodes and groups end.
 
     ``rescore`` is called with every trajectory once its group has any contrast; one whose rescoring raises EngineError
-    is no member of its group, as if it had not been run, and counts as an infrastructure failure. ``refill`` may add a
-    task whenever a group ends.
+    is no member of its group, as if it had not been run, and counts as an infrastructure failure.
     Raises RolloutFailed when more groups than ``settings.max_dropped`` allows were dropped, and whatever ``run`` raises
     (the first one, not a group of them); the other episodes are then cancelled and have cleaned up.
     """
-    max_dropped = len(tasks) // 4 if settings.max_dropped is None else settings.max_dropped
-    settings = replace(settings, max_dropped=max_dropped)
-    collector = _Collector(run, settings, limiter, on_event or (lambda event: None), rescore)
-    started = time.perf_counter()
+    most = len(tasks) // 4 if settings.max_dropped is None else settings.max_dropped
+    former = GroupFormer(settings, limiter, on_event or (lambda event: None), rescore)
+    groups, dropped, started = list[Group](), list[DroppedGroup](), time.perf_counter()
+
+    async def run_group(task: Task) -> None:
+        ended = await former.form(task, run)
+        if isinstance(ended, Group):
+            groups.append(ended)
+        else:
+            dropped.append(ended)
+            check_dropped(dropped, most)
+
     try:
         async with asyncio.TaskGroup() as scope:
-
-            async def run_group(task: Task) -> None:
-                ended = await collector.group(task)
-                if refill is not None and (further := refill(ended)) is not None:
-                    scope.create_task(run_group(further), name=f"group-{further.id}")
-
             for task in tasks:
                 scope.create_task(run_group(task), name=f"group-{task.id}")
     except BaseExceptionGroup as errors:
         raise first_leaf(errors) from None
-    return Rollout(tuple(collector.groups), tuple(collector.dropped), time.perf_counter() - started)
+    return Rollout(tuple(groups), tuple(dropped), time.perf_counter() - started)
+
+
+def check_dropped(dropped: Sequence[DroppedGroup], most: int) -> None:
+    """Raises RolloutFailed where more than ``most`` groups were dropped that are like the last one: undecidable, of
+    which one is always allowed, or not."""
+    last = dropped[-1]
+    count = sum(other.undecidable is last.undecidable for other in dropped)
+    if count > max(most, last.undecidable):
+        raise RolloutFailed(
+            f"{count} group(s) could not be collected (at most {most} may be "
+            f"dropped); task {last.task_id} failed {len(last.errors)} times, last: {last.errors[-1]}"
+        )
 
 
 @dataclass(slots=True)
@@ -136,31 +144,34 @@ class _Forming:
     undecidable: bool = False
 
 
-class _Collector:
+class GroupFormer:
+    """Forms one group after the other, or several side by side; ``on_event`` is called as episodes and groups end."""
+
     def __init__(
         self,
-        run: EpisodeRunner,
         settings: GroupSettings,
         limiter: Limiter,
         on_event: Callable[[RolloutEvent], None],
-        rescore: Rescore | None,
+        rescore: Rescore | None = None,
     ) -> None:
-        self.run, self.settings, self.limiter, self.on_event = run, settings, limiter, on_event
-        self.rescore = rescore
-        self.groups: list[Group] = []
-        self.dropped: list[DroppedGroup] = []
+        self.settings, self.limiter, self.on_event, self.rescore = settings, limiter, on_event, rescore
 
-    async def group(self, task: Task) -> Group | DroppedGroup:
+    async def form(self, task: Task, run: EpisodeRunner) -> Group | DroppedGroup:
+        """Run ``settings.size`` episodes of ``task``. Raises what ``run`` raises, as a group of errors."""
         forming = _Forming()
         async with asyncio.TaskGroup() as scope:
             for index in range(self.settings.size):
-                scope.create_task(self._member(task, forming, scope), name=f"episode-{task.id}-{index}")
+                scope.create_task(self._member(task, run, forming, scope), name=f"episode-{task.id}-{index}")
         members = [member for at, member in enumerate(forming.members) if at not in forming.lost]
         if len(members) >= min(self.settings.min_size, self.settings.size):
-            return self._finish(Group(task.id, tuple(members), infrastructure_failures=len(forming.failures)))
-        return self._drop(DroppedGroup(task.id, tuple(forming.failures), forming.undecidable))
+            group = Group(task.id, tuple(members), infrastructure_failures=len(forming.failures))
+            self._tell(group=group)
+            return group
+        dropped = DroppedGroup(task.id, tuple(forming.failures), forming.undecidable)
+        self._tell(dropped=dropped)
+        return dropped
 
-    async def _member(self, task: Task, forming: _Forming, scope: asyncio.TaskGroup) -> None:
+    async def _member(self, task: Task, run: EpisodeRunner, forming: _Forming, scope: asyncio.TaskGroup) -> None:
         """Run one trajectory of the group, again after an infrastructure failure while the group's budget lasts."""
         while True:
             asked = time.perf_counter()
@@ -168,7 +179,7 @@ class _Collector:
                 if forming.undecidable:
                     return
                 waited = round(time.perf_counter() - asked, 6)
-                trajectory = await self.run(task)
+                trajectory = await run(task)
             if not trajectory.recovered:
                 trajectory = replace(trajectory, queue_seconds=waited)
             if trajectory.stop is StopReason.HOST_LOST:
@@ -199,23 +210,6 @@ class _Collector:
         except EngineError as error:
             forming.lost.add(at)
             forming.failures.append(f"rescoring: {type(error).__name__}: {error}")
-
-    def _finish(self, group: Group) -> Group:
-        self.groups.append(group)
-        self._tell(group=group)
-        return group
-
-    def _drop(self, dropped: DroppedGroup) -> DroppedGroup:
-        self.dropped.append(dropped)
-        self._tell(dropped=dropped)
-        count = sum(other.undecidable is dropped.undecidable for other in self.dropped)
-        bound = self.settings.max_dropped
-        if bound is not None and count > max(bound, dropped.undecidable):
-            raise RolloutFailed(
-                f"{count} group(s) could not be collected (at most {bound} may be "
-                f"dropped); task {dropped.task_id} failed {len(dropped.errors)} times, last: {dropped.errors[-1]}"
-            )
-        return dropped
 
     def _tell(
         self,

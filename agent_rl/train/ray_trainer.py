@@ -244,11 +244,11 @@ class RayTrainer:
         assert reports[0] is not None, "rank 0 reports"
         return reports[0]
 
-    async def save(self, folder: Path, run: Mapping[str, int | str] | None = None) -> None:
+    async def save(self, folder: Path, run: Mapping[str, object] | None = None) -> None:
         """As :meth:`begin_save`, returning when the checkpoint is complete."""
         await (await self.begin_save(folder, run))
 
-    async def begin_save(self, folder: Path, run: Mapping[str, int | str] | None = None) -> asyncio.Task[None]:
+    async def begin_save(self, folder: Path, run: Mapping[str, object] | None = None) -> asyncio.Task[None]:
         """Begin a checkpoint that :meth:`load` resumes from exactly; atomic. All ranks must see ``folder``.
 
         Returns when every rank has its state in host memory, and training may go on. The task ends when the folder is

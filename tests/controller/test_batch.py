@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -13,14 +15,20 @@ from hypothesis import strategies as st
 from trajectories import trajectory
 
 from agent_rl.config import RunConfig
-from agent_rl.controller.batch import Batch, Collector
+from agent_rl.controller.batch import Batch, batch_metrics, batch_of, check_filled, rescore_values
+from agent_rl.controller.journal import Journal
+from agent_rl.controller.pipeline.buffer import BufferRules, WorkBuffer
+from agent_rl.controller.pipeline.ledger import Ledger
+from agent_rl.controller.pipeline.pump import RolloutPump
 from agent_rl.controller.schedule import task_at
 from agent_rl.engine.types import Scores
 from agent_rl.errors import RolloutFailed
 from agent_rl.evaluation.quarantine import Quarantine, read_quarantine
+from agent_rl.rollout.filters import masked_stops
 from agent_rl.rollout.group import DroppedGroup, RolloutEvent
 from agent_rl.rollout.limiter import Limiter
-from agent_rl.types import StopReason, TokenIds, Trajectory
+from agent_rl.rollout.rescore import Rescorer
+from agent_rl.types import Group, StopReason, TokenIds, Trajectory
 from envs import Task
 
 TASKS = [Task(f"task-{index}", "memory", {}) for index in range(40)]
@@ -61,9 +69,39 @@ class Scorer:
         return Scores((-2.0,) * len(tokens), "0")
 
 
-async def collect(chosen: RunConfig, ends: Ends, position: int = 0, scorer: Scorer | None = None) -> Batch:
-    collector = Collector(chosen, TASKS, limiter=Limiter(64), engine=scorer or Scorer())
-    return await collector.collect(position, ends, lambda event: None)
+@dataclass
+class Collected:
+    """A step's batch, where the data goes on, and what was measured."""
+
+    batch: Batch
+    position: int
+    values: dict[str, float]
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        return self.batch.groups
+
+
+async def collect(chosen: RunConfig, ends: Ends, position: int = 0, **parts: Any) -> Collected:
+    """What the pump and the buffer of a run give its next step, from ``position`` of the data on."""
+    rollout = chosen.rollout
+    most = rollout.dynamic_sampling.max_draws * rollout.tasks_per_step
+    buffer = WorkBuffer(
+        BufferRules(rollout.tasks_per_step, 0, 0, most, steps=1, dynamic=rollout.dynamic_sampling.enabled),
+        Ledger(position),
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        journal = Journal(Path(folder), "run")
+        journal.recover(0, {0: "start"}, lambda position: True)
+        journal.begin(1, "start")
+        pump = RolloutPump(chosen, TASKS, buffer, journal, ends, **{"limiter": Limiter(64), **parts})
+        async with pump.running():
+            outcomes = await buffer.take()
+        journal.close()
+    batch = batch_of(outcomes, pump.hand_over(outcomes))
+    check_filled(batch, rollout.tasks_per_step, rollout.dynamic_sampling)
+    masked = masked_stops(chosen.train.filter)
+    return Collected(batch, buffer.ledger.position, batch_metrics(batch, pump.seconds(), masked))
 
 
 def ids(first: int, stop: int) -> list[str]:
@@ -73,7 +111,7 @@ def ids(first: int, stop: int) -> list[str]:
 async def test_without_dynamic_sampling_every_group_is_kept() -> None:
     batch = await collect(config(), Ends([SOLVED, MIXED, UNSOLVED]), position=5)
     assert [group.task_id for group in batch.groups] == ids(5, 8)
-    assert (batch.discarded, batch.position) == ((), 8)
+    assert (batch.batch.discarded, batch.position) == ((), 8)
     assert batch.values["filter/groups_discarded"] == 0
     assert batch.values["reward/mean"] == pytest.approx(0.5)
 
@@ -99,7 +137,7 @@ def test_a_step_draws_the_shortest_stretch_that_is_enough(
     assert set(ends.run) == set(ids(first, stop))
     mixed = [at for at in range(first, stop) if outcomes[at % 40] == MIXED]
     assert [group.task_id for group in batch.groups] == [task_at(TASKS, at, 0).id for at in mixed]
-    assert len(batch.discarded) == stop - first - len(mixed)
+    assert len(batch.batch.discarded) == stop - first - len(mixed)
     assert batch.values["filter/groups_drawn"] == stop - first
 
 
@@ -123,9 +161,8 @@ async def test_an_undecidable_task_is_drawn_once_and_another_in_its_place(tmp_pa
         if line := quarantine.learn(event):
             told.append(line)
 
-    async def collect_from(position: int, ends: Ends) -> Batch:
-        collector = Collector(chosen, TASKS, limiter=Limiter(1), engine=Scorer(), left_out=quarantine)
-        return await collector.collect(position, ends, learn)
+    async def collect_from(position: int, ends: Ends) -> Collected:
+        return await collect(chosen, ends, position, limiter=Limiter(1), left_out=quarantine, on_event=learn)
 
     quarantine = Quarantine(tmp_path / "quarantine.json")
     first = await collect_from(0, ends := Ends(outcomes))
@@ -155,9 +192,8 @@ async def test_a_machine_that_has_graded_nothing_leaves_nothing_out(tmp_path: Pa
 
 
 async def test_a_run_whose_tasks_are_all_left_out_ends(tmp_path: Path) -> None:
-    collector = Collector(config(), TASKS, limiter=Limiter(1), engine=Scorer(), left_out={task.id for task in TASKS})
     with pytest.raises(RolloutFailed, match=r"none of the tasks can be graded: .*quarantine\.json"):
-        await collector.collect(7, Ends([MIXED]), lambda event: None)
+        await collect(config(), Ends([MIXED]), 7, left_out={task.id for task in TASKS})
 
 
 async def test_what_is_thrown_away_is_counted_with_its_lengths() -> None:
@@ -166,7 +202,7 @@ async def test_what_is_thrown_away_is_counted_with_its_lengths() -> None:
     assert (batch.values["filter/discarded_solved"], batch.values["filter/discarded_unsolved"]) == (1, 1)
     assert batch.values["filter/discarded_tokens_mean"] == 2
     assert batch.values["reward/mean"] == pytest.approx(0.5), "the policy's, over all that was sampled"
-    assert len(batch.sampled) == 5
+    assert len(batch.batch.sampled) == 5
 
 
 async def test_a_step_that_stays_short_goes_on_or_ends_by_policy() -> None:
@@ -183,7 +219,7 @@ async def test_a_group_that_broke_is_replaced_and_never_kept() -> None:
     batch = await collect(config(wanted=8, enabled=True), Ends(outcomes))
     assert len(batch.groups) == 8
     assert batch.position == 9
-    assert ids(4, 5)[0] not in {group.task_id for group in batch.sampled}
+    assert ids(4, 5)[0] not in {group.task_id for group in batch.batch.sampled}
     assert batch.values["rollout/groups_dropped"] == 1
 
 
@@ -195,17 +231,17 @@ async def test_a_group_whose_every_trajectory_is_masked_is_not_enough() -> None:
 
     batch = await collect(config(enabled=True, train={"filter": "compact"}), OutOfTurns([MIXED]))
     assert [group.task_id for group in batch.groups] == ids(1, 4)
-    assert [group.task_id for group in batch.discarded] == ids(0, 1)
+    assert [group.task_id for group in batch.batch.discarded] == ids(0, 1)
 
 
 async def test_only_what_is_trained_on_is_rescored() -> None:
     scorer = Scorer()
-    chosen = config(enabled=True, train={"old_logprob": {"source": "rescore", "rescore": {"n": 3}}})
-    batch = await collect(chosen, Ends([MIXED, SOLVED, MIXED, MIXED]), scorer=scorer)
+    rescorer = Rescorer(scorer, n=3, limiter=Limiter(4))
+    collected = await collect(config(enabled=True), Ends([MIXED, SOLVED, MIXED, MIXED]), rescore=rescorer)
+    batch = collected.batch
     assert scorer.asked == 3 * 2 * 3, "groups, trajectories, evaluations"
     assert all(t.rescored is not None for group in batch.groups for t in group.trajectories)
     assert all(t.rescored is None for group in batch.discarded for t in group.trajectories)
-    assert batch.values["old_logprob/evaluations"] == 3
-    assert batch.values["old_logprob/variance"] == 0.0
-    assert batch.values["old_logprob/rescore_failed"] == 0
-    assert batch.values["time/rescore_tail"] >= 0
+    values = rescore_values(batch.sampled, rescorer.failed, 0.5)
+    assert (values["old_logprob/evaluations"], values["old_logprob/variance"]) == (3, 0.0)
+    assert (values["old_logprob/rescore_failed"], values["time/rescore_tail"]) == (0, 0.5)

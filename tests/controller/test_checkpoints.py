@@ -27,10 +27,10 @@ class Writer:
         self.may_end.set()
         self.failure: Exception | None = None
 
-    async def begin_save(self, folder: Path, run: Mapping[str, int | str]) -> asyncio.Task[None]:
+    async def begin_save(self, folder: Path, run: Mapping[str, object]) -> asyncio.Task[None]:
         return asyncio.create_task(self._write(folder, run))
 
-    async def _write(self, folder: Path, run: Mapping[str, int | str]) -> None:
+    async def _write(self, folder: Path, run: Mapping[str, object]) -> None:
         checkpoint.begin(folder)
         await self.may_end.wait()
         if self.failure:
@@ -46,6 +46,14 @@ def opened(runs: Path, writer: Writer, **train: object) -> tuple[Checkpoints, Ru
     config = RunConfig(name="demo", runs_dir=runs, model=Path("m"), train=TrainConfig(**train))  # type: ignore[arg-type]
     state = RunState(config)
     return Checkpoints(config.train, state, writer, Journal(state.dir / "journal", state.run_id)), state  # type: ignore[arg-type]
+
+
+def write_journals(folder: Path, run_id: str, *steps: int) -> None:
+    journal = Journal(folder, run_id)
+    journal.recover(0, {}, lambda position: True)
+    for step in steps:
+        journal.begin(step, "w")
+    journal.close()
 
 
 def folders(state: RunState) -> list[int]:
@@ -68,8 +76,7 @@ async def test_training_goes_on_while_one_is_written_and_the_one_before_counts_t
     writer = Writer()
     checkpoints, state = opened(tmp_path, writer, keep_checkpoints=1)
     journal = state.dir / "journal"
-    for step in (1, 2, 3):
-        Journal(journal, state.run_id).open(step, "w").close()
+    write_journals(journal, state.run_id, 1, 2, 3)
     await checkpoints.save(Progress(state.run_id, 1))
     await checkpoints.finish()
     assert sorted(os.listdir(journal)) == ["step-000002.journal", "step-000003.journal"]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+import os
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent_rl.controller.journal import Journal, StepJournal, lineage
+from agent_rl.controller.journal import Journal, lineage
+from agent_rl.errors import UserError
 from agent_rl.rollout.group import EpisodeRunner
 from agent_rl.types import StopReason, Trajectory, Turn, VersionSpan
 from envs import Task
@@ -63,48 +65,137 @@ def told(*trajectories: Trajectory) -> tuple[EpisodeRunner, list[str]]:
     return run, asked
 
 
-async def finish(journal: StepJournal, *trajectories: Trajectory) -> None:
-    """Episodes that end while the journal is open."""
-    run, _ = told(*trajectories)
-    for each in trajectories:
-        await journal.runner(run)(task(each.task_id))
-    journal.close()
+def opened(folder: Path, run_id: str = "run", step: int = 8, weights: str = "w7", after: int | None = None) -> Opened:
+    """The journal of a run that goes on after ``after``, or the step before ``step``, which begins."""
+    journal = Journal(folder, run_id)
+    journal.recover(step - 1 if after is None else after, {}, lambda position: True)
+    return Opened(journal, journal.begin(step, weights), folder / f"step-{step:06d}.journal")
 
 
+@dataclass
+class Opened:
+    """A journal, how many trajectories the step had that began, and where they are."""
+
+    journal: Journal
+    found: int
+    path: Path
+
+    async def finish(self, *trajectories: Trajectory, position: int | None = None) -> None:
+        """Episodes that end while the journal is open, each at the position that its task's name is of."""
+        run, _ = told(*trajectories)
+        for each in trajectories:
+            at = POSITIONS[each.task_id] if position is None else position
+            await self.journal.runner(at, run)(task(each.task_id))
+        self.journal.close()
+
+
+POSITIONS = {name: at for at, name in enumerate("abc")}
 FIRST, SECOND, OTHER = trajectory("a", 1), trajectory("a", 2), trajectory("b", 3)
 
 
 async def test_what_finished_is_given_again_bit_for_bit_and_once(tmp_path: Path) -> None:
-    await finish(Journal(tmp_path, "run").open(8, "w7"), FIRST, OTHER, SECOND)
-    journal = Journal(tmp_path, "run").open(8, "w7")
-    assert journal.found == 3
+    await opened(tmp_path).finish(FIRST, OTHER, SECOND)
+    again = opened(tmp_path)
+    assert again.found == 3
     fresh = trajectory("a", 9)
     run, asked = told(fresh)
-    found = [await journal.runner(run)(task(name)) for name in ("a", "b", "a", "a")]
+    found = [await again.journal.runner(POSITIONS[name], run)(task(name)) for name in ("a", "b", "a", "a")]
     assert all(map(same, found, (FIRST, OTHER, SECOND, fresh)))
     assert asked == ["a"], "only the fourth was sampled"
     assert [trajectory.recovered for trajectory in found] == [True, True, True, False]
-    journal.close()
-    again = Journal(tmp_path, "run").open(8, "w7")
-    assert again.found == 4, "and written down too"
-    again.close()
+    again.journal.close()
+    assert opened(tmp_path).found == 4, "and written down too"
 
 
-@pytest.mark.parametrize(("run_id", "step", "weights"), [("other", 8, "w7"), ("run", 8, "w7b")])
-async def test_other_weights_or_another_run_start_anew(tmp_path: Path, run_id: str, step: int, weights: str) -> None:
-    await finish(Journal(tmp_path, "run").open(8, "w7"), FIRST)
-    journal = Journal(tmp_path, run_id).open(step, weights)
-    assert journal.found == 0
-    await finish(journal, OTHER)
-    kept = Journal(tmp_path, run_id).open(step, weights)
-    assert kept.found == 1
-    kept.close()
-    assert Journal(tmp_path, "run").open(8, "w7").found == 0
+async def test_one_task_in_flight_twice_is_kept_apart_by_its_positions(tmp_path: Path) -> None:
+    """At the edge of an epoch: the last of one, and the first of the next."""
+    journal = opened(tmp_path)
+    for position, each in ((7, FIRST), (8, SECOND)):
+        await journal.journal.runner(position, told(each)[0])(task("a"))
+    journal.journal.close()
+    again = opened(tmp_path).journal
+    second, first = [await again.runner(position, told()[0])(task("a")) for position in (8, 7)]
+    assert same(second, SECOND)
+    assert same(first, FIRST)
+
+
+@pytest.mark.parametrize(("run_id", "weights"), [("other", "w7"), ("run", "w7b")])
+async def test_other_weights_or_another_run_start_anew(tmp_path: Path, run_id: str, weights: str) -> None:
+    await opened(tmp_path).finish(FIRST)
+    other = opened(tmp_path, run_id, weights=weights)
+    assert other.found == 0
+    await other.finish(OTHER)
+    assert opened(tmp_path, run_id, weights=weights).found == 1
+    assert opened(tmp_path).found == 0
+
+
+async def test_an_episode_of_weights_that_are_yet_to_come_waits_for_them(tmp_path: Path) -> None:
+    """Sampling ran ahead: it ended while step 9 was collected, and the run goes on after step 7."""
+    await opened(tmp_path).finish(OTHER)
+    await opened(tmp_path, step=9, weights="w8", after=7).finish(FIRST)
+    journal = opened(tmp_path).journal
+    waiting = asyncio.create_task(journal.settled(POSITIONS["a"]))
+    await journal.settled(POSITIONS["b"])
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    assert journal.begin(9, "w8") == 1
+    await waiting
+    run, asked = told()
+    assert same(await journal.runner(POSITIONS["a"], run)(task("a")), FIRST)
+    assert asked == []
+
+
+async def test_when_a_step_done_again_gives_other_weights_what_came_after_it_is_forgotten(tmp_path: Path) -> None:
+    await opened(tmp_path).finish(OTHER)
+    await opened(tmp_path, step=9, weights="w8", after=7).finish(FIRST)
+    await opened(tmp_path, step=10, weights="w9", after=7).finish(SECOND)
+    journal = opened(tmp_path).journal
+    waiting = asyncio.create_task(journal.settled(POSITIONS["a"]))
+    assert journal.begin(9, "another") == 0
+    await waiting
+    fresh = trajectory("a", 9)
+    run, asked = told(fresh)
+    assert same(await journal.runner(POSITIONS["a"], run)(task("a")), fresh)
+    assert asked == ["a"]
+    assert sorted(os.listdir(tmp_path)) == ["step-000008.journal", "step-000009.journal"]
+
+
+async def test_what_a_batch_took_is_kept(tmp_path: Path) -> None:
+    first = opened(tmp_path)
+    assert first.journal.recorded(8) == ()
+    first.journal.record(8, (3, 4, 7))
+    await first.finish(FIRST)
+    again = opened(tmp_path)
+    assert (again.journal.recorded(8), again.found) == ((3, 4, 7), 1)
+    again.journal.record(8, (3, 4, 7))
+    again.journal.close()
+    assert opened(tmp_path, weights="another").journal.recorded(8) == ()
+
+
+async def test_a_checkpoint_s_files_stay_while_they_hold_episodes_of_open_positions(tmp_path: Path) -> None:
+    await opened(tmp_path, step=1, weights="start").finish(FIRST)
+    await opened(tmp_path, step=2, weights="w1", after=0).finish(OTHER)
+    journal = Journal(tmp_path, "run")
+    journal.recover(2, {0: "start", 1: "w1"}, lambda position: position == POSITIONS["b"])
+    assert os.listdir(tmp_path) == ["step-000002.journal"]
+    await journal.settled(POSITIONS["b"])
+    run, _ = told()
+    assert same(await journal.runner(POSITIONS["b"], run)(task("b")), OTHER)
+    other = Journal(tmp_path, "run")
+    other.recover(2, {1: "another"}, lambda position: True)
+    assert os.listdir(tmp_path) == [], "sampled with weights of which the checkpoint knows nothing"
 
 
 async def test_infrastructure_failures_are_not_kept(tmp_path: Path) -> None:
-    await finish(Journal(tmp_path, "run").open(1, "w"), trajectory("a", 1, StopReason.SANDBOX_FAILURE), FIRST)
-    assert Journal(tmp_path, "run").open(1, "w").found == 1
+    await opened(tmp_path).finish(trajectory("a", 1, StopReason.SANDBOX_FAILURE), FIRST)
+    assert opened(tmp_path).found == 1
+
+
+async def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
+    journal = opened(tmp_path)
+    journal.journal._file = os.fdopen(os.open("/dev/full", os.O_RDWR), "r+b", buffering=0)
+    with pytest.raises(UserError, match=r"step-000008\.journal: no room on the disk"):
+        await journal.finish(FIRST)
 
 
 @given(keep=st.floats(0, 1), noise=st.binary(max_size=40))
@@ -112,18 +203,16 @@ def test_whatever_a_kill_tears_off_the_whole_frames_are_kept(
     tmp_path_factory: pytest.TempPathFactory, keep: float, noise: bytes
 ) -> None:
     folder = tmp_path_factory.mktemp("torn")
-    journal = Journal(folder, "run").open(2, "w")
-    asyncio.run(finish(journal, FIRST, SECOND, OTHER))
+    journal = opened(folder)
+    asyncio.run(journal.finish(FIRST, SECOND, OTHER))
     data = journal.path.read_bytes()
     ends = frame_ends(data)
     cut = int(keep * len(data))
     journal.path.write_bytes(data[:cut] + noise)
-    torn = Journal(folder, "run").open(2, "w")
+    torn = opened(folder)
     assert torn.found == max(0, sum(end <= cut for end in ends) - 1)
-    asyncio.run(finish(torn, trajectory("c", 5)))
-    after = Journal(folder, "run").open(2, "w")
-    assert after.found == torn.found + 1, "what is written after a tear can be read"
-    after.close()
+    asyncio.run(torn.finish(trajectory("c", 5)))
+    assert opened(folder).found == torn.found + 1, "what is written after a tear can be read"
 
 
 def frame_ends(data: bytes) -> list[int]:
@@ -135,37 +224,29 @@ def frame_ends(data: bytes) -> list[int]:
 
 
 async def test_a_flipped_bit_ends_what_is_believed(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, "run").open(2, "w")
-    await finish(journal, FIRST, SECOND, OTHER)
+    journal = opened(tmp_path)
+    await journal.finish(FIRST, SECOND, OTHER)
     data = bytearray(journal.path.read_bytes())
     data[frame_ends(bytes(data))[1] + 100] ^= 1  # in the second trajectory
     journal.path.write_bytes(bytes(data))
-    again = Journal(tmp_path, "run").open(2, "w")
+    again = opened(tmp_path)
     assert again.found == 1
     run, _ = told(SECOND)  # just as long as the damaged one: what came after that must not be believed again
     for _ in range(2):
-        await again.runner(run)(task("a"))
-    again.close()
-    assert Journal(tmp_path, "run").open(2, "w").found == 2
+        await again.journal.runner(POSITIONS["a"], run)(task("a"))
+    again.journal.close()
+    assert opened(tmp_path).found == 2
 
 
 async def test_many_episodes_may_end_at_once(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, "run").open(2, "w")
+    journal = opened(tmp_path).journal
 
     async def run(task: Task) -> Trajectory:
         return trajectory(task.id, int(task.id))
 
-    runner = journal.runner(run)
-    await asyncio.gather(*(runner(task(str(number))) for number in range(40)))
+    await asyncio.gather(*(journal.runner(number, run)(task(str(number))) for number in range(40)))
     journal.close()
-    assert Journal(tmp_path, "run").open(2, "w").found == 40
-
-
-def test_steps_that_a_checkpoint_covers_are_forgotten(tmp_path: Path) -> None:
-    for step in (1, 2, 3):
-        Journal(tmp_path, "run").open(step, "w").close()
-    Journal(tmp_path, "run").forget_through(2)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-000003.journal"]
+    assert opened(tmp_path).found == 40
 
 
 def test_a_lineage_tells_updates_apart_by_their_last_bit() -> None:

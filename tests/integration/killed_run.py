@@ -24,7 +24,7 @@ from agent_rl.train.checkpoint import folder as checkpoint
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 # Figures of the clock, which no two runs share.
-CLOCK = re.compile(r"^time/|seconds|per_second")
+CLOCK = re.compile(r"^time/|seconds|per_second|^pipeline/")
 
 
 def write_config(folder: Path, model: Path, *, steps: int, checkpoint_every: int = 3) -> None:
@@ -54,10 +54,12 @@ class Life:
         self.output = folder / f"output-{self.mark[:6]}.txt"
         (self.run / "begun").unlink(missing_ok=True)
         self.started = time.time()
+        path = os.pathsep.join([str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
                 [sys.executable, str(HERE / "recorded_run.py"), str(folder), *overrides],
-                stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, env={**os.environ, "TEST_MARK": self.mark},
+                stdout=output, stderr=subprocess.STDOUT, cwd=ROOT,
+                env={**os.environ, "TEST_MARK": self.mark, "PYTHONPATH": path},
                 start_new_session=True,
             )  # fmt: skip
 

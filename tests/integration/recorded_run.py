@@ -100,14 +100,15 @@ class RecordedWorld:
         self.facts = read_facts(self.config.model)
         self.engine = SimpleNamespace(facts=self.facts, fleet=Fleet(), gate=TurnGate(), until=_never)
         env = SimpleNamespace(prepare=_nothing)
-        self.workshop = SimpleNamespace(
-            env=env, tasks=lambda split: self.tasks, backend=SimpleNamespace(name="none"), metrics=dict
-        )
+        self.workshop = SimpleNamespace(env=env, tasks=lambda split: self.tasks, backend=SimpleNamespace(name="none"))
+
+    def metrics(self) -> dict[str, float]:
+        return {}
 
     def runner(self, rules: EpisodeRules) -> EpisodeRunner:
-        """Gives the recordings that the newest journal does not hold yet."""
-        (*_, journal) = sorted((self.config.run_dir / "journal").glob("step-*"))
-        held = {trajectory.tokens.tobytes() for trajectory in read_journal(journal)}
+        """Gives the recordings that no journal holds yet."""
+        journals = (self.config.run_dir / "journal").glob("step-*")
+        held = {trajectory.tokens.tobytes() for journal in journals for trajectory in read_journal(journal)}
         return _Recorded(self, held).run
 
 

@@ -20,7 +20,7 @@ class CheckpointDriver:
         self._ranks, self._train = ranks, train
         self._saving: asyncio.Task[None] | None = None
 
-    async def begin(self, folder: Path, run: Mapping[str, int | str]) -> asyncio.Task[None]:
+    async def begin(self, folder: Path, run: Mapping[str, object]) -> asyncio.Task[None]:
         """See :meth:`agent_rl.train.ray_trainer.RayTrainer.begin_save`."""
         if self._saving is not None:
             await asyncio.wait([self._saving])
@@ -34,9 +34,7 @@ class CheckpointDriver:
         self._saving = asyncio.create_task(self._finish(folder, updates, counts, run))
         return self._saving
 
-    async def _finish(
-        self, folder: Path, updates: int, counts: Mapping[str, int], run: Mapping[str, int | str]
-    ) -> None:
+    async def _finish(self, folder: Path, updates: int, counts: Mapping[str, int], run: Mapping[str, object]) -> None:
         try:
             checksums = await self._ranks.written()
         except BaseException:

@@ -43,7 +43,7 @@ class Manifest:
     parallel: Mapping[str, int | str | bool]
     dtype: str
     checksums: tuple[int, ...]
-    run: Mapping[str, int | str] = field(default_factory=dict)
+    run: Mapping[str, object] = field(default_factory=dict)
 
     def written_by(self, parallel: ParallelConfig) -> bool:
         """Whether a trainer of the layout ``parallel`` wrote it."""

@@ -16,4 +16,5 @@ def read_journal(path: Path) -> list[Trajectory]:
     with path.open("rb") as file:
         frames = frames_of(file)
         next(frames, None)  # the header
-        return [decode_trajectory(payload, str(path)) for payload, _ in frames]
+        payloads = [payload.partition(b"\n")[2] for payload, _ in frames]
+        return [decode_trajectory(payload, str(path)) for payload in payloads if payload]

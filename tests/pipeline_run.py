@@ -1,0 +1,228 @@
+"""A training run without processes: pump, buffer, journal, checkpoints, ledger and the steps are the real ones.
+
+The engine gives episodes that depend on their task and their number alone, after a random number of turns of the event
+loop; the trainer's weights are a hash of all that it was trained on, and so are its losses: two runs that differ in one
+bit of one sample differ in all metrics after it. A life of a run ends at its last step, or where ``die`` says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from journal_rows import read_journal
+from numpy.typing import NDArray
+from rich.console import Console
+from trajectories import trajectory
+
+from agent_rl.config import ParallelConfig, RunConfig
+from agent_rl.controller.state import RunState
+from agent_rl.controller.train import TrainingRun
+from agent_rl.engine.fleet import Fleet
+from agent_rl.engine.gate import TurnGate
+from agent_rl.observe.display import Display
+from agent_rl.rollout.episode import EpisodeRules
+from agent_rl.rollout.group import EpisodeRunner
+from agent_rl.rollout.limiter import Limiter
+from agent_rl.train.checkpoint import folder as checkpoint
+from agent_rl.train.checkpoint.folder import Manifest
+from agent_rl.types import Sample, StopReason, Trajectory, VersionSpan
+from envs import Task
+
+TASKS = [Task(f"task-{index:02d}", "memory", {}) for index in range(40)]
+POINTS = ("taken", "trained", "published", "begun", "episode")
+
+
+class Died(BaseException):
+    """The process was killed: nothing of it runs on."""
+
+
+@dataclass
+class Deaths:
+    """Where a life ends: at the ``nth`` time that ``point`` is passed, by ``die``; never without."""
+
+    point: str = ""
+    nth: int = 0
+    die: Callable[[], object] = lambda: _raise(Died())
+
+    def passed(self, point: str) -> None:
+        self.nth -= point == self.point
+        if point == self.point and self.nth <= 0:
+            self.die()
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+class HashTrainer:
+    """Weights and metrics are hashes of what was trained on. Checkpoints are real folders that hold the weights."""
+
+    def __init__(self, deaths: Deaths) -> None:
+        self.weights, self.deaths, self.lags = "start", deaths, list[int]()
+
+    async def step(self, samples: Sequence[Sample], **how: Any) -> Mapping[str, float]:
+        digest = hashlib.sha256(self.weights.encode())
+        for sample in samples:
+            digest.update(sample.tokens.tobytes() + sample.logprobs.tobytes() + np.float64(sample.advantage).tobytes())
+            assert sample.lag is not None
+            self.lags.append(int(sample.lag.max()))
+        self.weights = digest.hexdigest()
+        for _ in range(random.randrange(8)):
+            await asyncio.sleep(0)
+        self.deaths.passed("trained")
+        return {"train/updates": 1.0, "train/loss": int(self.weights[:8], 16) / 2**32}
+
+    async def begin_save(self, folder: Path, run: Mapping[str, object]) -> asyncio.Task[None]:
+        return asyncio.create_task(self._save(folder, {**run, "hash": self.weights}))
+
+    async def _save(self, folder: Path, run: Mapping[str, object]) -> None:
+        checkpoint.begin(folder)
+        await asyncio.sleep(0)
+        layout = ParallelConfig().model_dump()
+        checkpoint.commit(folder, Manifest(checkpoint.FORMAT, 0, {}, layout, "float32", (), run))
+
+    async def load(self, folder: Path) -> Manifest:
+        manifest = checkpoint.read_manifest(folder)
+        run = dict(manifest.run)
+        self.weights = str(run.pop("hash"))
+        return Manifest(checkpoint.FORMAT, 0, {}, manifest.parallel, "float32", (), run)
+
+    async def export(self, folder: Path) -> None:
+        """Nobody reads it."""
+
+
+@dataclass
+class MemoryWorld:
+    """Episodes of tasks whose groups end as their name says. ``given`` has every episode that ended, in all lives."""
+
+    config: RunConfig
+    given: list[tuple[str, int]]
+    deaths: Deaths
+    version: str = ""
+    running: int = 0
+    left: dict[str, list[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.limiter = Limiter(self.config.rollout.concurrency)
+        self.engine = SimpleNamespace(fleet=Fleet(), gate=TurnGate(), until=_never, facts=SimpleNamespace(vocab_size=8))
+        env = SimpleNamespace(prepare=_nothing)
+        backend = SimpleNamespace(name="none")
+        self.workshop = SimpleNamespace(env=env, tasks=lambda split: TASKS, backend=backend)
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def runner(self, rules: EpisodeRules) -> EpisodeRunner:
+        """Gives the episodes that no journal holds yet."""
+        size, journals = self.config.rollout.group_size, (self.config.run_dir / "journal").glob("step-*")
+        held = {trajectory.tokens.tobytes() for journal in journals for trajectory in read_journal(journal)}
+        self.left = {
+            task.id: [number for number in range(size) if _tokens(task, number).tobytes() not in held] for task in TASKS
+        }
+        return self.run
+
+    async def run(self, task: Task) -> Trajectory:
+        number, first = self.left[task.id].pop(0), self.version
+        self.running += 1
+        try:
+            for _ in range(random.randrange(12)):
+                await asyncio.sleep(0)
+        finally:
+            self.running -= 1
+        self.given.append((task.id, number))
+        self.deaths.passed("episode")
+        return _episode(task, number, _reward(task, number), first, self.version)
+
+
+def _reward(task: Task, number: int) -> float:
+    """Of every third task no episode solves it: its group teaches nothing."""
+    return float(number % 2 and TASKS.index(task) % 3)
+
+
+def _tokens(task: Task, number: int) -> NDArray[np.int32]:
+    return np.arange(7, dtype=np.int32) + np.int32(number + 10 * TASKS.index(task))
+
+
+def _episode(task: Task, number: int, reward: float, first: str, last: str) -> Trajectory:
+    made = trajectory(reward, sampled=4, task_id=task.id)
+    spans = (VersionSpan(3, 5, first), VersionSpan(5, 7, last)) if first != last else (VersionSpan(3, 7, first),)
+    return Trajectory(
+        task.id, task.env, _tokens(task, number), made.loss_mask, made.logprobs, None, StopReason.SUBMITTED, reward,
+        resolved=bool(reward), turns=(), messages=(), versions=spans,
+    )  # fmt: skip
+
+
+async def _nothing(*splits: str) -> None:
+    """Nothing is to be made ready."""
+
+
+async def _never(look: Any) -> Any:
+    await asyncio.Event().wait()
+
+
+def run_config(runs: Path, *, depth: int, staleness: int | None = None, steps: int = 8, **rollout: Any) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "name": "run", "runs_dir": runs, "model": "m", "eval": {"tasks": 0}, "guard": {"action": "off"},
+            "pipeline": {"depth": depth, "max_staleness": staleness}, "observe": {"token_detail": False},
+            "rollout": {"group_size": 3, "tasks_per_step": 2, "concurrency": 5, **rollout},
+            "train": {
+                "steps": steps, "checkpoint_every": 3, "replay": "off", "old_logprob": {"source": "rollout"},
+                "native_every": 0,
+            },
+        }
+    )  # fmt: skip
+
+
+class Life:
+    """One start of a run: its parts, to be looked at and changed before :meth:`live`."""
+
+    def __init__(self, config: RunConfig, given: list[tuple[str, int]], deaths: Deaths | None = None) -> None:
+        self.deaths = deaths or Deaths()
+        self.trainer = HashTrainer(self.deaths)
+        self.world: Any = MemoryWorld(config, given, self.deaths)
+        self.notes = Console(quiet=True)
+        display = Display(config.name, self.notes)
+        self.run = TrainingRun(config, RunState(config), display, self.world, self.trainer)  # type: ignore[arg-type]
+        self.run.sync = self  # type: ignore[assignment]
+        self._wrap()
+
+    async def publish(self, step: int) -> dict[str, float]:
+        """As a weight sync."""
+        await asyncio.sleep(0)
+        self.world.version = str(step)
+        self.deaths.passed("published")
+        return {}
+
+    def _wrap(self) -> None:
+        journal, begin, record = self.run.journal, self.run.journal.begin, self.run.journal.record
+
+        def recording(step: int, positions: Sequence[int]) -> None:
+            record(step, positions)
+            self.deaths.passed("taken")
+
+        def beginning(step: int, weights: str) -> int:
+            found = begin(step, weights)
+            self.deaths.passed("begun")
+            return found
+
+        journal.record, journal.begin = recording, beginning  # type: ignore[method-assign]
+
+    async def live(self) -> bool:
+        """Whether it came to its last step."""
+        try:
+            await self.run.run()
+        except (Died, BaseExceptionGroup):
+            return False
+        finally:
+            await self.run.close()
+            assert self.world.running == 0, "an episode outlived the run"
+        return True
