@@ -266,6 +266,20 @@ def setup(config: ConfigPath, overrides: Overrides = None) -> None:
     typer.echo(f"next: agent-rl train {shlex.quote(str(config))}")
 
 
+@app.command("runs")
+def runs_list(
+    folders: Annotated[
+        list[Path] | None, typer.Argument(help="Folders of runs or evaluations, or that hold some; by default runs.")
+    ] = None,
+) -> None:
+    """List runs and evaluations: steps, Pass@1, state, and how often the guard spoke."""
+    from rich.console import Console
+
+    from agent_rl.commands.runs import list_runs
+
+    list_runs(folders or [Path("runs")], Console())
+
+
 @app.command()
 def view(
     runs: Annotated[

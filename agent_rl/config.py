@@ -31,6 +31,7 @@ OnSpike = Literal["skip", "clip", "allow"]
 Planner = Literal["foremoe", "eplb", "shadow"]
 Home = Literal["contiguous", "measured"]
 ExpertTransfer = Literal["pool", "exchange"]
+SinkName = Literal["tensorboard", "wandb", "mlflow"]
 
 OWN_INTERFACE = "agent-rl"
 MAX_STALENESS = 8
@@ -742,6 +743,13 @@ class ObserveConfig(Section):
         True,
         description="Keep what the trainer saw of every token it trained on: how far it is from the engine's "
         "log-probs, with and without replay, entropy, clipping, and the layers whose experts differ.",
+    )
+    sinks: tuple[SinkName, ...] = Field(
+        ("tensorboard",),
+        description="Where metrics go besides metrics.jsonl: tensorboard, wandb (Weights & Biases), mlflow.",
+    )
+    project: str = Field(
+        "agent-rl", min_length=1, description="The project of Weights & Biases, or the experiment of MLflow."
     )
 
 

@@ -1,16 +1,21 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
+from agent_rl.config import RunConfig
+from agent_rl.errors import UserError
 from agent_rl.observe.display import Display, sparkline
 from agent_rl.observe.files import read_json, replacing, write_atomic, write_json
 from agent_rl.observe.metrics_log import MetricsLog, read_metrics
 from agent_rl.observe.picture import draw_run
+from agent_rl.observe.sinks import Sink, TensorBoard, check_sinks
 
 
 def test_atomic_write_keeps_the_old_file_when_it_fails(tmp_path: Path) -> None:
@@ -38,16 +43,52 @@ def test_a_file_replaced_by_a_writer_that_fails_stays_as_it_was(tmp_path: Path) 
 
 
 def test_metrics_survive_a_reopen_and_forget_what_is_done_again(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path)
+    sinks = {"tensorboard": partial(TensorBoard, tmp_path)}
+    log = MetricsLog(tmp_path, sinks)
     for step in (1, 2, 3):
         log.append(step, {"reward/mean": step / 10})
     log.close()
-    resumed = MetricsLog(tmp_path)
+    resumed = MetricsLog(tmp_path, sinks)
     resumed.forget_after(2)
     resumed.append(3, {"reward/mean": 0.9})
     resumed.close()
     assert [(row["step"], row["reward/mean"]) for row in read_metrics(tmp_path)] == [(1, 0.1), (2, 0.2), (3, 0.9)]
     assert list((tmp_path / "tensorboard").glob("events.out.tfevents.*"))
+
+
+def test_a_sink_that_fails_is_one_line_and_ends_nothing(tmp_path: Path) -> None:
+    class Away:
+        def __init__(self, steps: int) -> None:
+            self.steps, self.closed = steps, False
+
+        def log(self, step: int, values: Mapping[str, float]) -> None:
+            assert values["time/ended"] > 0
+            if step > self.steps:
+                raise ConnectionError("the service\nis away")
+
+        def close(self) -> None:
+            self.closed = True
+
+    def absent() -> Sink:
+        raise RuntimeError("no key")
+
+    lines, away, there = list[str](), Away(1), Away(9)
+    log = MetricsLog(tmp_path, {"a": lambda: away, "b": absent, "c": lambda: there}, lines.append)
+    for step in (1, 2, 3):
+        log.append(step, {"reward/mean": 0.5})
+    log.close()
+    assert lines == [
+        "observe.sinks: b is not written to any more: no key",
+        "observe.sinks: a is not written to any more: the service is away",
+    ]
+    assert (there.closed, len(read_metrics(tmp_path))) == (True, 3)
+
+
+def test_a_sink_whose_library_is_absent_is_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    config = RunConfig.model_validate({"name": "x", "model": "m", "observe": {"sinks": ["wandb"]}})
+    with pytest.raises(UserError, match=r"observe\.sinks names wandb, .*: pip install 'agent-rl\[wandb\]'"):
+        check_sinks(config)
 
 
 def test_sparkline_spans_its_own_range() -> None:

@@ -52,6 +52,7 @@ from agent_rl.model_facts import ModelFacts
 from agent_rl.observe.display import Display
 from agent_rl.observe.folder_lock import hold_folder
 from agent_rl.observe.metrics_log import MetricsLog
+from agent_rl.observe.sinks import SinkRun, check_sinks, openers
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.filters import length_report, masked_stops
 from agent_rl.rollout.group import RolloutEvent
@@ -84,6 +85,7 @@ async def train(config: RunConfig) -> None:
     facts = preflight.check(config)
     preflight.check_replay(config, facts)
     preflight.check_lengths(config, facts)
+    check_sinks(config)
     display = Display(config.name)
     with hold_folder(config.run_dir), display:
         await preflight.ask_elsewhere(config)
@@ -148,7 +150,7 @@ class TrainingRun:
         self.config, self.state, self.display = config, state, display
         self.world, self.trainer = world, trainer
         self.rules = EpisodeRules.of(config)
-        self.metrics = MetricsLog(state.dir)
+        self.metrics = MetricsLog(state.dir, openers(SinkRun(state.dir, state.run_id, config)), display.note)
         self.sync = WeightSync(config, world.engine, trainer, state.dir / "weights", display.note)
         self.newcomers = Newcomers(config, world.engine, self.sync)
         self.guard = Guard(config.guard, state.dir, display.note)
@@ -193,7 +195,7 @@ class TrainingRun:
 
     async def close(self) -> None:
         """End what is under way. Idempotent."""
-        self.metrics.close()
+        await asyncio.to_thread(self.metrics.close)
         self.journal.close()
         await self.evaluations.close()
         await self.checkpoints.close()
@@ -275,7 +277,7 @@ class TrainingRun:
         values["pipeline/trainer_idle"] = values["time/rollout"] / values["time/step"]
         values |= self.history.append(StepRow(step, batch.outcomes, tuple(group.task_id for group in batch.sampled)))
         values |= self.guard.judge(step, values, self.metrics.rows)
-        self.metrics.append(step, values)
+        await asyncio.to_thread(self.metrics.append, step, values)
         self.display.step(step, values)
         if (reason := why_idle(values)) is not None:
             self.display.note(f"step {step}: no update: {reason}")

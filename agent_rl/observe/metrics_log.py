@@ -1,28 +1,37 @@
-"""Metrics of a run: ``metrics.jsonl`` (one JSON object a step) and TensorBoard event files."""
+"""Metrics of a run: ``metrics.jsonl`` (one JSON object a step), and the sinks that the config names."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import orjson
 
 from agent_rl.observe.files import write_atomic
 from agent_rl.observe.metrics import check_registered
+from agent_rl.observe.sinks import Sink
 
 
 class MetricsLog:
     """Appends steps, and forgets those after the step a run resumes from.
 
-    The file is rewritten whole at every step: it is small, and a kill leaves either the old or the new one.
+    The file is rewritten whole at every step: it is small, and a kill leaves either the old or the new one. ``sinks``
+    are opened when the first step is written; one that fails is closed and left out, and ``note`` is given a line: a
+    service that is away must not end a run.
     """
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        sinks: Mapping[str, Callable[[], Sink]] | None = None,
+        note: Callable[[str], None] = lambda line: None,
+    ) -> None:
         self._path = run_dir / "metrics.jsonl"
-        self._events = run_dir / "tensorboard"
         self._rows: list[dict[str, float]] = read_metrics(run_dir)
-        self._writer: object | None = None
+        self._unopened, self._note = dict(sinks or {}), note
+        self._sinks: dict[str, Sink] = {}
 
     @property
     def rows(self) -> list[dict[str, float]]:
@@ -40,20 +49,27 @@ class MetricsLog:
         check_registered(row.keys() - {"step"})
         self._rows.append(row)
         self._flush()
-        from tensorboardX import SummaryWriter  # imports protobuf: not needed by a reader
-
-        if self._writer is None:
-            self._writer = SummaryWriter(str(self._events))
-        writer = self._writer
-        assert isinstance(writer, SummaryWriter)
-        for name, value in values.items():
-            writer.add_scalar(name, value, step)
-        writer.flush()
+        written = {name: value for name, value in row.items() if name != "step"}
+        for name in list(self._unopened):
+            self._try(name, partial(self._open, name))
+        for name, sink in list(self._sinks.items()):
+            self._try(name, partial(sink.log, step, written))
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()  # type: ignore[attr-defined]
-            self._writer = None
+        for name, sink in list(self._sinks.items()):
+            self._try(name, sink.close)
+        self._sinks.clear()
+
+    def _open(self, name: str) -> None:
+        self._sinks[name] = self._unopened.pop(name)()
+
+    def _try(self, name: str, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:  # whatever a service's library raises
+            self._sinks.pop(name, None)
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            self._note(f"observe.sinks: {name} is not written to any more: {reason}")
 
     def _flush(self) -> None:
         write_atomic(self._path, b"".join(orjson.dumps(row) + b"\n" for row in self._rows))

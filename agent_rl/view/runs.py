@@ -26,6 +26,7 @@ _REPORTED = (*("pass_at_1", "interval", "graded", "tasks", "ungraded", "infrastr
 
 def overview(index: Index) -> Answer:
     """One line of the list of runs."""
+    index.refresh()
     folder, notes = index.folder, list[str]()
     kind, (rows, _) = _kind(index), _rows(folder)
     steps = int(rows[-1]["step"]) if rows else 0

@@ -1,0 +1,54 @@
+"""Metrics of a run in the services beside TensorBoard, each by its own library and without a network.
+
+The libraries are in no environment of the project; where they are: ``pytest -m exhaustive tests/test_sinks.py``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from agent_rl.config import RunConfig
+from agent_rl.observe.metrics_log import MetricsLog
+from agent_rl.observe.sinks import SinkRun, check_sinks, openers
+
+pytestmark = pytest.mark.exhaustive
+
+
+def write(folder: Path, sink: str) -> None:
+    """Steps 1 and 2, then, of the run resumed after step 1, steps 2 and 3."""
+    data = {"name": "demo", "model": "m", "runs_dir": str(folder), "observe": {"sinks": [sink], "project": "tests"}}
+    config, lines = RunConfig.model_validate(data), list[str]()
+    check_sinks(config)
+    config.run_dir.mkdir(exist_ok=True)
+    for done in (0, 1):
+        log = MetricsLog(config.run_dir, openers(SinkRun(config.run_dir, "abc123", config)), lines.append)
+        log.forget_after(done)
+        for step in (done + 1, done + 2):
+            log.append(step, {"reward/mean": step / 10 + done, "train/loss": float("nan")})
+        log.close()
+    assert lines == []
+
+
+def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    write(tmp_path, "wandb")
+    files = sorted((tmp_path / "demo" / "wandb").glob("offline-run-*-abc123/run-abc123.wandb"))
+    assert files
+    assert any(b"reward/mean" in path.read_bytes() for path in files)
+
+
+def test_mlflow_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlflow import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlflow").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    write(tmp_path, "mlflow")
+    client = MlflowClient()
+    experiment = client.get_experiment_by_name("tests")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    history = client.get_metric_history(run.info.run_id, "reward/mean")
+    assert [(point.step, round(point.value, 1)) for point in history] == [(1, 0.1), (2, 0.2), (2, 1.2), (3, 1.3)]
