@@ -2,7 +2,7 @@
 
 ::
 
-    frame   length (4 bytes, little-endian), CRC-32 of the payload (4 bytes), payload
+    frame   a payload with its length and checksum (agent_rl.rollout.frames)
     file    a frame with the header, as JSON, then one a trajectory, in the order they finished, and one that says
             what the step's batch took; a payload is a line of JSON and, of a trajectory, its bytes
 
@@ -22,12 +22,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import struct
 import threading
-import zlib
 from asyncio import to_thread
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,13 +34,13 @@ from typing import IO, Any
 from agent_rl.aio import Pulse
 from agent_rl.observe.files import disk_error
 from agent_rl.rollout import records
+from agent_rl.rollout.frames import as_frame, frames_of
 from agent_rl.rollout.group import EpisodeRunner
 from agent_rl.rollout.records import decode_trajectory, encode_trajectory
 from agent_rl.types import Trajectory
 from envs import Task
 
 FORMAT = 2
-_FRAME = struct.Struct("<II")
 _NAMED_BY = ("train/updates", "train/loss", "train/grad_norm", "mismatch/k3_kl")
 
 
@@ -212,13 +210,13 @@ class Journal:
         self._append(json.dumps({"position": position}).encode() + b"\n" + encode_trajectory(trajectory), position)
 
     def _append(self, payload: bytes, position: int | None = None) -> None:
-        frame = _FRAME.pack(len(payload), zlib.crc32(payload)) + payload
+        data = as_frame(payload)
         with self._writing:
             assert self._file is not None, "a step was begun"
             if position is not None:
                 self._holds[self._step].add(position)
             try:
-                _write_whole(self._file, frame)
+                _write_whole(self._file, data)
             except OSError as error:
                 raise disk_error(self._path(self._step), error) from error
 
@@ -237,16 +235,6 @@ def _write_whole(file: IO[bytes], data: bytes) -> None:
             os.ftruncate(file.fileno(), start)
             file.seek(start)
         raise
-
-
-def frames_of(file: IO[bytes]) -> Iterator[tuple[bytes, int]]:
-    """Every whole frame's payload, and where the frame ends; up to the first that is torn or damaged."""
-    while len(head := file.read(_FRAME.size)) == _FRAME.size:
-        length, checksum = _FRAME.unpack(head)
-        payload = file.read(length)
-        if len(payload) < length or zlib.crc32(payload) != checksum:
-            return
-        yield payload, file.tell()
 
 
 def _json(line: bytes) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import IO
 _HEAD = struct.Struct("<II")
 
 
-def frame(payload: bytes) -> bytes:
+def as_frame(payload: bytes) -> bytes:
     """``payload`` as it is appended."""
     return _HEAD.pack(len(payload), zlib.crc32(payload)) + payload
 

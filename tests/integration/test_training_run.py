@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
 from integration_run import Run, wait
 from journal_rows import read_journal
@@ -14,8 +15,11 @@ from killed_run import exact
 from marked import kill_rank
 
 from agent_rl.observe.metrics_log import read_metrics
-from agent_rl.rollout.records import read_trajectories
+from agent_rl.rollout.records import read_trajectories, step_stem
+from agent_rl.rollout.token_details import detailed, read_detail
 from agent_rl.types import Trajectory
+from agent_rl.view.resources import Resources
+from r3.mismatch.report import k3_kl
 
 pytestmark = [
     pytest.mark.sglang,
@@ -95,9 +99,31 @@ def assert_complete(run: Path) -> None:
         if row["train/samples"]:
             assert row["r3/router_mismatch"] == 0
             assert row["r3/coverage"] > 0.9
+        assert_detail(run, row)
+    resources = Resources([run])
+    assert not [page for page in resources.pages() if "error" in resources.read(page)]
+    told = resources.read("0/run")
+    assert told["evaluations"][0]["n"] == "eval-0-sampled"
+    assert told["notes"] == []
     trajectories = [t for group in read_trajectories(run, 4) for t in group.trajectories]
     assert len(trajectories) == 12
     assert all(set(t.weight_versions) == {"3"} for t in trajectories), "step 4 is sampled with the weights of step 3"
+
+
+def assert_detail(run: Path, row: Mapping[str, float]) -> None:
+    """A step's metrics follow from what was kept of its tokens, within the goal of 1 % for k3."""
+    stem = step_stem(run, int(row["step"]))
+    details = [detail for number in detailed(stem) if (detail := read_detail(stem, number)) is not None]
+    assert len(details) == row["train/samples"]
+    if not details:
+        return
+    gaps = np.concatenate([detail.gap for detail in details]).astype(float)
+    natives = np.concatenate([detail.native_gap for detail in details]).astype(float)  # type: ignore[arg-type]
+    assert len(gaps) == row["train/sampled_tokens"]
+    assert k3_kl(gaps, 0 * gaps) == pytest.approx(row["mismatch/k3_kl"], rel=0.01)
+    assert k3_kl(natives, 0 * gaps) == pytest.approx(row["mismatch_native/k3_kl"], rel=0.01)
+    differing = sum(int(d.native_differs.numbers.sum()) for d in details if d.native_differs is not None)
+    assert (differing > 0) is (row["mismatch_native/router_mismatch"] > 0)
 
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from agent_rl.commands.show import show
-from agent_rl.controller.journal import frames_of
 from agent_rl.errors import AgentRlError
 from agent_rl.evaluation.finished import read_evaluation
 from agent_rl.evaluation.folder import read_results
 from agent_rl.evaluation.quarantine import read_quarantine
+from agent_rl.rollout.frames import frames_of
 from agent_rl.rollout.records import (
     decode_trajectory,
     encode_trajectory,

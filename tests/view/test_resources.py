@@ -21,7 +21,7 @@ from agent_rl.evaluation.finished import report_path
 from agent_rl.evaluation.folder import EvalFolder
 from agent_rl.evaluation.report import EpisodeResult
 from agent_rl.observe.metrics_log import MetricsLog
-from agent_rl.rollout.frames import frame
+from agent_rl.rollout.frames import as_frame
 from agent_rl.rollout.records import (
     encode_trajectory,
     evaluation_stem,
@@ -235,7 +235,9 @@ def test_stamps_change_with_the_files(run: Path) -> None:
 def test_the_running_step_shows_its_episodes(run: Path) -> None:
     (run / "journal").mkdir()
     journal = run / "journal" / "step-000003.journal"
-    journal.write_bytes(frame(b"{}") + frame(encode_trajectory(episode(0))) + frame(encode_trajectory(episode(1)))[:-5])
+    first, second = (b'{"position": 0}\n' + encode_trajectory(episode(number)) for number in (0, 1))
+    parts = as_frame(b"{}"), as_frame(first), as_frame(b'{"batch": [0]}\n'), as_frame(second)[:-5]
+    journal.write_bytes(b"".join(parts))
     found = read(run, "live")
     assert (found["step"], found["expected"], [one["task"] for one in found["episodes"]]) == (3, 6, ["task-0"])
     write_step(run, 3)
