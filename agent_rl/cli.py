@@ -218,6 +218,22 @@ def doctor(
 
 
 @app.command()
+def serve(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port on loopback; 0 takes a free one.")] = 0,
+) -> None:
+    """Serve the config's model to agent programs, as rollout.harness does, until interrupted.
+
+    Prints the environment variables that a program needs. Nothing is trained or kept.
+    """
+    from agent_rl.commands.serve import run_serve
+    from agent_rl.config_files import load_config
+
+    _run_async(run_serve(_with_models(load_config(config, overrides or ())), port=port))
+
+
+@app.command()
 def rollout(
     config: ConfigPath,
     overrides: Overrides = None,

@@ -50,7 +50,8 @@ INSIDE_AGENT_RL = {
     "capacity": BASE | {"train"},
     "controller": BASE | {"packaged", "render", "engine", "rollout", "gateway", "evaluation", "weight_sync", "train"},
     "commands": BASE
-    | {"config_files", "render", "engine", "rollout", "evaluation", "train", "model", "capacity", "controller", "view"},
+    | {"config_files", "render", "engine", "rollout", "gateway", "evaluation", "train", "model", "capacity"}
+    | {"controller", "view"},
     "cli": BASE
     | {"bootstrap", "packaged", "config_files", "engine", "train", "model", "capacity", "controller", "commands"},
 }

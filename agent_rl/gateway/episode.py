@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -166,19 +165,8 @@ class HarnessRun(EpisodeRun):
             )
         return ExecResult(done.returncode, done.stdout, done.stderr, done.seconds, done.timed_out, done.truncated)
 
-    def _env(self, port: int) -> Mapping[str, str]:
-        key, base = self.served.key, f"http://127.0.0.1:{port}/s/{self.served.key}"
-        return {
-            "OPENAI_BASE_URL": f"{base}/v1",
-            "OPENAI_API_KEY": key,
-            "ANTHROPIC_BASE_URL": base,
-            "ANTHROPIC_API_KEY": key,
-            "AGENT_RL_URL": base,
-            "AGENT_RL_MODEL": MODEL,
-            "PYTHONDONTWRITEBYTECODE": "1",
-            "NO_PROXY": "127.0.0.1",
-            **self.harness.env,
-        }
+    def _env(self, port: int) -> dict[str, str]:
+        return {**environment(self.served.key, port), "PYTHONDONTWRITEBYTECODE": "1", **self.harness.env}
 
     def _prompt(self) -> bytes:
         """The task as its user would put it."""
@@ -203,6 +191,20 @@ class HarnessRun(EpisodeRun):
             versions=first.versions,
             further=tuple(further),
         )
+
+
+def environment(key: str, port: int) -> dict[str, str]:
+    """The variables by which the usual clients find the session of ``key`` on ``port`` of loopback."""
+    base = f"http://127.0.0.1:{port}/s/{key}"
+    return {
+        "OPENAI_BASE_URL": f"{base}/v1",
+        "OPENAI_API_KEY": key,
+        "ANTHROPIC_BASE_URL": base,
+        "ANTHROPIC_API_KEY": key,
+        "AGENT_RL_URL": base,
+        "AGENT_RL_MODEL": MODEL,
+        "NO_PROXY": "127.0.0.1",
+    }
 
 
 def _account(result: ExecResult) -> str:

@@ -14,7 +14,7 @@ from agent_rl.engine.types import Engine
 from agent_rl.errors import EngineAborted, TemplateError
 from agent_rl.gateway.asked import Ask, Finish, Refusal, Reply
 from agent_rl.rollout.episode import MAX_ABORTS, EpisodeRules
-from agent_rl.rollout.forest import ChatMessage, Forest, Node, Plan, Tools
+from agent_rl.rollout.forest import ChatMessage, Forest, Node, Plan, Tokens, Tools
 from agent_rl.rollout.opening import Renderer, open_conversation
 from agent_rl.types import FinishReason, StopReason, Turn
 from tools import Spoken, ToolCall, ToolCallFormat, ToolResult, ToolSet, parse_turn
@@ -122,7 +122,9 @@ class Session:
         self.context_full = False
         node = self.forest.begin(plan, ask.tools)
         self._took[node] = _Took(time.perf_counter() - self._started)
-        self._sampling[node] = asyncio.create_task(self._sample(node, ask), name=f"reply-{self.name}-{node.number}")
+        self._sampling[node] = asyncio.create_task(
+            self._sample(node, ask, plan.prompt), name=f"reply-{self.name}-{node.number}"
+        )
         return node
 
     async def reply(self, node: Node, ask: Ask) -> Reply:
@@ -209,11 +211,11 @@ class Session:
             self.refused += 1
             raise Refusal("ended", f"the episode is over: {self.ended.value}")
 
-    async def _sample(self, node: Node, ask: Ask) -> None:
+    async def _sample(self, node: Node, ask: Ask, prompt: Tokens) -> None:
         """All of a reply. A failure ends the session, which says so by ``broken``."""
         started = time.perf_counter()
         try:
-            await self._until_whole(node, ask)
+            await self._until_whole(node, ask, prompt)
             text = self.rendering.renderer.decode(node.sampled)
             self.forest.commit(node, text, parse_turn(self.rendering.fmt, text, ask.tools))
         except Exception as error:
@@ -227,7 +229,7 @@ class Session:
         if not self.broken.done():
             self.broken.set_exception(error)
 
-    async def _until_whole(self, node: Node, ask: Ask) -> None:
+    async def _until_whole(self, node: Node, ask: Ask, prompt: Tokens) -> None:
         """Where the request is aborted the reply goes on from what came: whenever it was cut for new weights, and a
         few times where the engine gave it up."""
         took, limit = self._took[node], ask.max_tokens or self.rules.rollout.max_new_tokens
@@ -235,7 +237,7 @@ class Session:
         aborts = 0
         while aborts <= MAX_ABORTS:
             completion = await self.engine.generate(
-                array("i", self.forest.tokens(node).tobytes()),
+                array("i", prompt.tobytes()),
                 self.rules.sampling(left, self.rendering.stop_token_ids),
                 routes_from=self.forest.routes_from(node),
                 session=self.name,
@@ -249,6 +251,7 @@ class Session:
             aborts += aborted and not completion.cut
             if not aborted or left == 0:
                 return
+            prompt = self.forest.tokens(node)
         raise EngineAborted(f"the engine aborted a reply of {self.name} {aborts} times")
 
     def _reply(self, node: Node, ask: Ask, spoken: Spoken) -> Reply:

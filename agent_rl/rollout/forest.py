@@ -115,6 +115,7 @@ class Node:
     parts: list[_Part] = field(default_factory=list)
     text: str = ""
     spoken: Spoken | None = None
+    whole: Tokens = field(default_factory=lambda: np.zeros(0, np.int32))
     delivered: bool = False
     followed: bool = False
     superseded: bool = False
@@ -135,8 +136,17 @@ class Node:
 
     def own(self, stop: int) -> Tokens:
         """Its own tokens, up to ``stop`` tokens of its path."""
+        return self.whole[: stop - self.shared] if self.spoken is not None else self._joined()[: stop - self.shared]
+
+    def close(self, text: str, spoken: Spoken) -> None:
+        """All of the reply is there."""
+        self.whole = self._joined()
+        self.context = self.whole[: len(self.context)]
+        self.text, self.spoken = text, spoken
+
+    def _joined(self) -> Tokens:
         sampled = np.frombuffer(self.sampled, np.int32) if self.sampled else np.zeros(0, np.int32)
-        return np.concatenate([self.context, sampled])[: stop - self.shared]
+        return np.concatenate([self.context, sampled])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -227,7 +237,7 @@ class Forest:
 
     def commit(self, node: Node, text: str, spoken: Spoken) -> None:
         """The reply is whole: later requests may go on from it."""
-        node.text, node.spoken = text, spoken
+        node.close(text, spoken)
 
     def deliver(self, node: Node) -> None:
         """The reply has reached the program; of those that it was asked for instead of, none is trained."""
@@ -414,8 +424,9 @@ def _parts(path: Sequence[tuple[Node, int]]) -> Iterator[_Part]:
 def _common(first: Tokens, second: Tokens) -> int:
     """How many tokens the two begin with in common."""
     length = min(len(first), len(second))
-    differing = np.flatnonzero(first[:length] != second[:length])
-    return int(differing[0]) if len(differing) else length
+    differ = first[:length] != second[:length]
+    at = int(differ.argmax()) if length else 0
+    return at if length and differ[at] else length
 
 
 def _digestible(message: ChatMessage) -> bytes:

@@ -1,0 +1,162 @@
+"""What the harness endpoint costs: a request's processor time, and many sessions at once.
+
+    python tests/bench/bench_harness.py
+
+Requests of 100 messages and 250 kB over loopback, their answers sampled at once; 256 sessions of 50 turns, each answer
+50 ms away; a fork of a conversation of 60,000 tokens, and what a forest of it holds in memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import time
+import tracemalloc
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from agent_rl.config import R3Config, RolloutConfig
+from agent_rl.engine.scripted import ScriptedEngine
+from agent_rl.gateway.server import Gateway, open_gateway
+from agent_rl.gateway.session import HarnessRenderer, Session
+from agent_rl.rollout.episode import EpisodeRules
+from agent_rl.rollout.forest import ChatMessage, Forest
+from agent_rl.rollout.solvers import ByteRenderer
+from agent_rl.types import TokenIds
+from r3.codec import RouteLayout
+from tools import Spoken, tool_format
+
+LAYOUT = RouteLayout(4, (0, 1, 2, 3), 32, 4)
+SAID = [*b"ok", ByteRenderer.STOP]
+
+
+class Words(ByteRenderer):
+    """A token for every 64 characters: rendering itself is not what is measured."""
+
+    def opening(self, messages: Sequence[Any], tools: Any) -> list[int]:
+        return [len(message["content"]) % 251 for message in messages for _ in range(len(message["content"]) // 64 + 1)]
+
+    def extension(self, messages: Sequence[Any], *, stop_included: bool) -> list[int]:
+        return self.opening(messages, None)
+
+
+def session(name: str, latency: float) -> Session:
+    def policy(session: str, turn: int, tokens: TokenIds) -> Sequence[int]:
+        return SAID
+
+    engine = ScriptedEngine(policy, layout=LAYOUT, latency=latency)
+    rendering = HarnessRenderer(Words(), tool_format("hermes"), describe_tools=False)
+    limits = RolloutConfig(max_tokens=1 << 20, max_turns=1 << 20)
+    return Session(name, engine, rendering, EpisodeRules(limits, routes=R3Config()), 1 << 20)
+
+
+class Client:
+    """Requests over one connection, as bytes."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: str) -> None:
+        self.reader, self.writer, self.key = reader, writer, key
+
+    @classmethod
+    async def to(cls, gateway: Gateway, key: str) -> Client:
+        return cls(*await asyncio.open_connection("127.0.0.1", gateway.port, limit=1 << 22), key)
+
+    async def ask(self, body: bytes) -> bytes:
+        head = f"POST /s/{self.key}/v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+        self.writer.write(head.encode() + body)
+        answer = await self.reader.readuntil(b"\r\n\r\n")
+        length = int(answer.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+        return await self.reader.readexactly(length)
+
+
+async def request_cpu(messages: int = 100, size: int = 250_000, requests: int = 20) -> float:
+    """Milliseconds of processor time a request of a conversation that grows to ``messages`` of ``size`` bytes; the
+    client's part, writing bytes that are made before, is in it."""
+    each = "x" * (size // messages)
+    async with open_gateway() as gateway, gateway.serving(session("cpu", 0.0)) as served:
+        client = await Client.to(gateway, served.key)
+        said = [{"role": "user", "content": each * 2}]
+        costs = []
+        while len(said) < messages + requests:
+            body = json.dumps({"messages": said}).encode()
+            began = time.process_time()
+            await client.ask(body)
+            costs.append((len(said), time.process_time() - began))
+            said += [{"role": "assistant", "content": "ok"}, {"role": "user", "content": each * 2 + str(len(said))}]
+        client.writer.close()
+    return 1000 * statistics.median(cost for at, cost in costs if abs(at - messages) <= requests)
+
+
+async def many(sessions: int = 256, turns: int = 50, latency: float = 0.05) -> tuple[float, float]:
+    """``(wall over ideal, p99 of the loop's lag in ms)``; clients are in the same loop."""
+    lags: list[float] = []
+
+    async def watch() -> None:
+        while True:
+            began = time.perf_counter()
+            await asyncio.sleep(0.005)
+            lags.append(time.perf_counter() - began - 0.005)
+
+    async with open_gateway() as gateway, asyncio.TaskGroup() as scope:
+        began = time.perf_counter()
+        watching = asyncio.create_task(watch())
+
+        async def talk(number: int) -> None:
+            async with gateway.serving(session(f"many-{number}", latency)) as served:
+                client = await Client.to(gateway, served.key)
+                said = [{"role": "user", "content": "go"}]
+                for turn in range(turns):
+                    await client.ask(json.dumps({"messages": said}).encode())
+                    said += [{"role": "assistant", "content": "ok"}, {"role": "user", "content": f"seen {turn}"}]
+                client.writer.close()
+
+        talking = [scope.create_task(talk(number)) for number in range(sessions)]
+        await asyncio.wait(talking)
+        wall = time.perf_counter() - began
+        watching.cancel()
+    return wall / (turns * latency), 1000 * float(np.percentile(lags, 99))
+
+
+async def fork(tokens: int = 60_000, turns: int = 50) -> tuple[float, float]:
+    """``(ms of processor time to plan a rewritten conversation and begin it, bytes held over bytes of tensors)``."""
+    rendering = HarnessRenderer(Words(), tool_format("hermes"), describe_tools=False)
+    engine = ScriptedEngine(lambda *asked: SAID, layout=LAYOUT)
+    each = "x" * (64 * tokens // turns)
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    forest = Forest(rendering, routes=R3Config())
+    said = [ChatMessage("user", each)]
+    rules = EpisodeRules(RolloutConfig())
+    for turn in range(turns):
+        node = forest.begin(forest.plan(said, []), [])
+        completion = await engine.generate(
+            forest.tokens(node).tolist(), rules.sampling(99, ()), routes_from=forest.routes_from(node), session="s"
+        )
+        forest.sampled(node, completion)
+        forest.commit(node, "ok", Spoken(text="ok"))
+        forest.deliver(node)
+        said = [*said, ChatMessage("assistant", "ok", reply=node.id), ChatMessage("user", each + str(turn))]
+    texts = sum(len(message.text) for message in said)
+    held = tracemalloc.get_traced_memory()[0] - before - texts
+    tracemalloc.stop()
+    (branch,) = forest.branches()
+    assert branch.routing is not None
+    tensors = branch.tokens.nbytes + 8 * branch.sampled_tokens + branch.routing.experts.nbytes
+    changed = [*said[: turns - 2], ChatMessage("assistant", "edited"), *said[turns - 1 :]]
+    began = time.process_time()
+    forest.routes_from(forest.begin(forest.plan(changed, []), []))
+    return 1000 * (time.process_time() - began), held / tensors
+
+
+def main() -> None:
+    print(f"processor time a request (100 messages, 250 kB)   {asyncio.run(request_cpu()):.2f} ms")
+    wall, lag = asyncio.run(many())
+    print(f"256 sessions of 50 turns, 50 ms a turn            wall {wall:.2f} of ideal, loop lag p99 {lag:.0f} ms")
+    cost, memory = asyncio.run(fork())
+    print(f"a fork at 60,000 tokens                           {cost:.1f} ms; forest memory {memory:.2f} of its tensors")
+
+
+if __name__ == "__main__":
+    main()
