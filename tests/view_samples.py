@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from agent_rl.view.server import listen, web_server
+from agent_rl.view.server import Source, listen, web_server
 
 WORDS = ["the", "agent", "looks", "at", "def", "return", ";", ":", "=", "(", ")", "error", "0", "1", "2", "self"]
 LAYERS, EXPERTS, GROUP = 4, 32, 4
@@ -327,8 +327,7 @@ class SampleSource:
 class Served:
     """A server of ``source`` in a thread."""
 
-    def __init__(self, source: SampleSource) -> None:
-        self.source = source
+    def __init__(self, source: Source) -> None:
         self._socket = listen(0)
         self._server = web_server(source)
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True)

@@ -157,6 +157,7 @@ def listen(port: int) -> socket.socket:
     opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         opened.bind((HOST, port))
+        opened.listen()  # who comes before the server has started waits
     except OSError as error:
         opened.close()
         raise UserError(f"--port {port}: {error.strerror}; name another, or 0 for one that is free") from None

@@ -29,8 +29,9 @@ def opening(page: Page, address: str, done: str) -> float:
     """Seconds from asking for a page, its data included, to the paint after ``done`` holds (JavaScript)."""
     page.goto("about:blank")
     page.goto(address, wait_until="commit")
-    page.wait_for_function(done, polling=10)
-    return page.evaluate(f"async () => {{ {PAINTED} return performance.now(); }}") / 1000
+    return (
+        page.evaluate(f"async () => {{ while (!({done})) {{ {PAINTED} }} {PAINTED} return performance.now(); }}") / 1000
+    )
 
 
 def report(name: str, seconds: float, goal: float) -> None:
@@ -40,9 +41,9 @@ def report(name: str, seconds: float, goal: float) -> None:
 def curves(page: Page, address: str) -> None:
     drawn = "document.querySelectorAll('.chart canvas').length"
     page.set_viewport_size({"width": 1280, "height": 860})
-    report("1,000 steps x 120 metrics, those in sight", opening(page, address, f"{drawn} > 8"), 1.0)
-    page.set_viewport_size({"width": 1280, "height": 12_000})
-    report("1,000 steps x 120 metrics, all at once", opening(page, address, f"{drawn} >= 121"), 1.0)
+    report("1,000 steps x 120 metrics, those in sight", opening(page, address, f"{drawn} >= 4"), 1.0)
+    page.set_viewport_size({"width": 1280, "height": 20_000})
+    report("1,000 steps x 120 metrics, all at once", opening(page, address, f"{drawn} >= 122"), 1.0)
     page.set_viewport_size({"width": 1280, "height": 860})
 
 

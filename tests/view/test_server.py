@@ -14,10 +14,12 @@ from view_samples import SampleRun, SampleSource, Served
 from agent_rl.errors import UserError
 from agent_rl.view.server import Changes, affected, listen
 
+SOURCE = SampleSource(SampleRun())
+
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with Served(SampleSource(SampleRun())) as server:
+    with Served(SOURCE) as server:
         yield server
 
 
@@ -64,7 +66,7 @@ def test_fifty_listeners_hear_of_a_change(served: Served) -> None:
             tasks = [asyncio.create_task(one(client, ready)) for _ in range(50)]
             for _ in tasks:
                 await ready.acquire()
-            served.source.revisions["0/metrics"] = "changed"
+            SOURCE.revisions["0/metrics"] = "changed"
             return set(await asyncio.gather(*tasks))
 
     assert asyncio.run(all_of_them()) == {'data: ["0/metrics"]'}

@@ -30,6 +30,8 @@ export interface ChartProps {
 }
 
 const HEIGHT = 170;
+/** Distances between the marks of an axis that counts. */
+const WHOLE = [1, 2, 5].flatMap((one) => [0, 1, 2, 3, 4, 5].map((power) => one * 10 ** power)).sort((a, b) => a - b);
 
 export function Chart(props: ChartProps) {
   const place = useRef<HTMLDivElement>(null);
@@ -117,8 +119,8 @@ function draw(place: HTMLElement, props: ChartProps, onCursor: (index: number | 
     height: HEIGHT,
     legend: { show: false },
     cursor: { drag: { x: true, y: false } },
-    scales: { x: { time: false } },
-    axes: [axis, { ...axis, size: 58, values: (_, ticks) => ticks.map((tick) => number(tick)) }],
+    scales: { x: { time: false, range: (_, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) } },
+    axes: [{ ...axis, incrs: props.xName === "step" ? WHOLE : undefined }, { ...axis, size: 58, values: (_, ticks) => ticks.map((tick) => number(tick)) }],
     series: [{}, ...series],
     bands: props.lines.map((line, i) => ({ series: [3 + 3 * i, 2 + 3 * i], fill: `${line.colour}33` })),
     hooks: { setCursor: [(u) => onCursor(u.cursor.idx)], draw: [(u) => drawMarks(u, props.lines)] },

@@ -151,7 +151,7 @@ export function binColour(scale: Scale, bin: number, dark: boolean): string {
   const half = BINS / 2;
   const share = scale === "ramp" ? (bin + 1) / BINS : (bin < half ? half - bin : bin - half + 1) / half;
   const [red, green, blue] = scale === "ramp" ? ramp : bin < half ? below : above;
-  return `rgb(${red} ${green} ${blue} / ${(0.08 + 0.6 * share).toFixed(3)})`;
+  return `rgb(${red} ${green} ${blue} / ${(0.02 + 0.66 * share).toFixed(3)})`;
 }
 
 const sheet = new CSSStyleSheet();

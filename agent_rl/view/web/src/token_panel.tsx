@@ -87,6 +87,7 @@ function Layers({ tokens, token, map, run, id, branch }: Panel & { token: number
       <dl class="facts tall">
         <Fact name="without replay">
           <span data-value="native_layers">{named(map.value?.native_differs, tokens.nativeDiffers)}</span>
+          <Before pairs={map.value?.native_differs} row={row} />
         </Fact>
         <Fact name="with replay">
           <span data-value="layers">{named(map.value?.differs, tokens.differs)}</span>
@@ -94,6 +95,18 @@ function Layers({ tokens, token, map, run, id, branch }: Panel & { token: number
       </dl>
       {live && <Experts key={row} path={`${run}/routes/${id}?from=${row}&to=${row + 1}&branch=${branch}`} />}
     </>
+  );
+}
+
+/** The last row before a token's own that differs: attention carries its difference on. */
+function Before({ pairs, row }: { pairs: [number, number][] | null | undefined; row: number }) {
+  const last = pairs?.findLast(([at]) => at < row);
+  if (!last) return null;
+  return (
+    <span class="dim">
+      {" "}
+      (last before: layer {last[1]} at token {last[0]})
+    </span>
   );
 }
 
