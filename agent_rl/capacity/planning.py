@@ -241,7 +241,10 @@ def _rank_host_items(config: RunConfig, model: ModelFacts, rank: RankBytes, load
 def _driver_items(config: RunConfig, model: ModelFacts, load: Load) -> Iterator[Item]:
     per_token = route_bytes(model) + SAMPLE_BYTES
     yield Item("driver's process", DRIVER_PROCESS)
-    yield Item("trajectories", load.tokens * (per_token + TEXT_BYTES), f"{load.trajectories} of a step, with routes")
+    held = 1 + config.pipeline.depth
+    steps = "a step" if held == 1 else f"{held} steps, {held - 1} ahead of training"
+    whole = held * load.tokens * (per_token + TEXT_BYTES)
+    yield Item("trajectories", whole, f"{held * load.trajectories} of {steps}, with routes")
 
 
 def _disk(config: RunConfig, model: ModelFacts, load: Load) -> Iterator[Item]:
@@ -251,7 +254,8 @@ def _disk(config: RunConfig, model: ModelFacts, load: Load) -> Iterator[Item]:
     # The former steps' are removed when the checkpoint is written, during the step after it.
     journaled = min(steps, train.checkpoint_every + 1) if train.checkpoint_every else steps
     ordered = per_token + int(route_bytes(model) * ARCHIVE_SHARE / 3)  # routes keep their order there: a third more
-    yield Item("journal", journaled * load.tokens * ordered, "episodes since the last checkpoint")
+    ahead = config.pipeline.depth
+    yield Item("journal", (journaled + ahead) * load.tokens * ordered, "episodes since the last checkpoint")
     kept = train.keep_checkpoints + 1  # the next is written before the oldest goes
     one = parameters(model) * STATE_BYTES
     yield Item("checkpoints", kept * one, f"{train.keep_checkpoints} kept and one being written, {gib(one)} each")

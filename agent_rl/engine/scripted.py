@@ -41,6 +41,7 @@ class ScriptedEngine:
         self._latency = latency
         self._logprob = logprob
         self._turns: Counter[str] = Counter()
+        self._rows: NDArray[np.unsignedinteger] | None = None
         self.weight_version = weight_version
         self.calls = 0
         self.rows_sent = 0
@@ -76,7 +77,7 @@ class ScriptedEngine:
         stop = prompt + completion - 1
         if not 0 <= routes_from <= prompt:
             raise EngineRejected(f"routes asked from row {routes_from}, expected one in [0, {prompt}]")
-        experts = scripted_rows(routes_from, max(stop, routes_from), self._layout)
+        experts = self._rows_before(max(stop, routes_from), self._layout)[routes_from:]
         self.rows_sent += len(experts)
         spans: list[Span] = []
         sampled_from = min(max(prompt - 1 - routes_from, 0), len(experts))
@@ -86,6 +87,12 @@ class ScriptedEngine:
         ):
             append_span(spans, Span(start, end, self.weight_version, "scripted", kind))
         return Routing(experts, np.ones(len(experts), dtype=np.bool_), tuple(spans), self._layout.num_experts)
+
+    def _rows_before(self, stop: int, layout: RouteLayout) -> NDArray[np.unsignedinteger]:
+        """Rows 0 to ``stop``, of a table that is made twice as long when it is too short."""
+        if self._rows is None or len(self._rows) < stop:
+            self._rows = scripted_rows(0, 2 * stop, layout)
+        return self._rows[:stop]
 
 
 def scripted_rows(start: int, stop: int, layout: RouteLayout) -> NDArray[np.unsignedinteger]:

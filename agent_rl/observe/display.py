@@ -134,6 +134,11 @@ class Display:
             self.note(f"[{self._name}] {text} ...")
         self._refresh()
 
+    def end(self, lane: str = "") -> None:
+        """The stage in ``lane`` ends, if there is one."""
+        self._end_stage(lane)
+        self._refresh()
+
     def advance(self, count: int = 1, lane: str = "") -> None:
         if lane in self._stages:
             self._progress.advance(self._stages[lane].task, count)

@@ -8,6 +8,8 @@ JSON object:
   busy machine adds to both is not put down to the loop;
 - ``lag_p99_ms``: how late the event loop wakes a task that sleeps 10 ms, 99th percentile;
 - ``cpu_ms_a_turn``: processor time of the whole process a turn, the scripted engine's making of routes included;
+- ``turn_over_python``: that over the processor time of a fixed piece of Python work done in the same run (a tenth of a
+  million additions), so that it means the same on any host;
 - ``memory_over_tensors``: what a finished trajectory holds in memory over the bytes of its arrays;
 - ``long_over_short``: processor time a turn in episodes of 400 turns over that in episodes of 50; 1 if nothing in the
   loop is proportional to the length so far (handing the prompt to an engine that copies it is).
@@ -141,7 +143,19 @@ async def measure_wall(episodes: int, turns: int) -> dict[str, float]:
         "wall_over_sleeps": wall / bare,
         "lag_p99_ms": 1e3 * statistics.quantiles(lags, n=100)[98],
         "cpu_ms_a_turn": 1e3 * processor / (episodes * turns),
+        "turn_over_python": processor / (episodes * turns) / python_seconds(),
     }
+
+
+def python_seconds(repeats: int = 20) -> float:
+    """Processor time of 100,000 additions in plain Python, the least of some."""
+    least = float("inf")
+    for _ in range(repeats):
+        began, total = time.process_time(), 0
+        for number in range(100_000):
+            total += number
+        least = min(least, time.process_time() - began)
+    return least
 
 
 async def measure_memory(episodes: int, turns: int) -> dict[str, float]:

@@ -7,7 +7,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from journal_rows import read_journal
 from killed_run import Life, broken, episodes, exact, step_saved, write_config
 from marked import kill_rank
 
+from agent_rl.controller.pipeline.history import faults, gaps, read_history
 from agent_rl.model.shipped import install_model
 from agent_rl.observe.metrics_log import read_metrics
 
@@ -103,6 +104,31 @@ def test_a_rank_that_dies_is_started_again_within_the_run(
     check_finished(life.run, reference)
     assert len(episodes(life.run)) == len(set(episodes(life.run))), "a finished episode was sampled again"
     assert life.left() == []
+
+
+@pytest.mark.exhaustive
+def test_killed_where_sampling_runs_ahead_it_goes_on_bit_for_bit(live: Callable[..., Life]) -> None:
+    ahead = ("pipeline.depth=1", "train.old_logprob.source=rollout")
+    reference, draw = metrics_of(live("ahead-unkilled", *ahead)), random.Random(0)
+    for _ in range(4):
+        life = live("ahead-killed", *ahead)
+        assert life.until(lambda life=life: "step 1: rollout ..." in life.text or resumed(life) > 0), life.text
+        time.sleep(draw.uniform(0, 4))
+        life.kill()
+    last = live("ahead-killed", *ahead)
+    killed = metrics_of(last)
+    assert {step: settled(row) for step, row in killed.items()} == {
+        step: settled(row) for step, row in reference.items()
+    }
+    assert faults(last.run, read_history(last.run)) == gaps(read_history(last.run)) == []
+    assert os.listdir(last.run / "journal") == []
+    assert len(episodes(last.run)) - len(set(episodes(last.run))) <= 4 * 8, "more was sampled again than was under way"
+
+
+def settled(row: Mapping[str, float]) -> dict[str, float]:
+    """A step's metrics without those of tokens by their age, which is a matter of time."""
+    by_age = ("staleness/", "off_policy/", "mismatch/", "mismatch_native/")
+    return {name: value for name, value in row.items() if not name.startswith(by_age)}
 
 
 @pytest.mark.exhaustive

@@ -41,6 +41,7 @@ class Evaluations:
         self._config, self._state, self._display, self._world = config, state, display, world
         self._newcomers, self._left_out, self._on_event = newcomers, left_out, on_event
         self._beside = config.pipeline.depth > 0
+        self._lane = "evaluation" if self._beside else ""
         self._going_on: asyncio.Task[None] | None = None
 
     async def begin(self, step: int) -> None:
@@ -71,11 +72,12 @@ class Evaluations:
             key = f"step-{step}/{kind}"
             report = await self._once(key, f"Pass@1 at step {step}, {kind}", greedy=kind == "greedy")
             self._state.record_evaluation(key, report)
+            self._display.end(self._lane)
 
     async def _once(self, key: str, what: str, *, greedy: bool) -> EvalReport:
         chosen = self._world.workshop.tasks(self._config.eval.split)[: self._config.eval.tasks]
         tasks = [task for task in chosen if task.id not in self._left_out]
-        self._display.stage(what, total=len(tasks), lane="evaluation" if self._beside else "")
+        self._display.stage(what, total=len(tasks), lane=self._lane)
         ended: dict[str, Group] = {}
 
         def on_event(event: RolloutEvent) -> None:
