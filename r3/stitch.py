@@ -8,8 +8,7 @@ the wire once and those kept for a sampled token are those it was sampled with. 
             sampled 2
     finish  10 tokens                row 9 absent
 
-A turn that was interrupted arrives in parts, one :meth:`RouteStitcher.append` each. A history that is rewritten goes on
-in a :meth:`RouteStitcher.fork`, which holds the rows of the tokens that stayed the same.
+A turn that was interrupted arrives in parts, one :meth:`RouteStitcher.append` each.
 """
 
 from __future__ import annotations
@@ -131,21 +130,6 @@ class RouteStitcher:
             last = self._spans.pop()
             append_span(self._spans, replace(last, start=min(last.start, rows), stop=rows))
         self._rows = rows
-
-    def fork(self, rows: int) -> RouteStitcher:
-        """A stitcher of its own that holds the first ``rows`` rows, and the same capacity.
-
-        Row i depends on tokens 0 to i alone, so two histories share the rows of their common prefix, no more. The rows
-        are copied: each branch ends up as a tensor of its own anyway. Raises RoutingError for rows not held.
-        """
-        _, moe_layers, top_k = self._buffer.shape
-        branch = RouteStitcher(
-            moe_layers=moe_layers, top_k=top_k, num_experts=self._num_experts, capacity=len(self._buffer)
-        )
-        branch._rows, branch._spans, branch._turns = self._rows, list(self._spans), self._turns
-        branch.truncate(rows)
-        branch._buffer[:rows] = self._buffer[:rows]
-        return branch
 
     def finish(self, total_tokens: int, *, unseen: int = 0) -> Routing:
         """The routing of the whole sequence of ``total_tokens``.

@@ -15,8 +15,9 @@ Some turns differ:
 
 - a request that the engine aborted is part of a turn: what came is kept with its rows, and the turn goes on by asking
   from there, perhaps with other weights; what came without a token is asked for again;
-- a completion without tokens is a turn that sampled nothing;
-- a history that is rewritten goes on in a :meth:`Transcript.fork`, so that each sampled token is trained exactly once.
+- a completion without tokens is a turn that sampled nothing.
+
+A history that is rewritten is a matter of :mod:`agent_rl.rollout.forest`: the built-in loop's only grows.
 """
 
 from __future__ import annotations
@@ -146,19 +147,6 @@ class Transcript:
         """Append an observation, kept only if something is sampled after it."""
         self._tokens.extend(tokens)
 
-    def fork(self, tokens: Sequence[int]) -> Transcript:
-        """A branch whose history was rewritten to ``tokens``: a compacted conversation's, a sub-agent's.
-
-        It holds the routes of the common prefix, as far as they are known here, and asks for all others: from the first
-        row that differs on, and the prompt's last row anyway, which is what the branch's first token is sampled with.
-        Only what is sampled in the branch itself is trained with it: what it shares is trained where it was sampled.
-        """
-        branch = Transcript(tokens, max_tokens=self._max_tokens, routes=self._routes)
-        if self._stitcher and tokens:
-            rows = min(_common_prefix(self._tokens, tokens), self._stitcher.next_row, len(tokens) - 1)
-            branch._stitcher = self._stitcher.fork(rows)
-        return branch
-
     def arrays(self) -> tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.float32], Routing | None]:
         """``(tokens, loss_mask, logprobs, routing)`` up to the last sampled token, one entry a token.
 
@@ -181,9 +169,3 @@ class Transcript:
         if self._shown > self._kept:  # the last turn sampled nothing: rows came of what is dropped here
             self._stitcher.truncate(self._kept - 1)
         return self._stitcher.finish(self._kept)
-
-
-def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens the two begin with in common."""
-    pairs = zip(first, second, strict=False)
-    return next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))

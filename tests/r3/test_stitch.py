@@ -176,7 +176,7 @@ Held = list[tuple[int, int] | None]
 
 def check_finished(stitched: RouteStitcher, held: Held) -> None:
     assert stitched.next_row == len(held)
-    routing = stitched.fork(len(held)).finish(len(held) + 1)
+    routing = stitched.finish(len(held) + 1)
     validate(routing)
     assert routing.present.tolist() == [row is not None for row in held] + [False]
     versions = [span.weight_version for span in routing.spans for _ in range(span.start, span.stop)]
@@ -191,20 +191,18 @@ def check_finished(stitched: RouteStitcher, held: Held) -> None:
 
 steps = st.lists(
     st.tuples(
-        st.sampled_from(["append", "partial", "again", "missing", "truncate", "fork"]),
+        st.sampled_from(["append", "partial", "again", "missing", "truncate"]),
         st.integers(0, 9),  # rows that come
-        st.integers(0, 60),  # where rows are replaced, cut or forked
-        st.integers(0, 5),  # of which branch
+        st.integers(0, 60),  # where rows are replaced or cut
     ),
     max_size=14,
 )
 
 
 @given(steps=steps, capacity=st.sampled_from([0, 7, 1000]))
-def test_any_history_holds_the_rows_that_were_given_last(steps: list[tuple[str, int, int, int]], capacity: int) -> None:
-    branches: list[tuple[RouteStitcher, Held]] = [(stitcher(capacity), [])]
-    for take, (what, count, where, which) in enumerate(steps):
-        stitched, held = branches[which % len(branches)]
+def test_any_history_holds_the_rows_that_were_given_last(steps: list[tuple[str, int, int]], capacity: int) -> None:
+    stitched, held = stitcher(capacity), Held()
+    for take, (what, count, where) in enumerate(steps):
         at, turns = where % (len(held) + 1), stitched.turns
         if what in ("append", "partial"):
             new = delta_of(len(held), len(held) + count, take)
@@ -218,13 +216,10 @@ def test_any_history_holds_the_rows_that_were_given_last(steps: list[tuple[str, 
         elif what == "missing":
             stitched.append_missing(sequence=len(held) + count + 1, version="lost", engine="e")
             held += [None] * count
-        elif what == "truncate":
+        else:
             stitched.truncate(at)
             del held[at:]
-        else:
-            branches.append((stitched.fork(at), held[:at]))
-    for stitched, held in branches:
-        check_finished(stitched, held)
+    check_finished(stitched, held)
 
 
 @given(held=st.integers(0, 20), shift=st.integers(-20, 20).filter(bool), new=st.integers(0, 20))
@@ -262,9 +257,8 @@ def missing(stitched: RouteStitcher, sequence: int) -> None:
 def test_only_rows_that_are_held_can_be_kept(rows_kept: int) -> None:
     stitched = stitcher()
     stitched.append(delta(0, 5), sequence=6)
-    for keep in (stitched.fork, stitched.truncate):
-        with pytest.raises(RoutingError, match=f"{rows_kept} rows to be kept of 5 held"):
-            keep(rows_kept)
+    with pytest.raises(RoutingError, match=f"{rows_kept} rows to be kept of 5 held"):
+        stitched.truncate(rows_kept)
     assert stitched.next_row == 5
 
 

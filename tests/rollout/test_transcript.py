@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_rl.config import R3Config, RouteSource
@@ -232,81 +232,3 @@ def test_the_latest_routes_replace_those_sampled_with() -> None:
     talk.turn(2, observed=1, version="2")
     routing = check(talk.transcript)[2]
     assert {span.weight_version for span in routing.spans if span.kind is not SpanKind.MISSING} == {"2"}
-
-
-def test_a_branch_shares_the_rows_of_its_prefix_and_trains_only_its_own() -> None:
-    talk = Conversation()
-    talk.turn(4, version="1")
-    talk.turn(4, observed=3, version="1")
-    branch = talk.transcript.fork([*talk.transcript.tokens[:7], *talk.fresh(5)])
-    assert branch.routes_from == 7, "the prefix's last token was an input of the second turn"
-    talk.turn(2, of=branch, version="2")
-    talk.turn(3, observed=2, version="1")
-    parent, child = check(talk.transcript), check(branch)
-    assert child[1].tolist() == [False] * 12 + [True] * 2
-    assert int(parent[1].sum()) == 11
-    assert child[2].spans == (
-        Span(0, 2, "1", "e", SpanKind.PREFILLED),
-        Span(2, 6, "1", "e", SpanKind.SAMPLED),
-        Span(6, 7, "1", "e", SpanKind.PREFILLED),
-        Span(7, 11, "2", "e", SpanKind.PREFILLED),
-        Span(11, 13, "2", "e", SpanKind.SAMPLED),
-        Span(13, 14, "", "", SpanKind.MISSING),
-    )
-
-
-@pytest.mark.parametrize(
-    ("keep", "fresh", "rows"),
-    [
-        (7, 2, 6),  # the last sampled token was never an input
-        (6, 2, 6),
-        (9, 2, 6),  # nor was the observation after it
-        (5, 0, 4),  # the prompt's last row is what the next token is sampled with
-        (0, 3, 0),
-    ],
-)
-def test_only_rows_that_were_computed_over_the_same_tokens_are_shared(keep: int, fresh: int, rows: int) -> None:
-    talk = Conversation()
-    talk.turn(4)
-    talk.transcript.observed(talk.fresh(3))
-    branch = talk.transcript.fork([*talk.transcript.tokens[:keep], *talk.fresh(fresh)])
-    assert branch.routes_from == rows
-    talk.turn(2, of=branch)
-    check(branch)
-
-
-steps = st.tuples(
-    st.integers(0, 7),  # of which branch
-    st.one_of(st.none(), st.tuples(st.integers(0, 40), st.integers(0, 4))),  # fork: tokens kept, tokens new
-    st.integers(0, 4),  # observed
-    st.integers(1, 5),  # sampled
-    st.booleans(),  # aborted once on the way
-)
-
-
-@settings(max_examples=60)
-@given(steps=st.lists(steps, min_size=1, max_size=12), source=st.sampled_from(["sampled", "latest"]))
-def test_over_all_branches_each_sampled_token_is_trained_once(
-    steps: list[tuple[int, tuple[int, int] | None, int, int, bool]], source: Literal["sampled", "latest"]
-) -> None:
-    talk = Conversation(source)
-    branches = [talk.transcript]
-    for which, fork, observed, sampled, aborted in steps:
-        branch = branches[which % len(branches)]
-        if fork:
-            kept = list(branch.tokens)[: fork[0]]
-            history = [*kept, *talk.fresh(fork[1])] or talk.fresh(1)
-            branch = branch.fork(history)
-            branches.append(branch)
-        if aborted:
-            talk.turn(sampled, observed=observed, of=branch, finish=FinishReason.ABORT)
-            observed = 0
-        talk.turn(sampled, observed=observed, of=branch, version="2")
-    trained: list[int] = []
-    for branch in branches:
-        if branch.arrays()[3] is None:
-            continue  # nothing was sampled in it
-        tokens, loss_mask, routing = check(branch)
-        assert routing.present[:-1].all()
-        trained += tokens[loss_mask].tolist()
-    assert sorted(trained) == sorted(talk.sampled)
