@@ -52,8 +52,10 @@ IDENTITY_BYTES = 5
 """A row of routes that travels: whose it is, and whether it is there."""
 ARCHIVE_SHARE = 0.66
 """An archived expert id over its byte (README, 253 bytes for 48 x top-8)."""
-TEXT_BYTES = 1
-"""A token in trajectories/*.jsonl.zst: turns, observations, tests (0.97 measured on 576 quickstart trajectories)."""
+TEXT_BYTES = 16
+"""A token's text in memory: messages, calls, observations (measured on 2,880 quickstart trajectories)."""
+ROW_BYTES, DETAIL_BYTES = 1, 2
+"""A token in trajectories/*.jsonl.zst, and in *.train.safetensors (0.97 and 2.2 on 576 quickstart trajectories)."""
 
 
 def plan_once(config: RunConfig, *, tokens: int | None = None) -> RunPlan:
@@ -248,7 +250,8 @@ def _driver_items(config: RunConfig, model: ModelFacts, load: Load) -> Iterator[
 
 
 def _disk(config: RunConfig, model: ModelFacts, load: Load) -> Iterator[Item]:
-    per_token = int(route_bytes(model) * ARCHIVE_SHARE) + SAMPLE_BYTES + TEXT_BYTES
+    detail = DETAIL_BYTES if config.observe.token_detail else 0
+    per_token = int(route_bytes(model) * ARCHIVE_SHARE) + SAMPLE_BYTES + ROW_BYTES + detail
     steps, train = config.train.steps, config.train
     yield Item("trajectories", steps * load.tokens * per_token, f"{steps} steps of {gib(load.tokens * per_token)}")
     # The former steps' are removed when the checkpoint is written, during the step after it.

@@ -126,7 +126,7 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
         "agent-rl train configs/paper-swe.yaml train.ray_address=FIRST:6379 engine.urls_file=engines.txt",
     ),
     "needs the trajectories of a finished run": (
-        "agent-rl eval configs/quickstart.yaml --policy replay:runs/quickstart/trajectories/step-000010.jsonl",
+        "agent-rl eval configs/quickstart.yaml --policy replay:runs/quickstart/trajectories/step-000010.jsonl.zst",
     ),
     "serves until it is stopped, or needs a finished run: tests/view": (
         "agent-rl view runs/quickstart",

@@ -29,7 +29,10 @@ FOREIGN_NAMES = {
     *("nemo_rl", "router_replay_graph_consumer"),  # of NeMo RL
 }
 
-WRITTEN_BY_RUNS = ("runs/", "trajectories/", "journal/", "checkpoints/", "weights/", "model/", "tensorboard/", "eval/")
+WRITTEN_BY_RUNS = (
+    *("runs/", "trajectories/", "evaluations/", "journal/", "checkpoints/", "weights/", "model/", "tensorboard/"),
+    "eval/",
+)
 
 
 @functools.cache

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import yaml
 from evaluations import eval_report
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from agent_rl.errors import UserError
@@ -26,10 +28,12 @@ from agent_rl.rollout.records import (
     encode_trajectory,
     evaluation_stem,
     read_trajectories,
+    rows_path,
     step_stem,
     write_records,
     write_trajectories,
 )
+from agent_rl.rollout.row_files import read_rows
 from agent_rl.rollout.token_details import details_path, read_detail
 from agent_rl.types import Fate, Group, StopReason, TokenDetail, Trajectory, Turn, Verdict, VersionSpan
 from agent_rl.view.resources import Resources
@@ -451,3 +455,31 @@ def test_a_running_run_is_known_by_its_process(run: Path) -> None:
     (run / ".lock").write_text(json.dumps({"pid": os.getpid(), "host": "elsewhere"}))
     assert read(run, "run")["state"] == "stopped"
     assert details_path(step_stem(run, 1)).is_file()
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@pytest.fixture(scope="module")
+def row(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("fuzzed")
+    write_step(folder, 1)
+    return folder, next(read_rows(rows_path(step_stem(folder, 1))))
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_any_row_is_shown_or_is_one_line(row: tuple[Path, dict[str, Any]], data: st.DataObject) -> None:
+    folder, whole = row
+    key = data.draw(st.sampled_from(sorted(whole)))
+    changed = {**whole, key: data.draw(JSON)}
+    path = folder / "trajectories" / "step-000002.jsonl"
+    path.write_text(json.dumps(changed) + "\n")
+    shutil.copy(folder / "trajectories" / "step-000001.safetensors", path.with_suffix(".safetensors"))
+    resources = Resources([folder])
+    for page in ("runs", "0/run", "0/trajectories", "0/steps/2", "0/t/2-0", "0/routes/2-0", "0/routes/2-0/map"):
+        assert resources.body(page)
