@@ -36,11 +36,11 @@ def start_actors(
     options: dict[str, Any] = {"num_cpus": 1, "num_gpus": int(device == "cuda"), "max_restarts": 0}
     options["concurrency_groups"] = {WRITER: 1}  # Ray's types don't know this option
     actor_class: ActorClass[RankActor] = ray.remote(**options)(RankActor)
-    places = [{}] * world if room is None else _places(room)
+    places = [{}] * world if room is None else rank_places(room)
     return [actor_class.options(**place).remote() for place in places], _order(config, device)
 
 
-def _places(room: PlacementGroup) -> list[dict[str, Any]]:
+def rank_places(room: PlacementGroup) -> list[dict[str, Any]]:
     """The options by which actors get the bundles of ``room``, machine by machine."""
     from ray.util.placement_group import placement_group_table
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
