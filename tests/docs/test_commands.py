@@ -165,6 +165,7 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
         "python tests/bench/bench_balance.py",
         "python tests/bench/bench_codec.py",
         "python tests/bench/bench_step.py --rounds 9",
+        "python tests/bench/bench_view.py",
         "python tests/bench/kills.py --kills 50",
         "python tests/bench/own_tasks.py --out OUT",
     ),

@@ -166,11 +166,11 @@ READ_TOKENS = """async (tokens) => {
 
 def test_a_hundred_tokens_are_what_the_files_hold(page: Page, captured: str) -> None:
     rng = np.random.default_rng(0)
-    checked = 0
+    checked, groups = 0, read_trajectories(CAPTURED, 2)
     for k in rng.permutation(sorted(detailed(step_stem(CAPTURED, 2)))).tolist():
         if checked >= 100:
             break
-        one, detail = read_trajectories(CAPTURED, 2)[k // 8].trajectories[k % 8], read_detail(step_stem(CAPTURED, 2), k)
+        one, detail = groups[k // 8].trajectories[k % 8], read_detail(step_stem(CAPTURED, 2), k)
         sampled = one.loss_mask.nonzero()[0]
         places = rng.permutation(len(sampled))[:25]
         checked += len(places)

@@ -11,9 +11,11 @@ import orjson
 import pytest
 from view_samples import SampleRun, SampleSource
 
+from agent_rl.commands.view import run_view
 from agent_rl.errors import UserError
 from agent_rl.view.export import export, picked
 
+CAPTURED = Path(__file__).parent.parent / "captured" / "quickstart"
 SOURCE = SampleSource(SampleRun(steps=3))
 
 
@@ -51,3 +53,17 @@ def test_an_export_is_the_same_bytes_each_time(tmp_path: Path) -> None:
     for name in ("a.html", "b.html"):
         export(SOURCE, tmp_path / name, 4)
     assert (tmp_path / "a.html").read_bytes() == (tmp_path / "b.html").read_bytes()
+
+
+def test_the_command_exports_a_real_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run.html"
+    run_view([CAPTURED], port=0, out=out, trajectories=16, open_browser=False)
+    assert capsys.readouterr().out == f"{out}: {out.stat().st_size / 1e6:.1f} MB\n"
+    assert out.stat().st_size < 2e6
+    held = re.findall(r'id="data:0/(?:t|routes)/([^"]*)"', out.read_text())
+    assert {"2-61", "2-61/map"} <= set(held)
+
+
+def test_a_path_that_is_no_folder_is_one_line() -> None:
+    with pytest.raises(UserError, match=r"nowhere: no folder"):
+        run_view([Path("nowhere")], port=0, out=None, trajectories=0, open_browser=False)

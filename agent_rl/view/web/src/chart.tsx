@@ -96,14 +96,25 @@ function onKey(event: KeyboardEvent, plot: uPlot | null): void {
 
 function readingAt(plot: uPlot | null, { lines, xName }: ChartProps, index: number | null | undefined): string {
   if (!plot || index == null) return "";
-  const values = lines.map((line, i) => `${line.name} ${number(plot.data[1 + 3 * i][index])}`);
+  const places = starts(lines);
+  const values = lines.map((line, i) => `${line.name} ${number(plot.data[places[i]][index])}`);
   return `${xName} ${number(plot.data[0][index])}: ${values.join(" · ")}`;
 }
 
-/** Each run gives three columns: its values and the bounds of their intervals. */
+/** A line's values, and the bounds of their intervals where it has any. */
+function columnsOf({ y, low, high }: Line): (number | null)[][] {
+  return low && high ? [y, low, high] : [y];
+}
+
+/** The place of each line's values among all columns, of which the first is x. */
+function starts(lines: Line[]): number[] {
+  let next = 1;
+  return lines.map((line) => (next += columnsOf(line).length) - columnsOf(line).length);
+}
+
 function table(lines: Line[]): uPlot.AlignedData {
-  const none = (line: Line) => line.y.map(() => null);
-  return uPlot.join(lines.map((line) => [line.x, line.y, line.low ?? none(line), line.high ?? none(line)]));
+  const tables = lines.map((line): uPlot.AlignedData => [line.x, ...columnsOf(line)]);
+  return tables.length === 1 ? tables[0] : uPlot.join(tables);
 }
 
 function draw(place: HTMLElement, props: ChartProps, onCursor: (index: number | null | undefined) => void): uPlot {
@@ -111,9 +122,12 @@ function draw(place: HTMLElement, props: ChartProps, onCursor: (index: number | 
   const axis = { stroke: ink, grid: { stroke: grid, width: 1 }, ticks: { stroke: grid, width: 1 }, font: "11px sans-serif" };
   const series = props.lines.flatMap((line): uPlot.Series[] => [
     { stroke: line.colour, width: 1.5, spanGaps: true, points: { size: 4, show: line.x.length < 60 } },
-    { width: 0, points: { show: false } },
-    { width: 0, points: { show: false } },
+    ...columnsOf(line).slice(1).map((): uPlot.Series => ({ width: 0, points: { show: false } })),
   ]);
+  const places = starts(props.lines);
+  const bands = props.lines.flatMap(({ low, colour }, i): uPlot.Band[] =>
+    low ? [{ series: [places[i] + 2, places[i] + 1], fill: `${colour}33` }] : [],
+  );
   const options: uPlot.Options = {
     width: place.clientWidth,
     height: HEIGHT,
@@ -122,7 +136,7 @@ function draw(place: HTMLElement, props: ChartProps, onCursor: (index: number | 
     scales: { x: { time: false, range: (_, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) } },
     axes: [{ ...axis, incrs: props.xName === "step" ? WHOLE : undefined }, { ...axis, size: 58, values: (_, ticks) => ticks.map((tick) => number(tick)) }],
     series: [{}, ...series],
-    bands: props.lines.map((line, i) => ({ series: [3 + 3 * i, 2 + 3 * i], fill: `${line.colour}33` })),
+    bands,
     hooks: { setCursor: [(u) => onCursor(u.cursor.idx)], draw: [(u) => drawMarks(u, props.lines)] },
   };
   return new uPlot(options, table(props.lines), place);
