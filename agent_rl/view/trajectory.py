@@ -39,9 +39,11 @@ class Reader:
         row, notes = _row(shelf, number), list(shelf.notes)
         count = shelf.columns["branches"][number]
         branches = [self._branch(shelf, (number, branch), row, notes) for branch in range(count)]
+        story = _story(row)
+        _place(story["turns"], [branch["sampled"] for branch in branches])
         return {
             **_head(shelf, number, row),
-            **_story(row),
+            **story,
             "branches": branches,
             "notes": list(dict.fromkeys(notes)),
         }
@@ -258,7 +260,7 @@ def _story(row: Mapping[str, Any]) -> Answer:
         "turns": [
             {
                 **turn,
-                "branch": turn.get("branch", 0),
+                "branch": 0,
                 "message": answers.get(number),
                 "observation_message": observed.get(number),
                 "span": _span(turn),
@@ -272,6 +274,20 @@ def _story(row: Mapping[str, Any]) -> Answer:
 def _span(turn: Mapping[str, Any]) -> list[int] | None:
     count, start = turn["completion_tokens"], turn["prompt_tokens"]
     return [start, start + count] if count else None
+
+
+def _place(turns: Sequence[Answer], sampled: Sequence[Sequence[Sequence[int]]]) -> None:
+    """Give each turn its branch: the first that sampled tokens where the turn did, and that no turn took for these."""
+    taken: set[tuple[int, int]] = set()
+    for turn in turns:
+        if turn["span"] is None:
+            continue
+        start, stop = turn["span"]
+        for branch, spans in enumerate(sampled):
+            if (branch, start) not in taken and any(first <= start and stop <= last for first, last in spans):
+                turn["branch"] = branch
+                taken.add((branch, start))
+                break
 
 
 def _spans(mask: NDArray[np.bool_]) -> list[list[int]]:

@@ -35,7 +35,18 @@ from agent_rl.rollout.records import (
 )
 from agent_rl.rollout.row_files import read_rows
 from agent_rl.rollout.token_details import details_path, read_detail
-from agent_rl.types import Fate, Group, StopReason, TokenDetail, Trajectory, Turn, Verdict, VersionSpan
+from agent_rl.types import (
+    Branch,
+    BranchCause,
+    Fate,
+    Group,
+    StopReason,
+    TokenDetail,
+    Trajectory,
+    Turn,
+    Verdict,
+    VersionSpan,
+)
 from agent_rl.view.resources import Resources
 from r3.routing import Routing, Span, SpanKind
 from tests.trajectories import trajectory
@@ -435,6 +446,25 @@ def test_hostile_text_is_json(tmp_path: Path) -> None:
     assert found["turns"][0]["arguments"]["n"] == str(10**30)
     assert found["patch"].endswith("?")
     assert "error" not in read(tmp_path, "trajectories")
+
+
+def test_a_turn_is_of_the_branch_that_sampled_it(tmp_path: Path) -> None:
+    """The second branch shares a prompt of 5 with the first and samples other 4 tokens after it."""
+    first = episode(0)
+    mask = np.arange(9) >= 5
+    own = np.where(mask, -1, 0).astype(np.float32)
+    spans = (VersionSpan(5, 9, "7"),)
+    other = Branch(first.tokens[:9] + 1, mask, own, None, spans, 0, 5, BranchCause.RETRY)
+    turns = (*first.turns, replace(first.turns[0], text="again"))
+    write_trajectories(tmp_path, 1, [Group("t", (replace(first, further=(other,), turns=turns),))])
+    found = read(tmp_path, "t/1-0")
+    assert [turn["branch"] for turn in found["turns"]] == [0, 0, 1]
+    root, retry = found["branches"]
+    assert (root["parent"], root["cause"], len(root["tokens"])) == (None, "start", 14)
+    assert (retry["parent"], retry["shared"], retry["cause"], retry["sampled"]) == (0, 5, "retry", [[5, 9]])
+    assert retry["versions"] == [[5, 9, "7"]]
+    assert read(tmp_path, "trajectories", branches="2..")["columns"]["tokens"] == [23]
+    assert error(tmp_path, "routes/1-0", branch="1") == "absent: 1-0: its routes were not kept"
 
 
 def test_a_trajectory_of_no_turn(tmp_path: Path) -> None:
