@@ -12,7 +12,9 @@ import platform
 import struct
 from dataclasses import dataclass
 
-_SOCKET_FAMILIES = (1, 2, 10, 16)  # unix, inet, inet6, netlink: each bound to a namespace of the box's
+# unix, inet, inet6, netlink: each bound to a namespace of the box's, but for unix sockets that are files, which a box
+# reaches where a folder with one is bound into it.
+_SOCKET_FAMILIES = (1, 2, 10, 16)
 _IO_URING = (425, 426, 427)
 
 # linux/filter.h and linux/seccomp.h

@@ -14,6 +14,7 @@ import statistics
 import time
 import tracemalloc
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -124,17 +125,20 @@ async def fork(tokens: int = 60_000, turns: int = 50) -> tuple[float, float]:
     rendering = HarnessRenderer(Words(), tool_format("hermes"), describe_tools=False)
     engine = ScriptedEngine(lambda *asked: SAID, layout=LAYOUT)
     each = "x" * (64 * tokens // turns)
+    rules = EpisodeRules(RolloutConfig())
+    await engine.generate([0] * (2 * tokens), rules.sampling(99, ()), routes_from=0, session="s")  # makes all its rows
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
     forest = Forest(rendering, routes=R3Config())
     said = [ChatMessage("user", each)]
-    rules = EpisodeRules(RolloutConfig())
     for turn in range(turns):
         node = forest.begin(forest.plan(said, []), [])
         completion = await engine.generate(
             forest.tokens(node).tolist(), rules.sampling(99, ()), routes_from=forest.routes_from(node), session="s"
         )
-        forest.sampled(node, completion)
+        assert completion.routing is not None  # copied, as an answer over HTTP has rows of its own
+        routing = replace(completion.routing, experts=completion.routing.experts.copy())
+        forest.sampled(node, replace(completion, routing=routing))
         forest.commit(node, "ok", Spoken(text="ok"))
         forest.deliver(node)
         said = [*said, ChatMessage("assistant", "ok", reply=node.id), ChatMessage("user", each + str(turn))]
