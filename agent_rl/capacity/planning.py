@@ -243,10 +243,11 @@ def _rank_host_items(config: RunConfig, model: ModelFacts, rank: RankBytes, load
 def _driver_items(config: RunConfig, model: ModelFacts, load: Load) -> Iterator[Item]:
     per_token = route_bytes(model) + SAMPLE_BYTES
     yield Item("driver's process", DRIVER_PROCESS)
-    held = 1 + config.pipeline.depth
-    steps = "a step" if held == 1 else f"{held} steps, {held - 1} ahead of training"
-    whole = held * load.tokens * (per_token + TEXT_BYTES)
-    yield Item("trajectories", whole, f"{held * load.trajectories} of {steps}, with routes")
+    yield Item("trajectories", load.tokens * (per_token + TEXT_BYTES), f"{load.trajectories} of a step, with routes")
+    if ahead := config.pipeline.depth:
+        yield Item(
+            "sampled ahead", ahead * load.tokens * TEXT_BYTES, f"text of {ahead} step(s); arrays are on the disk"
+        )
 
 
 def _disk(config: RunConfig, model: ModelFacts, load: Load) -> Iterator[Item]:

@@ -81,6 +81,7 @@ class Journal:
         self._header = {"format": FORMAT, "trajectories": records.FORMAT, "run_id": run_id}
         self._found: dict[int, _Found] = {}
         self._frames: dict[int, list[_Frame]] = defaultdict(list)
+        self._given: dict[int, list[_Frame]] = defaultdict(list)
         self._holds: dict[int, set[int]] = defaultdict(set)
         self._settled = Pulse()
         self._step = 0
@@ -142,13 +143,18 @@ class Journal:
 
         async def journaled(task: Task) -> Trajectory:
             if frames := self._frames.get(position):
+                self._given[position].append(frames[0])
                 return await to_thread(self._read, frames.pop(0))
             trajectory = await run(task)
             if not trajectory.stop.infrastructure:
-                await to_thread(self._write, position, trajectory)
+                self._given[position].append(await to_thread(self._write, position, trajectory))
             return trajectory
 
         return journaled
+
+    def finished(self, position: int) -> list[Trajectory]:
+        """What :meth:`runner` gave of ``position``, read again, once. Blocks on the disk."""
+        return [self._read(frame) for frame in self._given.pop(position, ())]
 
     def forget_through(self, step: int, is_open: Callable[[int], bool]) -> None:
         """Remove the files up to that of ``step`` that hold nothing of a position that ``is_open``: a checkpoint holds
@@ -206,10 +212,13 @@ class Journal:
             file.seek(frame.start)
             return replace(decode_trajectory(file.read(frame.length), str(path)), recovered=True)
 
-    def _write(self, position: int, trajectory: Trajectory) -> None:
-        self._append(json.dumps({"position": position}).encode() + b"\n" + encode_trajectory(trajectory), position)
+    def _write(self, position: int, trajectory: Trajectory) -> _Frame:
+        data = encode_trajectory(trajectory)
+        step, end = self._append(json.dumps({"position": position}).encode() + b"\n" + data, position)
+        return _Frame(step, end - len(data), len(data))
 
-    def _append(self, payload: bytes, position: int | None = None) -> None:
+    def _append(self, payload: bytes, position: int | None = None) -> tuple[int, int]:
+        """Returns the step whose file it went to, and where it ends there."""
         data = as_frame(payload)
         with self._writing:
             assert self._file is not None, "a step was begun"
@@ -219,6 +228,7 @@ class Journal:
                 _write_whole(self._file, data)
             except OSError as error:
                 raise disk_error(self._path(self._step), error) from error
+            return self._step, self._file.tell()
 
     def _path(self, step: int) -> Path:
         return self._folder / f"step-{step:06d}.journal"

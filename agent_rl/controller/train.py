@@ -307,7 +307,7 @@ class TrainingRun:
         self.display.stage(f"step {step}: rollout", total=episodes, lane=self.lane)
         outcomes = await buffer.take(self.journal.recorded(step))
         self.journal.record(step, tuple(outcomes))
-        batch = batch_of(outcomes, pump.hand_over(outcomes))
+        batch = batch_of(outcomes, await pump.hand_over(outcomes))
         check_filled(batch, rollout.tasks_per_step, rollout.dynamic_sampling)
         values = batch_metrics(batch, pump.seconds(), self.masked)
         if self.rescorer is not None:

@@ -53,6 +53,12 @@ class JumpingLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self.now
 
+    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> asyncio.Future[Any]:
+        """At once: the clock must not jump while a thread works."""
+        done: asyncio.Future[Any] = self.create_future()
+        done.set_result(func(*args))
+        return done
+
     def _run_once(self) -> None:
         loop: Any = self
         if not loop._ready and loop._scheduled:
@@ -66,8 +72,19 @@ class NoJournal:
     async def settled(self, position: int) -> None:
         return
 
+    def __init__(self) -> None:
+        self.given: dict[int, list[Trajectory]] = {}
+
     def runner(self, position: int, run: EpisodeRunner) -> EpisodeRunner:
-        return run
+        async def kept(task: Task) -> Trajectory:
+            trajectory = await run(task)
+            self.given.setdefault(position, []).append(trajectory)
+            return trajectory
+
+        return kept
+
+    def finished(self, position: int) -> list[Trajectory]:
+        return self.given.pop(position)
 
 
 def durations(seed: int) -> Iterator[float]:
@@ -130,7 +147,7 @@ async def run(depth: int, staleness: int, train_seconds: float, seed: int = 0) -
     async with pump.running():
         for step in range(1, STEPS + 1):
             began = loop.time()
-            groups = pump.hand_over(await buffer.take())
+            groups = await pump.hand_over(await buffer.take())
             idle.append(loop.time() - began)
             lags += _lags(list(groups.values()), step - 1)
             await asyncio.sleep(train_seconds)

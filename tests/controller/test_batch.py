@@ -98,7 +98,7 @@ async def collect(chosen: RunConfig, ends: Ends, position: int = 0, **parts: Any
         async with pump.running():
             outcomes = await buffer.take()
         journal.close()
-    batch = batch_of(outcomes, pump.hand_over(outcomes))
+    batch = batch_of(outcomes, await pump.hand_over(outcomes))
     check_filled(batch, rollout.tasks_per_step, rollout.dynamic_sampling)
     masked = masked_stops(chosen.train.filter)
     return Collected(batch, buffer.ledger.position, batch_metrics(batch, pump.seconds(), masked))

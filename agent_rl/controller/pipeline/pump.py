@@ -21,6 +21,7 @@ from agent_rl.config import RunConfig
 from agent_rl.controller.journal import Journal
 from agent_rl.controller.pipeline.buffer import WorkBuffer
 from agent_rl.controller.pipeline.ledger import Outcome
+from agent_rl.controller.pipeline.shelf import Shelved
 from agent_rl.controller.schedule import task_at
 from agent_rl.errors import RolloutFailed
 from agent_rl.rollout.filters import masked_stops, teaches
@@ -64,7 +65,7 @@ class RolloutPump:
         uniform = config.train.baseline == "batch"
         settings = GroupSettings(rollout.group_size, retries=rollout.sandbox_retries, rescore_uniform=uniform)
         self._former = GroupFormer(settings, limiter, self._told, rescore)
-        self._ended: dict[int, Group | DroppedGroup] = {}
+        self._ended: dict[int, Group | DroppedGroup | Shelved] = {}
         self._recent: deque[DroppedGroup | None] = deque(maxlen=JUDGED_BATCHES * rollout.tasks_per_step)
         self._groups: set[asyncio.Task[None]] = set()
         self._running = 0
@@ -99,10 +100,15 @@ class RolloutPump:
             error = first_leaf(errors)
             raise error from error.__cause__
 
-    def hand_over(self, positions: Iterable[int]) -> dict[int, Group | DroppedGroup]:
+    async def hand_over(self, positions: Iterable[int]) -> dict[int, Group | DroppedGroup]:
         """The groups of a batch's ``positions``, in their order, which are then no longer kept here; one that was left
         out at once has none."""
-        return {position: self._ended.pop(position) for position in positions if position in self._ended}
+        ended = {position: self._ended.pop(position) for position in positions if position in self._ended}
+        return {position: await asyncio.to_thread(self._whole, position, group) for position, group in ended.items()}
+
+    def _whole(self, position: int, ended: Group | DroppedGroup | Shelved) -> Group | DroppedGroup:
+        journaled = self._journal.finished(position) if isinstance(ended, Shelved) else ()
+        return ended.filled(journaled) if isinstance(ended, Shelved) else ended
 
     async def _feed(self, scope: asyncio.TaskGroup) -> None:
         while True:
@@ -135,7 +141,10 @@ class RolloutPump:
             self._running -= 1
 
     def _end(self, position: int, ended: Group | DroppedGroup) -> None:
-        self._ended[position] = ended
+        if isinstance(ended, Group) and self._config.pipeline.depth:
+            self._ended[position] = Shelved.of(ended)
+        else:
+            self._ended[position] = ended
         self._recent.append(ended if isinstance(ended, DroppedGroup) else None)
         if isinstance(ended, DroppedGroup):
             self._judge(undecidable=ended.undecidable)
