@@ -32,7 +32,8 @@ class Arrival:
 class ServerOrder:
     """What is to be started: the server of ``config`` (whose ``device`` is decided) on the checkpoint ``model``.
 
-    ``number``, ``capture_routes``, ``seat``: as :class:`agent_rl.engine.launch.EngineServer` takes them.
+    ``number``, ``capture_routes``, ``seat``: as :class:`agent_rl.engine.launch.EngineServer` takes them. ``log``: where
+    its log comes to in the end, for messages.
     """
 
     config: EngineConfig
@@ -40,6 +41,7 @@ class ServerOrder:
     number: int
     capture_routes: bool
     seat: Seat
+    log: Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +89,14 @@ class EngineHost:
             await asyncio.to_thread(_refuse_absent, order.model)
             return Answer(await self._server.start())
         except (EngineStartError, UserError) as error:
-            return Answer(fault=self._without_log(str(error)))
+            return Answer(fault=str(error).replace(str(self._log), str(order.log)))
 
-    async def ended(self) -> str:
-        """Wait until the server is dead; why, in one line."""
+    async def ended(self, log: Path) -> str:
+        """Wait until the server is dead; why, in one line. ``log``: as of :class:`ServerOrder`."""
         assert self._server is not None, "start() comes first"
         while (reason := self._server.death()) is None:  # noqa: ASYNC110
             await asyncio.sleep(_LOOK_SECONDS)
-        return self._without_log(reason)
+        return reason.replace(str(self._log), str(log))
 
     async def stop(self) -> bytes:
         """End all processes of the server and remove its log; the end of that."""
@@ -102,9 +104,6 @@ class EngineHost:
             return b""
         await self._server.stop()
         return await asyncio.to_thread(_taken, self._log)
-
-    def _without_log(self, reason: str) -> str:
-        return reason.removesuffix(f"; log: {self._log}")
 
 
 def _taken(log: Path) -> bytes:

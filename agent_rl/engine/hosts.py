@@ -128,10 +128,10 @@ class HostedServer:
         return starts[0].result()
 
     async def _start_at(self, place: _Place, seat: Seat) -> str:
-        order = ServerOrder(self._config, self._model, self._number, self._capture, seat)
+        order = ServerOrder(self._config, self._model, self._number, self._capture, seat, place.log)
         answer: Answer = await _unless_lost(place.actor.start.remote(order), f"the machine {place.arrival.node}")
         if answer.fault:
-            raise EngineStartError(f"{place.arrival.node}: {answer.fault}; log: {place.log}")
+            raise EngineStartError(f"{place.arrival.node}: {answer.fault}")
         return answer.text
 
     async def _watched(self) -> None:
@@ -146,10 +146,10 @@ class HostedServer:
 
     async def _ended(self, place: _Place) -> str:
         try:
-            reason: str = await _unless_lost(place.actor.ended.remote(), f"the machine {place.arrival.node}")
+            reason: str = await _unless_lost(place.actor.ended.remote(place.log), f"the machine {place.arrival.node}")
         except EngineStartError as error:
             return str(error)
-        return f"{place.arrival.node}: {reason}; log: {place.log}"
+        return f"{place.arrival.node}: {reason}"
 
     async def _stop(self) -> None:
         if self._watch is not None:
