@@ -46,8 +46,13 @@ async def setting(
         yield setting
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=[pytest.mark.exhaustive, pytest.mark.timeout(7200)])])
+@pytest.mark.parametrize(
+    "kills",
+    [
+        pytest.param(1, marks=pytest.mark.timeout(600)),
+        pytest.param(20, marks=[pytest.mark.exhaustive, pytest.mark.timeout(7200)]),
+    ],
+)
 async def test_killed_under_load(
     setting: Setting, server: str, second_server: EngineServer, model: Path, engine_config: EngineConfig, kills: int
 ) -> None:
