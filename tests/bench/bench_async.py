@@ -53,7 +53,7 @@ class JumpingLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self.now
 
-    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> asyncio.Future[Any]:
+    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
         """At once: the clock must not jump while a thread works."""
         done: asyncio.Future[Any] = self.create_future()
         done.set_result(func(*args))
