@@ -19,11 +19,11 @@ files from the next step on are forgotten; until then an episode of such a file 
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
 import threading
-from asyncio import to_thread
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -138,16 +138,21 @@ class Journal:
     def runner(self, position: int, run: EpisodeRunner) -> EpisodeRunner:
         """``run``, but giving what was found of ``position`` first, and writing down what finishes afresh.
 
-        Infrastructure failures are not written down: they are run again in any case.
+        Infrastructure failures are not written down: they are run again in any case. One is read or written at a time,
+        so that a group has its members in the order of its frames, in this start of the run and in the next: an update
+        adds up over them in that order.
         """
+        turn = asyncio.Lock()
 
         async def journaled(task: Task) -> Trajectory:
             if frames := self._frames.get(position):
-                self._given[position].append(frames[0])
-                return await to_thread(self._read, frames.pop(0))
+                self._given[position].append(frame := frames.pop(0))
+                async with turn:
+                    return await asyncio.to_thread(self._read, frame)
             trajectory = await run(task)
             if not trajectory.stop.infrastructure:
-                self._given[position].append(await to_thread(self._write, position, trajectory))
+                async with turn:
+                    self._given[position].append(await asyncio.to_thread(self._write, position, trajectory))
             return trajectory
 
         return journaled

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -247,6 +250,46 @@ async def test_many_episodes_may_end_at_once(tmp_path: Path) -> None:
     await asyncio.gather(*(journal.runner(number, run)(task(str(number))) for number in range(40)))
     journal.close()
     assert opened(tmp_path).found == 40
+
+
+@pytest.mark.parametrize("slow", ["_write", "_read"])
+async def test_members_are_in_the_order_of_their_frames_however_slow_one_thread_is(
+    tmp_path: Path, slow: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An update adds up over a group's members in their order: another one gave other weights after a restart."""
+    ended: list[tuple[int, ...]] = []
+
+    async def all_of(journal: Journal) -> None:
+        run, _ = told(FIRST, SECOND)
+        runner, order = journal.runner(0, run), list[int]()
+
+        async def member() -> None:
+            order.append(int((await runner(task("a"))).tokens[0]))
+
+        await asyncio.gather(member(), member())
+        journal.close()
+        ended.append(tuple(order))
+
+    def first_waits(plain: Callable[..., object]) -> Callable[..., object]:
+        """The first call ends when another has ended, or after a while where none does."""
+        calls, other = itertools.count(), threading.Event()
+
+        def call(*arguments: object) -> object:
+            first = next(calls) == 0
+            if first:
+                other.wait(0.2)
+            try:
+                return plain(*arguments)
+            finally:
+                other.set()
+
+        return call
+
+    for _ in range(2):
+        journal = opened(tmp_path).journal
+        monkeypatch.setattr(journal, slow, first_waits(getattr(journal, slow)))
+        await all_of(journal)
+    assert ended[0] == ended[1] == (1, 2)
 
 
 def test_a_lineage_tells_updates_apart_by_their_last_bit() -> None:
