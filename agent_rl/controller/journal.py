@@ -116,8 +116,8 @@ class Journal:
             if found:
                 self._file.truncate(found.end)
                 self._file.seek(found.end)
-        if not found:
-            self._append(json.dumps({**self._header, "step": step, "weights": weights}).encode())
+            else:  # before anything that finishes meanwhile
+                self._put(as_frame(json.dumps({**self._header, "step": step, "weights": weights}).encode()))
         self._settled.give()
         return sum(frame.step == step for frames in self._frames.values() for frame in frames) if found else 0
 
@@ -226,14 +226,18 @@ class Journal:
         """Returns the step whose file it went to, and where it ends there."""
         data = as_frame(payload)
         with self._writing:
-            assert self._file is not None, "a step was begun"
             if position is not None:
                 self._holds[self._step].add(position)
-            try:
-                _write_whole(self._file, data)
-            except OSError as error:
-                raise disk_error(self._path(self._step), error) from error
-            return self._step, self._file.tell()
+            return self._step, self._put(data)
+
+    def _put(self, frame: bytes) -> int:
+        """Append to the file of the step; where it then ends."""
+        assert self._file is not None, "a step was begun"
+        try:
+            _write_whole(self._file, frame)
+        except OSError as error:
+            raise disk_error(self._path(self._step), error) from error
+        return self._file.tell()
 
     def _path(self, step: int) -> Path:
         return self._folder / f"step-{step:06d}.journal"

@@ -292,6 +292,34 @@ async def test_members_are_in_the_order_of_their_frames_however_slow_one_thread_
     assert ended[0] == ended[1] == (1, 2)
 
 
+async def test_what_ends_while_a_step_begins_comes_after_the_files_header(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sampling runs on meanwhile; a file whose header does not come first is believed to be another run's."""
+    journal = opened(tmp_path).journal
+    monkeypatch.setattr(journal, "_writing", Overtaken(lambda: journal._write(0, FIRST)))
+    journal.begin(9, "w8")
+    journal.close()
+    again = Journal(tmp_path, "run")
+    again.recover(8, {}, lambda position: True)
+    assert again.begin(9, "w8") == 1
+
+
+class Overtaken:
+    """A lock that another thread gets as soon as it is let go of for the first time."""
+
+    def __init__(self, other: Callable[[], object]) -> None:
+        self._lock, self._others = threading.Lock(), [other]
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+        if self._others:
+            self._others.pop()()
+
+
 def test_a_lineage_tells_updates_apart_by_their_last_bit() -> None:
     metrics = {"train/loss": 0.1, "train/grad_norm": 2.0, "train/updates": 1.0, "time/step": 3.0}
     assert lineage("a", metrics) == lineage("a", {**metrics, "time/step": 4.0})
