@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -232,6 +233,44 @@ def test_filters_and_order_stay_in_the_address(page: Page, served: Served) -> No
     expect(page.get_by_role("status").filter(has_text="of 48")).to_contain_text("48 of 48")
 
 
+@pytest.mark.parametrize("text", ["0.25..0.75", "0.1..", "..0.55", "-1..12", "0.75"])
+def test_a_filter_takes_numbers_of_any_length(page: Page, served: Served, text: str) -> None:
+    opened(page, served.address, f"#/trajectories/0?worst_native_gap={text}")
+    low, dots, high = text.partition("..")
+    least, most = float(low or "-inf"), float(high or "inf") if dots else float(low)
+    kept = sum(least <= gap <= most for gap in SampleRun().columns["worst_native_gap"])
+    expect(page.get_by_role("status").filter(has_text="of 48")).to_contain_text(f"{kept} of 48")
+    expect(page.get_by_role("textbox", name="worst gap without replay")).to_have_attribute("aria-invalid", "false")
+
+
+def test_a_step_without_loads_says_so_and_shows_its_groups(page: Page, captured: str) -> None:
+    opened(page, captured, "#/step/0/eval-6-sampled")
+    expect(page.get_by_text("no loads were kept")).to_be_visible()
+    expect(page.get_by_role("region", name="Table of groups").get_by_role("row").nth(1)).to_be_visible()
+
+
+class TwoBranches(SampleSource):
+    """Every trajectory goes on in a second branch, in which row 0 differs in layer 3 alone."""
+
+    def read(self, path: str, query: Mapping[str, str] = {}) -> dict[str, Any]:
+        found = super().read(path, query)
+        if "/t/" in path:
+            found["branches"] *= 2
+        if query.get("branch") == "1":
+            found["native_differs"] = [[0, 3]]
+        return found
+
+
+def test_the_layers_of_a_branch_are_its_own(context: BrowserContext) -> None:
+    with Served(TwoBranches(SampleRun())) as server:
+        page = opened(context.new_page(), server.address, "#/t/0/1-3?token=1")
+        layers = page.locator("[data-value=native_layers]")
+        expect(layers).to_have_text("none")
+        page.goto(f"{server.address}/#/t/0/1-3?token=1&branch=1")
+        expect(layers).to_have_text("3")
+        context.close()
+
+
 def test_runs_with_other_metrics_are_laid_over_each_other(page: Page, served: Served) -> None:
     opened(page, served.address)
     expect(page.get_by_role("group", name="reward/mean")).to_contain_text("quickstart 0.")
@@ -259,6 +298,18 @@ def test_a_finished_step_shows_and_the_place_stays(context: BrowserContext) -> N
         assert page.locator(".table").evaluate("(e) => e.scrollTop") == 900
         assert "stop=submitted" in page.url
         context.close()  # before the server goes: a page would complain of the lost connection
+
+
+def test_a_tab_that_takes_over_reads_what_nobody_heard_of(context: BrowserContext) -> None:
+    source = SampleSource(SampleRun())
+    with Served(source) as server:
+        first, second = (opened(context.new_page(), server.address) for _ in range(2))
+        for page in (first, second):
+            expect(page.get_by_role("status").filter(has_text="live")).to_be_visible()
+        source.runs[0] = SampleRun(steps=7)  # no stamp changes: the server tells of nothing
+        first.close()
+        expect(second.locator(".runs")).to_contain_text("7 of 7 steps")
+        context.close()
 
 
 def test_episodes_of_the_running_step_show(context: BrowserContext) -> None:

@@ -19,7 +19,7 @@ interface Read {
   notes: string[];
 }
 
-export function colourOf(run: number): string {
+function colourOf(run: number): string {
   return COLOURS[run % COLOURS.length];
 }
 
@@ -168,7 +168,7 @@ function lineOf(read: Read, name: string, axis: Axis): Line {
 }
 
 /** The 95 % interval of Wilson around a rate of `count` trials. */
-export function wilson(rate: number | null, count: number | null): [number | null, number | null] {
+function wilson(rate: number | null, count: number | null): [number | null, number | null] {
   if (rate === null || !count) return [null, null];
   const z = 1.959964;
   const middle = (rate + (z * z) / (2 * count)) / (1 + (z * z) / count);

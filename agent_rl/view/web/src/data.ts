@@ -10,7 +10,7 @@ export const connected = signal<boolean | null>(null);
 
 /** How often each resource has changed since the page was opened. */
 const revisions = signal<ReadonlyMap<string, number>>(new Map());
-/** How often the server was lost and found again. */
+/** How often all was to be read again: what changed while no tab listened is not known. */
 const epoch = signal(0);
 
 export interface Loaded<T> {
@@ -76,34 +76,36 @@ function changed(paths: string[]): void {
   revisions.value = next;
 }
 
-/** What changed while nobody listened is not known, so all is read again. */
-const reconnected = () => epoch.value++;
-
-/** Hear of changes. A browser opens few connections to one server, so of all tabs only the one that holds the lock
- * listens, and hands on what it hears. */
-export function useChanges(): void {
-  useEffect(() => {
-    if (!live) return;
-    const tabs = new BroadcastChannel("agent-rl changes");
-    const hear = (news: { paths?: string[]; connected?: boolean; ask?: boolean }) => {
-      if (news.paths) changed(news.paths);
-      if (news.connected && connected.value === false) reconnected();
-      if (news.connected !== undefined) connected.value = news.connected;
-    };
-    tabs.onmessage = (event) => hear(event.data);
-    const tell = (news: { paths?: string[]; connected?: boolean }) => {
-      hear(news);
-      tabs.postMessage(news);
-    };
-    tabs.postMessage({ ask: true });
-    void navigator.locks.request("agent-rl changes", () => listen(tell, tabs));
-  }, []);
+/** What the tab that listens tells the others. `opened`: it listens from now on; what came before, it may have missed. */
+interface News {
+  paths?: string[];
+  connected?: boolean;
+  opened?: boolean;
 }
 
-/** Listens for as long as the tab is open. */
-function listen(tell: (news: { paths?: string[]; connected?: boolean }) => void, tabs: BroadcastChannel): Promise<void> {
+/** Hear of changes for as long as the tab is open. A browser opens few connections to one server, so of all tabs only
+ * the one that holds the lock listens, and hands on what it hears. */
+export function hearChanges(): void {
+  if (!live) return;
+  const tabs = new BroadcastChannel("agent-rl changes");
+  const hear = (news: News) => {
+    if (news.paths) changed(news.paths);
+    if (news.opened && connected.value !== null) epoch.value++;
+    if (news.connected !== undefined) connected.value = news.connected;
+  };
+  tabs.onmessage = (event) => hear(event.data);
+  const tell = (news: News) => {
+    hear(news);
+    tabs.postMessage(news);
+  };
+  tabs.postMessage({ ask: true });
+  void navigator.locks.request("agent-rl changes", () => listen(tell, tabs));
+}
+
+/** Listens until the tab is closed. */
+function listen(tell: (news: News) => void, tabs: BroadcastChannel): Promise<void> {
   const events = new EventSource("api/changes");
-  events.onopen = () => tell({ connected: true });
+  events.onopen = () => tell({ connected: true, opened: true });
   events.onerror = () => tell({ connected: false });
   events.onmessage = (event) => tell({ paths: JSON.parse(event.data) });
   tabs.addEventListener("message", (event) => {

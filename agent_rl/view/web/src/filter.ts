@@ -2,10 +2,10 @@
 
 import type { Columns } from "./types";
 
-export type Numeric =
+type Numeric =
   | "step" | "reward" | "turns" | "tokens" | "sampled" | "hacks" | "branches" | "versions"
   | "advantage" | "seconds" | "worst_gap" | "worst_native_gap";
-export type Sortable = Numeric | "task" | "stop" | "fate" | "id";
+export type Sortable = Numeric | "task" | "stop" | "fate";
 
 export const RANGES: { key: Numeric; name: string; hint: string }[] = [
   { key: "step", name: "step", hint: "3..9" },
@@ -17,16 +17,14 @@ export const RANGES: { key: Numeric; name: string; hint: string }[] = [
   { key: "worst_native_gap", name: "worst gap without replay", hint: "0.1.." },
   { key: "worst_gap", name: "worst gap with replay", hint: "0.1.." },
 ];
-export const CHOICES = ["stop", "fate", "n"] as const;
+const CHOICES = ["stop", "fate", "n"] as const;
 
 /** `3..9`, `3..`, `..9` or `7` as bounds, both included; null for a text that is neither. */
 export function bounds(text: string): [number, number] | null {
-  const match = /^\s*(-?[\d.]*?\d)?\s*(\.\.)?\s*(-?\.?\d[\d.]*)?\s*$/.exec(text);
-  if (!match || (match[1] === undefined && match[3] === undefined)) return null;
-  const [low, high] = [match[1], match[3]].map((part) => (part === undefined ? null : Number(part)));
-  if (Number.isNaN(low) || Number.isNaN(high)) return null;
-  if (!match[2]) return high === null ? [low!, low!] : null;
-  return [low ?? -Infinity, high ?? Infinity];
+  const [low, high = low, ...more] = text.split("..").map((part) => part.trim());
+  if (more.length || !(low || high)) return null;
+  const found: [number, number] = [low ? Number(low) : -Infinity, high ? Number(high) : Infinity];
+  return found.some(Number.isNaN) ? null : found;
 }
 
 /** The places of the rows that all filters of `query` let through, sorted as it says. */
@@ -39,8 +37,8 @@ export function chosen(columns: Columns, query: URLSearchParams): Uint32Array {
   const task = query.get("task")?.toLowerCase();
   if (task) leaveOut(lacks(columns.task, task));
   for (const key of CHOICES) {
-    const wanted = query.get(key)?.split(",");
-    if (wanted) leaveOut((row) => !wanted.includes(columns[key][row] ?? "none"));
+    const wanted = query.get(key);
+    if (wanted) leaveOut((row) => (columns[key][row] ?? "none") !== wanted);
   }
   const resolved = query.get("resolved");
   if (resolved) leaveOut((row) => columns.resolved[row] !== (resolved === "true"));

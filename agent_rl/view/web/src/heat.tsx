@@ -1,6 +1,6 @@
 /** A table of numbers as a picture: rows x columns on a canvas, read with the mouse or the arrow keys. */
 
-import { useEffect, useRef, useState } from "preact/hooks";
+import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { number } from "./text";
 import { scheme } from "./scheme";
 
@@ -13,15 +13,13 @@ export interface Heat {
   value: (row: number, column: number) => number | null;
   limit: number;
   unit: string;
-  height?: number;
-  onPick?: (column: number) => void;
 }
 
 const STOPS = { light: [[246, 246, 242], [253, 190, 110], [200, 30, 60], [70, 0, 60]], dark: [[34, 36, 42], [120, 50, 110], [240, 90, 70], [255, 240, 160]] };
 const MOST_COLUMNS = 1600;
 
 /** Where `share` from 0 to 1 lies on the ramp of the scheme, as red, green and blue. */
-export function ramp(share: number, dark: boolean): [number, number, number] {
+function ramp(share: number, dark: boolean): [number, number, number] {
   const stops = dark ? STOPS.dark : STOPS.light;
   const at = Math.min(0.9999, Math.max(0, share)) * (stops.length - 1);
   const from = stops[Math.floor(at)];
@@ -62,7 +60,7 @@ function pixel(heat: Heat, row: number, [first, end]: [number, number], dark: bo
 }
 
 /** The cell with the largest value. */
-export function largest(heat: Heat): { row: number; column: number; value: number } | null {
+function largest(heat: Heat): { row: number; column: number; value: number } | null {
   let found: { row: number; column: number; value: number } | null = null;
   for (let row = 0; row < heat.rows.length; row++)
     for (let column = 0; column < heat.columns; column++) {
@@ -72,14 +70,15 @@ export function largest(heat: Heat): { row: number; column: number; value: numbe
   return found;
 }
 
-export function HeatMap({ heat }: { heat: Heat }) {
+/** `onPick` is told the column that was clicked. A picture is drawn anew for another `heat` alone. */
+export function HeatMap({ heat, onPick }: { heat: Heat; onPick?: (column: number) => void }) {
   const canvas = useRef<HTMLCanvasElement>(null);
   const [cell, setCell] = useState<{ row: number; column: number } | null>(null);
   const dark = scheme.value === "dark";
   useEffect(() => {
     if (canvas.current) paint(canvas.current, heat, dark);
   }, [heat, dark]);
-  const most = largest(heat);
+  const most = useMemo(() => largest(heat), [heat]);
   const reading = (at: { row: number; column: number }) =>
     `${heat.rows[at.row]}, ${heat.columnName(at.column)}: ${number(heat.value(at.row, at.column))} ${heat.unit}`;
   const summary = most ? `Largest: ${reading(most)}.` : "Nothing was recorded.";
@@ -95,7 +94,7 @@ export function HeatMap({ heat }: { heat: Heat }) {
   const onKeyDown = (event: KeyboardEvent) => {
     const move = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] }[event.key];
     const from = cell ?? most ?? { row: 0, column: 0 };
-    if (event.key === "Enter" && cell) heat.onPick?.(cell.column);
+    if (event.key === "Enter" && cell) onPick?.(cell.column);
     if (!move) return;
     event.preventDefault();
     setCell({
@@ -116,13 +115,13 @@ export function HeatMap({ heat }: { heat: Heat }) {
         </ol>
         <canvas
           ref={canvas}
-          style={{ height: `${heat.height ?? Math.min(420, Math.max(60, 18 * heat.rows.length))}px` }}
+          style={{ height: `${Math.min(420, Math.max(60, 18 * heat.rows.length))}px` }}
           role="img"
           tabIndex={0}
           aria-label={`${heat.name}, ${heat.rows.length} rows, ${heat.columns} columns. ${summary} The arrow keys read a cell.`}
           onMouseMove={(event) => setCell(at(event))}
           onMouseLeave={() => setCell(null)}
-          onClick={(event) => heat.onPick?.(at(event).column)}
+          onClick={(event) => onPick?.(at(event).column)}
           onKeyDown={onKeyDown}
         />
       </div>

@@ -5,7 +5,7 @@ import { useEffect } from "preact/hooks";
 import "uplot/dist/uPlot.min.css";
 import "./app.css";
 import { CurvesPage } from "./curves";
-import { connected, live, useChanges, useResource } from "./data";
+import { connected, hearChanges, live, useResource } from "./data";
 import { EvaluationPage } from "./evaluation";
 import { Notes, Resource } from "./parts";
 import { link, route } from "./route";
@@ -16,7 +16,6 @@ import { TrajectoryPage } from "./trajectory";
 import type { RunLine, Runs } from "./types";
 
 function App() {
-  useChanges();
   const runs = useResource<Runs>("runs");
   const page = route.value.path[0];
   useEffect(() => {
@@ -72,4 +71,5 @@ function Page({ page, runs }: { page: string; runs: RunLine[] }) {
   return <Notes notes={[`There is no page ${page}.`]} />;
 }
 
+hearChanges();
 render(<App />, document.getElementById("app")!);

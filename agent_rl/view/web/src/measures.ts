@@ -158,7 +158,7 @@ const sheet = new CSSStyleSheet();
 document.adoptedStyleSheets = [...document.adoptedStyleSheets, sheet];
 
 /** Give the page's 16 highlights the colours of a scale. */
-export function usePalette(scale: Scale, dark: boolean): void {
+export function setPalette(scale: Scale, dark: boolean): void {
   const rules = Array.from({ length: BINS }, (_, bin) => `::highlight(bin-${bin}){background-color:${binColour(scale, bin, dark)}}`);
   sheet.replaceSync(rules.join(""));
 }

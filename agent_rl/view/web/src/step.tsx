@@ -25,7 +25,7 @@ export function StepPage() {
 
 function ExpertLoads({ run, n }: { run: string; n: string }) {
   const loaded = useResource<Loads>(`${run}/loads/${n}`);
-  const heat = useMemo(() => loaded.value && heatOf(loaded.value), [loaded.value]);
+  const heat = useMemo(() => heatOf(loaded.value), [loaded.value]);
   return (
     <section aria-label="Loads of experts">
       <h2>Layers x experts: tokens that each expert got</h2>
@@ -34,7 +34,9 @@ function ExpertLoads({ run, n }: { run: string; n: string }) {
   );
 }
 
-function heatOf({ loads, num_experts, layers }: Loads): Heat {
+function heatOf(value: Loads | null): Heat | null {
+  if (!value?.loads) return null;
+  const { loads, num_experts, layers } = value;
   const most = loads.flat().reduce((a, b) => Math.max(a, b), 1);
   return {
     name: "Load",

@@ -1,6 +1,6 @@
 /** Where an episode's seconds went: waiting, starting, writing, tools, grading, and what nothing accounts for. */
 
-import { seconds } from "./text";
+import { seconds, visible } from "./text";
 import type { Trajectory } from "./types";
 
 interface Piece {
@@ -23,19 +23,19 @@ const NAMES = {
 function pieces({ times, turns }: Trajectory): Piece[] {
   const queue = times.queue ?? 0;
   const found: Piece[] = [
-    { kind: "queue", name: "waited", from: 0, length: queue },
-    { kind: "start", name: "started the sandbox", from: queue, length: times.start ?? 0 },
+    { kind: "queue", name: NAMES.queue, from: 0, length: queue },
+    { kind: "start", name: NAMES.start, from: queue, length: times.start ?? 0 },
   ];
   let now = queue + (times.start ?? 0);
   turns.forEach((turn, i) => {
     const from = turn.began === null ? now : queue + turn.began;
     const ran = from + turn.generate_seconds;
     found.push({ kind: "generate", name: `turn ${i + 1} wrote`, from, length: turn.generate_seconds });
-    found.push({ kind: "tool", name: `turn ${i + 1} ran ${turn.tool ?? "nothing"}`, from: ran, length: turn.tool_seconds });
+    found.push({ kind: "tool", name: `turn ${i + 1} ran ${visible(turn.tool ?? "nothing")}`, from: ran, length: turn.tool_seconds });
     now = ran + turn.tool_seconds;
   });
   const graded = times.grade_began === null ? now : queue + times.grade_began;
-  found.push({ kind: "grade", name: "was graded", from: graded, length: times.grade ?? 0 });
+  found.push({ kind: "grade", name: NAMES.grade, from: graded, length: times.grade ?? 0 });
   return found.filter((piece) => piece.length > 0);
 }
 

@@ -45,14 +45,15 @@ export function TrajectoriesPage({ runs }: { runs: RunLine[] }) {
   return (
     <main id="main" class="page list-page">
       <h1>Trajectories</h1>
-      <nav class="tabs" aria-label="Run">
-        {runs.length > 1 &&
-          runs.map((line) => (
-            <a href={link(["trajectories", line.run])} aria-current={line.run === run ? "page" : undefined}>
+      {runs.length > 1 && (
+        <nav class="tabs" aria-label="Run">
+          {runs.map((line) => (
+            <a key={line.run} href={link(["trajectories", line.run])} aria-current={line.run === run ? "page" : undefined}>
               {visible(line.name)}
             </a>
           ))}
-      </nav>
+        </nav>
+      )}
       {live && <Running run={run} />}
       <Resource of={index}>{(value) => <List run={run} index={value} />}</Resource>
     </main>
@@ -87,7 +88,7 @@ function Filters({ columns, query }: { columns: Columns; query: URLSearchParams 
         task contains
         <input type="search" value={query.get("task") ?? ""} onInput={(e) => setQuery({ task: e.currentTarget.value })} />
       </label>
-      <Choice name="filed under" key="n" param="n" values={choices.n} query={query} />
+      <Choice name="filed under" param="n" values={choices.n} query={query} />
       <Choice name="ending" param="stop" values={choices.stop} query={query} />
       <Choice name="fate" param="fate" values={choices.fate} query={query} />
       <Choice name="resolved" param="resolved" values={["true", "false"]} query={query} />
@@ -146,17 +147,16 @@ interface Listed {
 function Table({ run, columns, rows, sort, opens }: Listed) {
   const box = useRef<HTMLDivElement>(null);
   const [view, setView] = useState({ top: 0, height: 600 });
+  const read = () => setView({ top: box.current!.scrollTop, height: box.current!.clientHeight });
   useEffect(() => {
-    const read = () => setView({ top: box.current!.scrollTop, height: box.current!.clientHeight });
     const observer = new ResizeObserver(read);
     observer.observe(box.current!);
-    box.current!.addEventListener("scroll", read, { passive: true });
     return () => observer.disconnect();
   }, []);
   const first = Math.max(0, Math.min(Math.floor(view.top / ROW) - 10, rows.length - 1));
   const shown = Array.from(rows.subarray(first, first + Math.ceil(view.height / ROW) + 20));
   return (
-    <div class="table" ref={box} tabIndex={0} role="region" aria-label="Table of trajectories">
+    <div class="table" ref={box} onScroll={read} tabIndex={0} role="region" aria-label="Table of trajectories">
       <table aria-rowcount={rows.length + 1}>
         <thead>
           <tr>
@@ -206,7 +206,7 @@ function Running({ run }: { run: number }) {
   if (!value || value.step === null) return null;
   const resolved = value.episodes.filter((episode) => episode.resolved).length;
   return (
-    <details class="running">
+    <details class="episodes">
       <summary>
         Step {value.step} is running: {plural(value.episodes.length, "episode")}
         {value.expected !== null && ` of ${value.expected}`} ended, {resolved} resolved

@@ -3,9 +3,9 @@
 import { useCallback, useEffect, useMemo, useRef } from "preact/hooks";
 import { useResource } from "./data";
 import { mark, paint, type Shown, tokenAt } from "./highlights";
-import { binColour, binsOf, flagNames, limitOf, type Measure, measureOf, MEASURES, usePalette } from "./measures";
+import { binColour, binsOf, flagNames, limitOf, type Measure, measureOf, MEASURES, setPalette } from "./measures";
 import { Fact, LongText, Notes, Outcome, Resource } from "./parts";
-import { HeatMap } from "./heat";
+import { type Heat, HeatMap } from "./heat";
 import { link, route, setQuery } from "./route";
 import { scheme } from "./scheme";
 import { number, plural, seconds, visible } from "./text";
@@ -107,7 +107,7 @@ function Conversation({ run, value, branch, index, layers }: Place) {
   const measure = measureOf(query.get("by"));
   const values = useMemo(() => measure.values(tokens), [measure, tokens]);
   const token = query.has("token") ? Number(query.get("token")) : null;
-  const map = useResource<RouteMap>(`${run}/routes/${value.id}/map`);
+  const map = useResource<RouteMap>(`${run}/routes/${value.id}/map${index ? `?branch=${index}` : ""}`);
   const select = useCallback((next: number | null) => setQuery({ token: next === null ? "" : String(next) }), []);
   return (
     <section aria-label="Conversation" class="conversation">
@@ -214,7 +214,7 @@ function TokenText({ parts, measure, tokens, values, token, select }: Colouring 
       place.firstChild instanceof Text ? [{ stretch: parts[i].stretch, node: place.firstChild }] : [],
     );
   }, [parts]);
-  useEffect(() => usePalette(measure.scale, dark), [measure, dark]);
+  useEffect(() => setPalette(measure.scale, dark), [measure, dark]);
   useEffect(() => {
     if (!values) return;
     paint(shown.current, binsOf(values, measure.scale, limitOf(measure, tokens, values)));
@@ -321,13 +321,13 @@ function Mismatch({ map, onPick }: { map: RouteMap; onPick: (row: number) => voi
     <section aria-label="Differing experts">
       <h2>Layers x tokens: where trainer and engine used other experts</h2>
       <Notes notes={map.notes} />
-      {native && <HeatMap heat={{ ...native, onPick }} />}
-      {replay && <HeatMap heat={{ ...replay, onPick }} />}
+      {native && <HeatMap heat={native} onPick={onPick} />}
+      {replay && <HeatMap heat={replay} onPick={onPick} />}
     </section>
   );
 }
 
-function heatOf(map: RouteMap, pairs: [number, number][] | null, which: string) {
+function heatOf(map: RouteMap, pairs: [number, number][] | null, which: string): Heat | null {
   if (!pairs) return null;
   const cells = new Uint8Array(map.layers * map.rows);
   for (const [row, layer] of pairs) cells[layer * map.rows + row] = 1;

@@ -1,4 +1,4 @@
-/** The resources that the page reads; docs/view.md says what each field means. */
+/** The resources that the page reads: those of agent_rl/view/resources.py. */
 
 export interface Failure {
   kind: "absent" | "damaged" | "unknown";
@@ -203,7 +203,7 @@ export interface Loads extends Answer {
   n: string;
   layers: number;
   num_experts: number;
-  loads: number[][];
+  loads: number[][] | null;
 }
 
 export interface Outcome {
