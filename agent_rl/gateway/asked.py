@@ -11,7 +11,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.requests import Request
 
 from agent_rl.rollout.forest import ChatMessage
-from tools import Spoken
+from tools import Spoken, ToolCall
+from tools.turns import typed_call
 
 MAX_BODY = 32 << 20
 """Bytes of a request; a full context of 1 M tokens has some 4 MB."""
@@ -132,10 +133,16 @@ def refuse_unless(allowed: bool, what: str) -> None:
 
 
 def offered(name: str, description: str | None, parameters: Mapping[str, Any] | None) -> dict[str, Any]:
-    """An OpenAI function schema with all that a description of tools needs."""
+    """An OpenAI function schema with all that a description of tools needs. Raises Refusal for parameters by which no
+    call could be read."""
     schema = {"type": "object", "properties": {}, "required": [], **(parameters or {})}
     function = {"name": name, "description": description or "", "parameters": schema}
-    return {"type": "function", "function": function}
+    tool = {"type": "function", "function": function}
+    try:
+        typed_call(ToolCall(name, dict.fromkeys(schema["properties"], "")), [tool])
+    except (AttributeError, TypeError):
+        raise Refusal("bad", f"tools: the parameters of {name!r} are no JSON schema of an object") from None
+    return tool
 
 
 def joined(content: Any, kinds: Sequence[str], where: str) -> str:

@@ -143,6 +143,20 @@ async def test_what_is_no_request_is_refused_in_a_line(
             assert "\n" not in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    "properties", [[1], 5, {"command": {"anyOf": 5}}, {"command": {"anyOf": ["x"]}}, {"command": {"enum": 3}}]
+)
+async def test_tools_whose_calls_could_not_be_read_are_refused_before_they_break_the_run(
+    renderer: ChatRenderer, kit: SimpleNamespace, properties: Any
+) -> None:
+    parameters = {"type": "object", "properties": properties}
+    async with kit.served(renderer, kit.Saying(renderer, [kit.call("ls")])) as served:
+        chat = [{"type": "function", "function": {"name": "bash", "parameters": parameters}}]
+        answer = await served.ask(CHAT, messages=HELLO, tools=chat)
+        assert (answer.status_code, served.session.broken.done()) == (400, False)
+        assert answer.json()["error"]["message"] == "tools: the parameters of 'bash' are no JSON schema of an object"
+
+
 async def test_a_body_of_100_mb_is_refused_before_it_is_read(renderer: ChatRenderer, kit: SimpleNamespace) -> None:
     async with kit.served(renderer, kit.Saying(renderer, ["ok"])) as served:
         reader, writer = await asyncio.open_connection("127.0.0.1", served.gateway.port)
