@@ -173,7 +173,12 @@ class Forest:
         self._by_key: dict[bytes, list[Node]] = {}
         self._by_id: dict[str, Node] = {}
         self._tools: set[bytes] = set()
-        self.echo_differs = 0
+        self._differing: set[bytes] = set()
+
+    @property
+    def echo_differs(self) -> int:
+        """Replies that came back otherwise than they were given, each counted once however often it comes."""
+        return len(self._differing)
 
     def plan(self, messages: Sequence[ChatMessage], tools: Tools) -> Plan:
         """What ``messages`` add to what is here. Raises TemplateError for messages that cannot be rendered."""
@@ -256,15 +261,14 @@ class Forest:
 
     def _match(self, offered: bytes, messages: Sequence[ChatMessage]) -> tuple[bytes, Node | None, int]:
         """The request's key, the last reply that it goes on from, and where the messages after that begin."""
-        key, last, start, foreign = offered, None, 0, False
+        key, last, start = offered, None, 0
         for at, message in enumerate(messages):
-            node = None if message.role != "assistant" or foreign else self._echoed(key, message)
+            node = self._echoed(key, message) if message.role == "assistant" else None
             if node is not None:
                 node.delivered = node.followed = True
                 node.superseded = False
                 key, last, start = xxh3_128_digest(key + node.id.encode()), node, at + 1
             else:
-                foreign |= message.role == "assistant"
                 key = xxh3_128_digest(key + _digestible(message))
         return key, last, start
 
@@ -274,7 +278,8 @@ class Forest:
         if message.reply:
             said = [node for node in said if node.id == message.reply]
         found = next((node for node in reversed(said) if node.spoken and message.echoes(node.spoken)), None)
-        self.echo_differs += found is None and bool(said)
+        if said and found is None:
+            self._differing.add(xxh3_128_digest(key + _digestible(message)))
         return found
 
     def _render(

@@ -7,6 +7,7 @@ import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -216,7 +217,7 @@ class Talk:
             self.forest.deliver(node)
         return ChatMessage("assistant", "" if calls else said, calls, reply=node.id)
 
-    def turn(self, messages: Sequence[ChatMessage], said: str, tools: int = 1, **options: bool) -> ChatMessage:
+    def turn(self, messages: Sequence[ChatMessage], said: str, tools: int = 1, **options: Any) -> ChatMessage:
         return self.finish(self.begin(messages, tools), said, **options)
 
 
@@ -245,6 +246,22 @@ def test_thoughts_may_be_left_out_and_blanks_differ_but_nothing_else() -> None:
     assert talk.forest.echo_differs == 0
     plan = talk.forest.plan([S, U, replace(said, text="no"), seen], [{}])
     assert (plan.shared, talk.forest.echo_differs) == (len(talk.forest.nodes[0].context), 1)
+
+
+def test_a_program_goes_on_after_a_message_that_nobody_sampled() -> None:
+    """An example in its prompt, or one edited reply: what was sampled later is found, not encoded again."""
+    talk, messages = Talk(), [S, U, ChatMessage("assistant", "an example"), U]
+    for number in range(3):
+        said = talk.turn(messages, f"<raw {number}>", calls=(ToolCall("bash", {"command": "ls"}),))
+        messages += [replace(said, reply=""), ChatMessage("tool", f"seen {number}")]
+    (branch,) = talk.forest.branches()
+    assert talk.engine.rows == len(branch.tokens) - 1
+    messages[4] = ChatMessage("assistant", "edited")
+    for number in range(3):
+        said = talk.turn(messages, f"<raw {number}>", calls=(ToolCall("bash", {"command": "ls"}),))
+        messages += [replace(said, reply=""), ChatMessage("tool", f"seen {number}")]
+    assert causes(talk) == [BranchCause.START, BranchCause.REWRITE]
+    assert talk.forest.echo_differs == 1
 
 
 def test_a_retry_of_what_never_arrived_is_the_same_node() -> None:
