@@ -287,15 +287,10 @@ def folded(messages: Sequence[dict[str, Any]], turns: Sequence[tuple[str, str]])
 def _unfolded(message: Mapping[str, Any], turns: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     content = message["content"]
     if isinstance(content, Mapping):
-        told = content.get("turn")
-        content = (
-            turns[told]["text"] if told is not None else turns[content["observed"]]["observation"] + content["rest"]
-        )
+        if "turn" in content:
+            return {**message, "content": turns[content["turn"]]["text"]}
+        content = turns[content["observed"]]["observation"] + content["rest"]
     return {**message, "content": content}
-
-
-def _observed(turn: Mapping[str, Any], rest: str) -> str:
-    return f"{turn['observation']}{rest}"
 
 
 def branch_key(key: str, branch: int) -> str:
