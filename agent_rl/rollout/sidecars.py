@@ -43,24 +43,29 @@ def columns(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def summary(row: Mapping[str, Any]) -> dict[str, Any]:
-    """One row in a few numbers. Format 2 knows of no sampled tokens beside its turns', and of no fate."""
-    older = {"tokens": row["arrays"]["tokens"], "sampled": sum(turn["completion_tokens"] for turn in row["turns"])}
-    branches = row.get("branches", [older])
+    """One row in a few numbers. Format 2 knows of no fate."""
     return {
         "group": row["group"]["index"],
         "task": _text(row["task_id"]),
         **{name: row[name] for name in ("reward", "resolved", "stop", "seconds")},
         "turns": len(row["turns"]),
-        "tokens": sum(branch["tokens"] for branch in branches),
-        "sampled": sum(branch["sampled"] for branch in branches),
+        **sizes(row),
         "hacks": len(row["suspected_hack"]),
         **{name: row.get(name) for name in ("fate", "advantage", "worst_gap", "worst_native_gap")},
-        "branches": len(branches),
         "versions": len(row["weight_versions"]),
         "began": row.get("began") or None,
         "failures": row["group"]["infrastructure_failures"],
         "format": row.get("format", 2),
     }
+
+
+def sizes(row: Mapping[str, Any]) -> dict[str, int]:
+    """How many branches a row has, and how many tokens and sampled tokens they hold. Format 2 knows of no sampled
+    tokens beside its turns'."""
+    older = {"tokens": row["arrays"]["tokens"], "sampled": sum(turn["completion_tokens"] for turn in row["turns"])}
+    branches = row.get("branches", [older])
+    counted = {name: sum(branch[name] for branch in branches) for name in ("tokens", "sampled")}
+    return {**counted, "branches": len(branches)}
 
 
 def read_sidecar(stem: Path) -> tuple[dict[str, list[Any]], list[Place]] | None:

@@ -11,6 +11,7 @@ import yaml
 from agent_rl.errors import AgentRlError
 from agent_rl.rollout.frames import frames_of
 from agent_rl.rollout.records import row_of_encoded
+from agent_rl.rollout.sidecars import sizes
 from agent_rl.view.index import file_stamp
 
 
@@ -51,8 +52,7 @@ def _episode(row: Mapping[str, Any]) -> dict[str, Any]:
         "task": row["task_id"],
         **{name: row[name] for name in ("reward", "resolved", "stop", "seconds")},
         "turns": len(row["turns"]),
-        "tokens": row["arrays"]["tokens"],
-        "sampled": row["arrays"].get("sampled"),
+        **sizes(row),
         "began": row.get("began") or None,
     }
 
