@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,23 +63,26 @@ class Shelf:
 
 
 class Index:
-    """The shelves of a run's folder. :meth:`refresh` reads what changed on the disk since."""
+    """The shelves of a run's folder. :meth:`refresh` reads what changed on the disk since. Threads may share it: what
+    :attr:`shelves` and :attr:`table` gave stays as it is, and a later refresh puts others in their place."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.shelves: dict[str, Shelf] = {}
         self._stamps: dict[str, str] = {}
         self._table: dict[str, NDArray] | None = None
+        self._changing = threading.Lock()
 
     def refresh(self) -> None:
         """Take up what was added, changed or removed. A file that cannot be read makes a note, never an error."""
-        found = dict(_filed(self.folder))
-        stamps = {n: stamp(stem) for n, (_, stem) in found.items()}
-        if stamps == self._stamps:
-            return
-        kept = {n: shelf for n, shelf in self.shelves.items() if stamps.get(n) == self._stamps.get(n)}
-        self.shelves = {n: kept[n] if n in kept else _shelf(n, *where) for n, where in found.items()}
-        self._stamps, self._table = stamps, None
+        with self._changing:
+            found = dict(_filed(self.folder))
+            stamps = {n: stamp(stem) for n, (_, stem) in found.items()}
+            if stamps == self._stamps:
+                return
+            kept = {n: shelf for n, shelf in self.shelves.items() if stamps.get(n) == self._stamps.get(n)}
+            self.shelves = {n: kept[n] if n in kept else _shelf(n, *where) for n, where in found.items()}
+            self._stamps, self._table = stamps, None
 
     def stamps(self) -> Mapping[str, str]:
         """A stamp of the files of each shelf, by its name, as they are on the disk now."""
@@ -87,22 +91,24 @@ class Index:
     @property
     def table(self) -> Mapping[str, NDArray]:
         """All shelves' columns, one behind the other: numbers as float64 (NaN: none), all others as objects."""
-        if self._table is None:
-            self._table = {name: _column(name, list(self.shelves.values())) for name in SHOWN}
-        return self._table
+        with self._changing:
+            if self._table is None:
+                self._table = {name: _column(name, list(self.shelves.values())) for name in SHOWN}
+            return self._table
 
-    def select(self, query: Mapping[str, str]) -> tuple[NDArray[np.int64], int]:
-        """The rows of :attr:`table` that ``query`` asks for, in its order, and how many match in all. Raises UserError
-        for a filter that is none."""
-        table, chosen = self.table, np.ones(len(self.table["id"]), np.bool_)
-        for key, text in query.items():
-            if key not in ("sort", "limit", "offset"):
-                chosen &= _matches(table, key, text)
-        rows = np.flatnonzero(chosen)
-        if order := query.get("sort"):
-            rows = rows[_order(table, order.lstrip("-"), rows, descending=order.startswith("-"))]
-        start = _whole(query, "offset", 0)
-        return rows[start : start + _whole(query, "limit", len(rows))], len(rows)
+
+def select(table: Mapping[str, NDArray], query: Mapping[str, str]) -> tuple[NDArray[np.int64], int]:
+    """The rows of ``table``, an index's, that ``query`` asks for, in its order, and how many match in all. Raises
+    UserError for a filter that is none."""
+    chosen = np.ones(len(table["id"]), np.bool_)
+    for key, text in query.items():
+        if key not in ("sort", "limit", "offset"):
+            chosen &= _matches(table, key, text)
+    rows = np.flatnonzero(chosen)
+    if order := query.get("sort"):
+        rows = rows[_order(table, order.lstrip("-"), rows, descending=order.startswith("-"))]
+    start = _whole(query, "offset", 0)
+    return rows[start : start + _whole(query, "limit", len(rows))], len(rows)
 
 
 def stamp(stem: Path) -> str:

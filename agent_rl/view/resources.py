@@ -23,7 +23,7 @@ import orjson
 
 from agent_rl.errors import AgentRlError, UserError
 from agent_rl.view import live, runs, trajectory
-from agent_rl.view.index import Index, Shelf, file_stamp, shown
+from agent_rl.view.index import Index, Shelf, file_stamp, select, shown
 from agent_rl.view.trajectory import Reader
 
 Answer = dict[str, Any]
@@ -70,11 +70,7 @@ class Resources:
         """By resource, a text that changes whenever its files do; cheap enough to ask each second."""
         found: dict[str, str] = {}
         for number, index in enumerate(self._indexes):
-            names = {
-                "run": ("state.json", "summary.json", "guard.jsonl", "results.jsonl"),
-                "metrics": ("metrics.jsonl",),
-            }
-            for name, files in names.items():
+            for name, files in _FILES.items():
                 found[f"{number}/{name}"] = "-".join(file_stamp(index.folder / file) for file in files)
             found[f"{number}/live"] = live.stamp(index.folder)
             found |= {f"{number}/steps/{n}": stamp for n, stamp in index.stamps().items()}
@@ -153,9 +149,9 @@ def _error(kind: str, text: str) -> Answer:
 
 
 def _shelf(index: Index, n: str) -> Shelf:
-    if n not in index.shelves:
+    if (found := index.shelves.get(n)) is None:
         raise Absent(f"{index.folder}: no trajectories of {n}")
-    return index.shelves[n]
+    return found
 
 
 def _member(index: Index, id: str) -> tuple[Shelf, int]:
@@ -169,11 +165,12 @@ def _member(index: Index, id: str) -> tuple[Shelf, int]:
 
 
 def _trajectories(index: Index, query: Mapping[str, str]) -> Answer:
-    rows, found = index.select(query)
+    table = index.table
+    rows, found = select(table, query)
     return {
-        "total": len(index.table["id"]),
+        "total": len(table["id"]),
         "found": found,
-        "columns": {name: _listed(name, values[rows].tolist()) for name, values in index.table.items()},
+        "columns": {name: _listed(name, values[rows].tolist()) for name, values in table.items()},
         "notes": [note for shelf in index.shelves.values() for note in shelf.notes],
     }
 

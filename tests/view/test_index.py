@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import pytest
 import zstandard
 
 from agent_rl.rollout.sidecars import FORMAT, sidecar_path
-from agent_rl.view.index import Index
+from agent_rl.view import index as module
+from agent_rl.view.index import Index, select
 
 STEPS, A_STEP = 200, 500
 SECONDS = 0.1
@@ -41,14 +43,18 @@ def sidecar(step: int) -> bytes:
     return zstandard.ZstdCompressor(level=1).compress(orjson.dumps(found))
 
 
+def file_step(folder: Path, step: int) -> None:
+    (folder / "trajectories").mkdir(exist_ok=True)
+    stem = folder / "trajectories" / f"step-{step:06d}"
+    Path(f"{stem}.jsonl.zst").touch()
+    sidecar_path(stem).write_bytes(sidecar(step))
+
+
 @pytest.fixture(scope="module")
 def index(tmp_path_factory: pytest.TempPathFactory) -> Index:
     folder = tmp_path_factory.mktemp("long")
-    (folder / "trajectories").mkdir()
     for step in range(1, STEPS + 1):
-        stem = folder / "trajectories" / f"step-{step:06d}"
-        Path(f"{stem}.jsonl.zst").touch()
-        sidecar_path(stem).write_bytes(sidecar(step))
+        file_step(folder, step)
     found = Index(folder)
     found.refresh()
     assert len(found.table["id"]) == STEPS * A_STEP
@@ -69,7 +75,7 @@ def test_a_hundred_thousand_trajectories_are_filtered_at_once(index: Index, quer
     spent = []
     for _ in range(3):
         started = time.thread_time()
-        rows, found = index.select(query)
+        rows, found = select(index.table, query)
         spent.append(time.thread_time() - started)
     assert min(spent) < SECONDS
     assert 0 < found < STEPS * A_STEP
@@ -77,9 +83,36 @@ def test_a_hundred_thousand_trajectories_are_filtered_at_once(index: Index, quer
 
 
 def test_what_has_no_value_is_never_within_a_range_and_sorts_last(index: Index) -> None:
-    rows, found = index.select({"worst_native_gap": "..9", "sort": "worst_native_gap"})
+    rows, found = select(index.table, {"worst_native_gap": "..9", "sort": "worst_native_gap"})
     values = index.table["worst_native_gap"][rows]
     assert found == int(np.isfinite(index.table["worst_native_gap"]).sum())
     assert (np.diff(values) >= 0).all()
-    rows, _ = index.select({"sort": "-worst_native_gap", "limit": "100"})
+    rows, _ = select(index.table, {"sort": "-worst_native_gap", "limit": "100"})
     assert np.isfinite(index.table["worst_native_gap"][rows]).all()
+
+
+def test_a_step_that_ends_while_the_table_is_made_is_in_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file_step(tmp_path, 1)
+    found = Index(tmp_path)
+    found.refresh()
+    making, go_on, column = threading.Event(), threading.Event(), module._column
+
+    def held(*arguments: Any) -> Any:
+        making.set()
+        assert go_on.wait(10)
+        return column(*arguments)
+
+    monkeypatch.setattr(module, "_column", held)
+    maker = threading.Thread(target=lambda: found.table)
+    maker.start()
+    assert making.wait(10)
+    file_step(tmp_path, 2)
+    refresher = threading.Thread(target=found.refresh)
+    refresher.start()
+    refresher.join(0.2)  # without a lock it is through by now
+    go_on.set()
+    for thread in (maker, refresher):
+        thread.join(10)
+    assert set(found.table["n"].tolist()) == {"1", "2"}
