@@ -9,7 +9,7 @@ help: ## Show this help
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 setup: ## Make the trainer and engine environments and see to a sandbox
-	@$(PYTHON) agent_rl/bootstrap.py trainer engine sandbox
+	@$(PYTHON) -m agent_rl.bootstrap trainer engine sandbox
 
 prepare: setup ## Make and verify the quickstart's tasks
 	@$(VENV)/agent-rl setup configs/quickstart.yaml
@@ -27,14 +27,14 @@ test: prepare image ## Run the whole test suite, in two processes
 	@$(VENV)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
 
 check: ## Lint, check types and the import direction
-	@$(PYTHON) agent_rl/bootstrap.py trainer
+	@$(PYTHON) -m agent_rl.bootstrap trainer
 	@$(VENV)/ruff check .
 	@$(VENV)/ruff format --check .
 	@$(VENV)/mypy
 	@$(VENV)/python -m pytest -q tests/test_architecture.py
 
 docs: ## Build the documentation into site/; a dead link or anchor fails
-	@$(PYTHON) agent_rl/bootstrap.py docs
+	@$(PYTHON) -m agent_rl.bootstrap docs
 	@.venv-docs/bin/sphinx-build --fail-on-warning --keep-going --fresh-env --quiet docs site
 	@echo "==> docs: open site/index.html"
 

@@ -1,6 +1,6 @@
 """Makes the virtual environments and sees to a sandbox. Standard library only: it runs before any install.
 
-``python3 agent_rl/bootstrap.py trainer engine sandbox`` announces each step, shows pip's progress, and skips with a
+``python3 -m agent_rl.bootstrap trainer engine sandbox`` announces each step, shows pip's progress, and skips with a
 word what is already done. A step is done when its stamp holds the hash of what it would install.
 """
 

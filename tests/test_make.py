@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,12 +23,19 @@ def steps(target: str) -> str:
         ("real-tasks", "sandbox.base_image", "envs.swe.real"),  # where docker answers, its boxes need the image
         ("test", "sandbox.base_image", "-m pytest"),
         ("test", "agent-rl setup", "-m pytest"),
-        ("quickstart", "bootstrap.py", "agent-rl train"),
+        ("quickstart", "agent_rl.bootstrap", "agent-rl train"),
         ("quickstart", "agent-rl setup", "agent-rl train"),
-        ("bench", "bootstrap.py", "tests/bench"),
-        ("docs", "bootstrap.py docs", "sphinx-build"),
+        ("bench", "agent_rl.bootstrap", "tests/bench"),
+        ("docs", "agent_rl.bootstrap docs", "sphinx-build"),
     ],
 )
 def test_a_target_makes_what_it_needs_first(target: str, before: str, after: str) -> None:
     planned = steps(target)
     assert 0 <= planned.find(before) < planned.find(after), planned
+
+
+def test_the_set_up_starts_on_a_python_that_has_imported_nothing() -> None:
+    """Debian's own, for one: run as a file, the set-up took agent_rl/types.py for the standard library's ``types``."""
+    _, *arguments = shlex.split(steps("setup").splitlines()[0])
+    assert arguments[-3:] == ["trainer", "engine", "sandbox"]
+    subprocess.run([sys.executable, "-S", *arguments[:-3], "sandbox"], cwd=ROOT, timeout=60, check=True)
