@@ -6,8 +6,11 @@ The server dies with the actor's process (:mod:`agent_rl.engine.launch`), and th
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import os
 import shutil
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +20,7 @@ from agent_rl.errors import AgentRlError, EngineStartError, UserError
 
 _LOOK_SECONDS = 0.2
 _LOG_BYTES = 4 << 20
+_FOLDER = "agent-rl-engine-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +56,45 @@ class Answer:
     fault: str = ""
 
 
-class EngineHost:
-    """The actor; wrap with ``ray.remote``. The server's log lies in a folder of its own on the machine."""
+class LogFolder:
+    """A folder for a server's log on this machine. Those whose owners were killed are removed as one is made."""
 
     def __init__(self) -> None:
-        self._log: Path | None = None
+        remove_stale()
+        hidden = Path(tempfile.mkdtemp(prefix=f".{_FOLDER}"))
+        self._lock = os.open(hidden, os.O_RDONLY)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)  # before it gets the name by which stale ones are found
+        self.log = hidden.rename(hidden.with_name(hidden.name[1:])) / "engine.log"
+
+    def take(self) -> bytes:
+        """Remove the folder; the end of its log."""
+        end = b""
+        if self.log.exists():
+            with self.log.open("rb") as file:
+                file.seek(max(0, self.log.stat().st_size - _LOG_BYTES))
+                end = file.read()
+        shutil.rmtree(self.log.parent, ignore_errors=True)
+        os.close(self._lock)
+        return end
+
+
+def remove_stale() -> None:
+    """Remove the log folders of this machine that no living process holds."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
+        with suppress(OSError):  # another user's, or just being removed
+            lock = os.open(folder, os.O_RDONLY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder)
+            finally:
+                os.close(lock)
+
+
+class EngineHost:
+    """The actor; wrap with ``ray.remote``."""
+
+    def __init__(self) -> None:
+        self._folder: LogFolder | None = None
         self._server: EngineServer | None = None
 
     async def arrive(self) -> Arrival:
@@ -76,11 +114,11 @@ class EngineHost:
 
     async def start(self, order: ServerOrder) -> Answer:
         """Start the server and wait until it is healthy; its address."""
-        self._log = Path(tempfile.mkdtemp(prefix="agent-rl-engine-"), "engine.log")
+        self._folder = folder = await asyncio.to_thread(LogFolder)
         self._server = EngineServer(
             order.config,
             order.model,
-            self._log,
+            folder.log,
             number=order.number,
             capture_routes=order.capture_routes,
             seat=order.seat,
@@ -89,32 +127,24 @@ class EngineHost:
             await asyncio.to_thread(_refuse_absent, order.model)
             return Answer(await self._server.start())
         except (EngineStartError, UserError) as error:
-            return Answer(fault=str(error).replace(str(self._log), str(order.log)))
+            return Answer(fault=str(error).replace(str(folder.log), str(order.log)))
 
     async def ended(self, log: Path) -> str:
         """Wait until the server is dead; why, in one line. ``log``: as of :class:`ServerOrder`."""
-        assert self._server is not None, "start() comes first"
-        while (reason := self._server.death()) is None:  # noqa: ASYNC110
+        server, folder = self._server, self._folder
+        assert server is not None, "start() comes first"
+        assert folder is not None, "stop() comes last"
+        while (reason := server.death()) is None:  # noqa: ASYNC110
             await asyncio.sleep(_LOOK_SECONDS)
-        return reason.replace(str(self._log), str(log))
+        return reason.replace(str(folder.log), str(log))
 
     async def stop(self) -> bytes:
         """End all processes of the server and remove its log; the end of that."""
-        if self._server is None or self._log is None:
+        folder, self._folder = self._folder, None
+        if self._server is None or folder is None:
             return b""
         await self._server.stop()
-        return await asyncio.to_thread(_taken, self._log)
-
-
-def _taken(log: Path) -> bytes:
-    """The end of ``log``, whose folder is removed."""
-    end = b""
-    if log.exists():
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - _LOG_BYTES))
-            end = file.read()
-    shutil.rmtree(log.parent, ignore_errors=True)
-    return end
+        return await asyncio.to_thread(folder.take)
 
 
 def _refuse_absent(model: Path) -> None:
