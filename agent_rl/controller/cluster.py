@@ -46,8 +46,17 @@ def needs_ray(config: RunConfig) -> bool:
 
 def open_ray(config: RunConfig) -> AbstractAsyncContextManager[None]:
     """The run's one connection to Ray; where it starts a local one, with CPUs for the ranks and the engines."""
-    engines = config.engine.count * engine_ask(config.engine, "cpu").total("CPU") if engines_on_ray(config) else 0
-    return ray_session(config.train.ray_address, cpus=config.train.parallel.world_size + int(engines))
+    return ray_session(config.train.ray_address, cpus=local_cpus(config))
+
+
+def local_cpus(config: RunConfig) -> int:
+    """How many CPUs a local Ray has: one for each rank, and those of all engines, also of those beyond
+    ``engine.least``."""
+    ranks = config.train.parallel.world_size
+    if not engines_on_ray(config):
+        return ranks
+    ask = engine_ask(config.engine, "cpu")
+    return ranks + config.engine.count * ask.nodes * int(ask.each["CPU"])
 
 
 @asynccontextmanager

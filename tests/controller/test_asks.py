@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from agent_rl.config import EngineConfig, ParallelConfig, TrainConfig
+from agent_rl.config import EngineConfig, ParallelConfig, RunConfig, TrainConfig
 from agent_rl.controller.asks import engine_ask, rank_ask, shortage
+from agent_rl.controller.cluster import local_cpus
 
 
 def told(engine: dict[str, int], ranks: int, nodes: list[int], free: int | None = None) -> str | None:
@@ -60,3 +61,18 @@ def test_too_few_gpus_are_one_line() -> None:
 def test_engines_that_cannot_be_placed_are_refused(engine: dict[str, object], problem: str) -> None:
     with pytest.raises(ValidationError, match=problem):
         EngineConfig.model_validate(engine)
+
+
+@pytest.mark.parametrize(
+    ("engine", "cpus"),
+    [
+        ({}, 2),
+        ({"hosts": "ray", "count": 3}, 5),
+        ({"hosts": "ray", "count": 3, "threads": 4, "least": 1}, 14),
+        ({"hosts": "ray", "count": 3, "urls": ["http://there:1"]}, 2),
+    ],
+)
+def test_a_local_ray_has_the_cpus_of_all_ranks_and_engines(engine: dict[str, object], cpus: int) -> None:
+    train = {"parallel": {"world_size": 2}}
+    config = RunConfig.model_validate({"name": "local", "model": "m", "engine": engine, "train": train})
+    assert local_cpus(config) == cpus
