@@ -72,13 +72,11 @@ class HostedServer:
         self._capture, self._tell = capture_routes, tell
         self._places: list[_Place] = []
         self._actors: list[Any] = []
-        self._watch: asyncio.Task[None] | None = None
-        self._death: str | None = None
+        self._watch: asyncio.Task[str] | None = None
 
     async def start(self) -> str:
         """Wait for the room, start the servers there and wait until they are healthy; the first one's address. What was
         started is ended if that fails. Raises EngineStartError, in a line that names the machine."""
-        self._death = None
         try:
             self._actors = await asyncio.to_thread(_start_actors, self._room)
             self._places = await self._arrived()
@@ -90,8 +88,8 @@ class HostedServer:
         return url
 
     def death(self) -> str | None:
-        """Why it is dead, in one line; None while it lives."""
-        return self._death
+        """Why it is dead, in one line; None while it lives. Raises what the watch over it raised."""
+        return self._watch.result() if self._watch is not None and self._watch.done() else None
 
     async def stop(self) -> None:
         """End all servers and actors. Idempotent."""
@@ -134,12 +132,12 @@ class HostedServer:
             raise EngineStartError(f"{place.arrival.node}: {answer.fault}")
         return answer.text
 
-    async def _watched(self) -> None:
-        """Wait for the first server that ends, and note why."""
+    async def _watched(self) -> str:
+        """Wait for the first server that ends; why."""
         endings = [asyncio.create_task(self._ended(place)) for place in self._places]
         try:
             done, _ = await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
-            self._death = done.pop().result()
+            return done.pop().result()
         finally:
             for ending in endings:
                 ending.cancel()
@@ -154,6 +152,7 @@ class HostedServer:
     async def _stop(self) -> None:
         if self._watch is not None:
             self._watch.cancel()
+            self._watch = None
         places = {id(place.actor): place for place in self._places}
         await asyncio.gather(*(_end(actor, places.get(id(actor))) for actor in self._actors))
         self._actors, self._places = [], []
@@ -222,11 +221,13 @@ async def _end(actor: Any, place: _Place | None) -> None:
     import ray
     from ray.exceptions import RayError
 
-    with suppress(RayError, TimeoutError):
-        if place is not None:
-            async with asyncio.timeout(_STOP_SECONDS):
-                await asyncio.to_thread(_write, place.log, await actor.stop.remote())
-    await asyncio.to_thread(ray.kill, actor)
+    try:
+        with suppress(RayError, TimeoutError):
+            if place is not None:
+                async with asyncio.timeout(_STOP_SECONDS):
+                    await asyncio.to_thread(_write, place.log, await actor.stop.remote())
+    finally:
+        await asyncio.to_thread(ray.kill, actor)
 
 
 def _write(log: Path, text: bytes) -> None:

@@ -189,6 +189,26 @@ async def test_an_engine_over_two_machines(cluster: None, checkpoint: Path, tmp_
     assert (tmp_path / "logs/engine-0.1.log").exists()
 
 
+async def test_a_log_that_cannot_be_kept_does_not_keep_the_room(
+    cluster: None, checkpoint: Path, tmp_path: Path
+) -> None:
+    config = config_of(tmp_path, checkpoint)
+    async with open_rooms(config, ranks=False) as rooms, asyncio.timeout(60):
+        log, (room,) = tmp_path / "logs/engine-0.log", rooms.engines
+        server = hosts.HostedServer(
+            config.engine, checkpoint, log, room, number=0, capture_routes=True, tell=lambda line: None
+        )
+        await server.start()
+        log.parent.touch()
+        with pytest.raises(FileExistsError):
+            await server.stop()
+        log.parent.unlink()
+        await server.start()
+        assert server.death() is None
+        await server.stop()
+        assert log.exists()
+
+
 async def test_what_a_machine_lacks_is_one_line_that_names_it(cluster: None, checkpoint: Path, tmp_path: Path) -> None:
     def expecting(message: str) -> Any:
         return pytest.raises(EngineStartError, match=message)
