@@ -276,9 +276,13 @@ def sglang_version(python: str) -> str:
     """The release of SGLang that an interpreter has. Blocking. Raises ConfigError where there is none."""
     if shutil.which(python) is None:
         raise ConfigError(f"engine.python: no interpreter {python}; `agent-rl install engine` makes it")
-    run = subprocess.run([python, "-c", _VERSION], capture_output=True, text=True, timeout=_VERSION_SECONDS)
+    try:
+        run = subprocess.run([python, "-c", _VERSION], capture_output=True, text=True, timeout=_VERSION_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"engine.python: {python} did not say which SGLang it has: {error}") from None
     if run.returncode:
-        raise ConfigError(f"engine.python: {python} has no SGLang: {run.stderr.strip().splitlines()[-1]}")
+        reason = run.stderr.strip().splitlines()[-1:] or [_ended(run.returncode)]
+        raise ConfigError(f"engine.python: {python} has no SGLang: {reason[0]}")
     return run.stdout.strip()
 
 

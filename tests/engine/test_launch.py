@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from agent_rl.config import EngineConfig
-from agent_rl.engine.launch import EngineServer, group_members, reason_in_log
+from agent_rl.engine.launch import EngineServer, group_members, reason_in_log, sglang_version
 from agent_rl.engine.open import open_engine
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import ConfigError, EngineStartError, RoutesMissingError
@@ -130,6 +130,18 @@ async def test_a_taken_port_is_one_line(model: Path, tmp_path: Path) -> None:
         config = EngineConfig(python=sys.executable, port=holder.getsockname()[1])
         with pytest.raises(EngineStartError, match=rf"engine\.port: port {config.port} is taken .*engine\.port=0"):
             await EngineServer(config, model, tmp_path / "log").start()
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [("#!/bin/sh\nexit 3\n", "has no SGLang: exit code 3"), ("\0", r"did not say which SGLang it has: .*Exec format")],
+)
+def test_an_interpreter_that_says_nothing_is_a_users_mistake(tmp_path: Path, script: str, reason: str) -> None:
+    python = tmp_path / "python"
+    python.write_text(script)
+    python.chmod(0o755)
+    with pytest.raises(ConfigError, match=f"^engine.python: {python} {reason}"):
+        sglang_version(str(python))
 
 
 async def test_a_missing_interpreter_is_a_users_mistake(model: Path, tmp_path: Path) -> None:
