@@ -5,6 +5,7 @@ The runs are made up (tests/view_samples.py). A figure ends when the browser has
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -81,7 +82,7 @@ def served(run: SampleRun, measure: Callable[[str], None]) -> None:
 
 def main() -> None:
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         page = browser.new_page()
         served(SampleRun(steps=1000, groups=1, metrics=120), lambda address: curves(page, address))
         served(SampleRun(steps=1000, groups=25), lambda address: filters(page, address))
