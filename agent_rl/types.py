@@ -29,9 +29,10 @@ class StopReason(StrEnum):
     CONTEXT_FULL = "context_full"  # the next turn or observation would pass max_tokens
     TIME_LIMIT = "time_limit"  # the episode's wall-clock limit passed
     PARSE_FAILURES = "parse_failures"  # too many turns in a row held no well-formed tool call
+    PROGRAM_FAILED = "program_failed"  # the agent program failed after a reply had reached it, whoever's fault that is
     SANDBOX_FAILURE = "sandbox_failure"  # infrastructure: the sandbox or the grading broke
     HOST_LOST = "host_lost"  # infrastructure: the machine that its box was on is gone
-    HARNESS_FAILURE = "harness_failure"  # infrastructure: the agent program broke, or called nothing
+    HARNESS_FAILURE = "harness_failure"  # infrastructure: the agent program ended before a reply reached it
     ENGINE_FAILURE = "engine_failure"  # infrastructure: the engine failed past its retry budget
     UNDECIDABLE = "undecidable"  # the task's own parts keep it from ever being graded
     CANCELLED = "cancelled"  # stopped from outside: by Ctrl-C, or by another part of the run that failed

@@ -28,7 +28,7 @@ async def run_serve(config: RunConfig, *, port: int) -> None:
     with display:
         async with open_gateway(port=port) as gateway, open_world(config, facts, logs, display, routes=False) as world:
             world.renderer.check_tails()
-            rendering = HarnessRenderer(world.renderer, world.format, describe_tools=config.rollout.describe_tools)
+            rendering = HarnessRenderer.of(world.renderer, world.format, config.rollout)
             async with served(gateway, world.engine, rendering, config, facts.max_positions) as session:
                 for name, value in environment(session.key, gateway.port).items():
                     display.note(f"export {name}={value}")

@@ -16,7 +16,7 @@ from agent_rl.engine.hosts import Room
 from agent_rl.engine.open import open_engine
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.evaluation.quarantine import read_quarantine
-from agent_rl.gateway.episode import agent_binds, run_harness_episode
+from agent_rl.gateway.episode import HarnessRun, agent_binds
 from agent_rl.gateway.server import Gateway, open_gateway
 from agent_rl.model_facts import ModelFacts
 from agent_rl.observe.display import Display
@@ -87,8 +87,8 @@ class World:
         context = self.engine.facts.max_positions
 
         async def run(task: Task) -> Trajectory:
-            parts = (gateway, self.workshop.env, task, self.engine, self.renderer, self.format, rules)
-            return await run_harness_episode(*parts, context=context, audit=audit, gate=self.engine.gate)
+            parts = (self.workshop.env, task, self.engine, self.renderer, self.format, rules, self.engine.gate)
+            return await HarnessRun(gateway, context, *parts).run(audit)
 
         return run
 

@@ -7,7 +7,11 @@ The program is started beside its session and ends the episode by ending itself:
     it ended after it was told that the context is full  context_full
     rollout.time_limit passed                            time_limit
     the engine or the box failed                         as in the built-in loop
-    anything else, or it never asked for a reply         harness_failure: infrastructure, run again
+    it ended before any reply had reached it             harness_failure: infrastructure, run again
+    it ended otherwise                                   program_failed: graded
+
+A program that has a reply runs what the policy wrote, which may end the program by a signal, an exit code of its choice
+or a full disk. Were such an episode run again, a policy could take back every attempt that it expects to lose.
 """
 
 from __future__ import annotations
@@ -15,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +28,6 @@ from agent_rl.engine.types import Engine
 from agent_rl.errors import HarnessError
 from agent_rl.gateway.server import BRIDGE, MODEL, SOCKET, Gateway
 from agent_rl.gateway.session import ExtendingRenderer, HarnessRenderer, Session
-from agent_rl.rollout.audit import Auditor
 from agent_rl.rollout.episode import EpisodeRules, EpisodeRun
 from agent_rl.types import StopReason, Trajectory
 from envs import Boxed, Environment, Episode, Grade, Task
@@ -51,49 +53,29 @@ def agent_binds(gateway: Gateway, harness: HarnessConfig) -> dict[str, str]:
     return {str(gateway.folder): BOX_GATEWAY, **own}
 
 
-async def run_harness_episode(
-    gateway: Gateway,
-    env: Environment,
-    task: Task,
-    engine: Engine,
-    renderer: ExtendingRenderer,
-    fmt: ToolCallFormat,
-    rules: EpisodeRules,
-    *,
-    context: int,
-    audit: Auditor | None = None,
-    gate: TurnGate | None = None,
-) -> Trajectory:
-    """As :func:`agent_rl.rollout.episode.run_episode`, driven by the program of ``rules.rollout.harness``. ``context``:
-    the most tokens that the engine takes of one conversation."""
-    episode = HarnessRun(gateway, env, task, engine, renderer, fmt, rules, context, gate or TurnGate())
-    trajectory = await episode.run()
-    return trajectory if audit is None else await audit(trajectory, episode.session)
-
-
 class HarnessRun(EpisodeRun):
-    """The state of one running episode, and of its program."""
+    """One running episode, driven by the program of ``rules.rollout.harness``. ``context``: the most tokens that the
+    engine takes of one conversation."""
 
     def __init__(
         self,
         gateway: Gateway,
+        context: int,
         env: Environment,
         task: Task,
         engine: Engine,
         renderer: ExtendingRenderer,
         fmt: ToolCallFormat,
         rules: EpisodeRules,
-        context: int,
-        gate: TurnGate,
+        gate: TurnGate | None = None,
     ) -> None:
         super().__init__(env, task, engine, renderer, fmt, rules, gate)
         assert rules.rollout.harness is not None
         self.gateway, self.harness = gateway, rules.rollout.harness
-        rendering = HarnessRenderer(
-            renderer, fmt, describe_tools=self.limits.describe_tools, follow=self.harness.history == "follow"
-        )
+        rendering = HarnessRenderer.of(renderer, fmt, self.limits)
         self.served = Session(self.session, engine, rendering, rules, min(context, self.limits.max_tokens))
         self.box: Sandbox | None = None
+        self.failed: HarnessError | None = None
 
     def _open(self, episode: Episode, tools: ToolSet) -> None:
         """Nothing is rendered before the program asks."""
@@ -134,17 +116,16 @@ class HarnessRun(EpisodeRun):
 
     def _ending(self, result: ExecResult) -> StopReason:
         served = self.served
-        if not served.forest.nodes:
-            raise HarnessError(f"the program ended without having asked for a reply ({_account(result)})")
-        if served.submitted:
-            return StopReason.SUBMITTED
         if served.ended is not None:
             return served.ended
         if served.context_full:
             return StopReason.CONTEXT_FULL
-        if result.exit_code != 0:
-            raise HarnessError(f"the program failed ({_account(result)})")
-        return StopReason.SUBMITTED
+        if not any(node.delivered for node in served.forest.nodes):
+            raise HarnessError(f"the program ended before a reply reached it ({_account(result)})")
+        if result.exit_code == 0:
+            return StopReason.SUBMITTED
+        self.failed = HarnessError(f"the program failed ({_account(result)})")
+        return StopReason.PROGRAM_FAILED
 
     async def _in_box(self, box: Sandbox) -> ExecResult:
         bridge = ["python3", f"{BOX_GATEWAY}/{BRIDGE}", f"{BOX_GATEWAY}/{SOCKET}", str(BOX_PORT)]
@@ -153,8 +134,7 @@ class HarnessRun(EpisodeRun):
         return await run(argv, timeout=_LONGEST, env=self._env(BOX_PORT), stdin=self._prompt())
 
     async def _on_host(self) -> ExecResult:
-        with ExitStack() as stack:
-            home = stack.enter_context(tempfile.TemporaryDirectory(prefix="agent-rl-home-"))
+        with tempfile.TemporaryDirectory(prefix="agent-rl-home-", ignore_cleanup_errors=True) as home:
             env = {"PATH": os.environ.get("PATH", os.defpath), "HOME": home, "LANG": "C.UTF-8"}
             done = await run_process(
                 ["bash", "-c", self.harness.command],
@@ -175,8 +155,8 @@ class HarnessRun(EpisodeRun):
 
     def _trajectory(self, stop: StopReason, grade: Grade | None, error: Exception | None = None) -> Trajectory:
         served = self.served
-        self.gateway.failures += stop is StopReason.HARNESS_FAILURE
-        plain = super()._trajectory(stop, grade, error)
+        self.gateway.failures += stop in (StopReason.HARNESS_FAILURE, StopReason.PROGRAM_FAILED)
+        plain = super()._trajectory(stop, grade, error or self.failed)
         plain = replace(plain, turns=served.turns(), messages=served.spoken_messages(), harness=served.counts())
         branches = served.forest.branches()
         if not branches:

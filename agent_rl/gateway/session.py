@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from agent_rl.config import RolloutConfig
 from agent_rl.engine.types import Engine
 from agent_rl.errors import EngineAborted, TemplateError
 from agent_rl.gateway.asked import Ask, Finish, Refusal, Reply
@@ -33,6 +34,12 @@ class HarnessRenderer:
         self, renderer: ExtendingRenderer, fmt: ToolCallFormat, *, describe_tools: bool, follow: bool = False
     ) -> None:
         self.renderer, self.fmt, self._describe, self._follow = renderer, fmt, describe_tools, follow
+
+    @classmethod
+    def of(cls, renderer: ExtendingRenderer, fmt: ToolCallFormat, rollout: RolloutConfig) -> HarnessRenderer:
+        """As ``rollout`` says; where no program is named there, ``history`` is keep."""
+        follow = rollout.harness is not None and rollout.harness.history == "follow"
+        return cls(renderer, fmt, describe_tools=rollout.describe_tools, follow=follow)
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -93,8 +100,7 @@ class Session:
     def __post_init__(self) -> None:
         self.forest = Forest(self.rendering, routes=self.rules.routes)
         self.ended: StopReason | None = None
-        self.submitted = self.context_full = False
-        self.refused = 0
+        self.context_full = False
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._took: dict[Node, _Took] = {}
         self._sampling: dict[Node, asyncio.Task[None]] = {}
@@ -152,7 +158,8 @@ class Session:
         except Exception as error:
             self._break(error)
             raise
-        self.submitted |= result.submitted
+        if result.submitted:
+            self.end(StopReason.SUBMITTED)
         return result
 
     def count_tokens(self, ask: Ask) -> int:
@@ -208,7 +215,6 @@ class Session:
 
     def _check_open(self) -> None:
         if self.ended is not None:
-            self.refused += 1
             raise Refusal("ended", f"the episode is over: {self.ended.value}")
 
     async def _sample(self, node: Node, ask: Ask, prompt: Tokens) -> None:

@@ -83,9 +83,7 @@ async def run_episode(
     reward is None. Raises RoutesMissingError, ImageMissingError, SandboxUnavailableError and TaskRecordError; being
     cancelled closes the sandbox first.
     """
-    episode = EpisodeRun(env, task, engine, renderer, fmt, rules, gate or TurnGate())
-    trajectory = await episode.run()
-    return trajectory if audit is None else await audit(trajectory, episode.session)
+    return await EpisodeRun(env, task, engine, renderer, fmt, rules, gate).run(audit)
 
 
 class EpisodeRun:
@@ -99,9 +97,9 @@ class EpisodeRun:
         renderer: Renderer,
         fmt: ToolCallFormat,
         rules: EpisodeRules,
-        gate: TurnGate,
+        gate: TurnGate | None,
     ) -> None:
-        self.env, self.task, self.engine, self.gate = env, task, engine, gate
+        self.env, self.task, self.engine, self.gate = env, task, engine, gate or TurnGate()
         self.renderer, self.fmt, self.rules, self.limits = renderer, fmt, rules, rules.rollout
         self.interface = find_interface(rules.env.interface)
         self.session = f"{task.id}-{uuid.uuid4().hex[:12]}"
@@ -112,7 +110,12 @@ class EpisodeRun:
         self.parse_failures_in_a_row = 0
         self.start_seconds = self.grade_began = self.grade_seconds = 0.0
 
-    async def run(self) -> Trajectory:
+    async def run(self, audit: Auditor | None = None) -> Trajectory:
+        """See :func:`run_episode`."""
+        trajectory = await self._run()
+        return trajectory if audit is None else await audit(trajectory, self.session)
+
+    async def _run(self) -> Trajectory:
         try:
             async with self._started_episode() as episode:
                 tools = episode.tools

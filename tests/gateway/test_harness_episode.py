@@ -14,7 +14,7 @@ import pytest
 
 from agent_rl.config import HarnessConfig, RolloutConfig
 from agent_rl.errors import EngineUnreachable, RoutesMissingError
-from agent_rl.gateway.episode import run_harness_episode
+from agent_rl.gateway.episode import HarnessRun
 from agent_rl.gateway.server import Gateway
 from agent_rl.render import ChatRenderer
 from agent_rl.rollout.episode import EpisodeRules, run_episode
@@ -36,7 +36,7 @@ async def drive(
     harness = HarnessConfig(command=run, place="host")
     rules = EpisodeRules(RolloutConfig(**{"max_tokens": 4000, **limits}, harness=harness))
     env = kit.MemoryEnvironment()
-    return await run_harness_episode(gateway, env, TASK, engine, renderer, tool_format("hermes"), rules, context=4000)
+    return await HarnessRun(gateway, 4000, env, TASK, engine, renderer, tool_format("hermes"), rules).run()
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ async def drive(
         ("limit", StopReason.MAX_TURNS, 5),
         ("silent", StopReason.HARNESS_FAILURE, 0),
         ("early", StopReason.HARNESS_FAILURE, 0),
-        ("fails", StopReason.HARNESS_FAILURE, 3),
+        ("fails", StopReason.PROGRAM_FAILED, 3),
         ("hangs", StopReason.TIME_LIMIT, 3),
     ],
 )
@@ -60,12 +60,22 @@ async def test_endings(
     assert (trajectory.reward is None) == stop.infrastructure
     assert len(trajectory.branches) == 1
     if how == "early":
-        assert (
-            trajectory.error == "HarnessError: the program ended without having asked for a reply (exit code 1: no key)"
-        )
+        assert trajectory.error == "HarnessError: the program ended before a reply reached it (exit code 1: no key)"
+    assert gateway.failures == (how in ("silent", "early", "fails"))
     if turns:
         assert trajectory.sampled_tokens == sum(turn.completion_tokens for turn in trajectory.turns)
         assert trajectory.routes_missing == 0
+
+
+async def test_a_policy_that_ends_its_program_is_graded_and_not_run_again(
+    gateway: Gateway, renderer: ChatRenderer, kit: SimpleNamespace
+) -> None:
+    """Else it could take back what it expects to lose."""
+    engine = kit.Saying(renderer, [kit.call("true"), kit.call("kill -9 $PPID")])
+    trajectory = await drive(gateway, kit, renderer, engine, command("talk.py", "obeys"))
+    assert (trajectory.stop, trajectory.reward) == (StopReason.PROGRAM_FAILED, 0.0)
+    assert trajectory.error == "HarnessError: the program failed (exit code -9: it printed nothing)"
+    assert trajectory.sampled_tokens == sum(turn.completion_tokens for turn in trajectory.turns) > 0
 
 
 async def test_a_program_killed_within_a_request_ends_what_is_sampled(

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 
 from agent_rl.config import HarnessConfig, RolloutConfig
-from agent_rl.gateway.episode import BOX_GATEWAY, BOX_HARNESS, agent_binds, run_harness_episode
+from agent_rl.gateway.episode import BOX_GATEWAY, BOX_HARNESS, HarnessRun, agent_binds
 from agent_rl.gateway.server import Gateway
 from agent_rl.render import ChatRenderer
 from agent_rl.rollout.episode import EpisodeRules
@@ -58,15 +57,12 @@ class OneTask:
 
 
 async def drive(
-    gateway: Gateway, renderer: ChatRenderer, engine: Any, command: str, pool: SandboxPool, **limits: Any
+    gateway: Gateway, renderer: ChatRenderer, engine: Any, harness: HarnessConfig, pool: SandboxPool, **limits: Any
 ) -> Trajectory:
-    harness = HarnessConfig(command=command, folder=PROGRAMS)
     context = EnvContext(backend=pool, agent_binds=agent_binds(gateway, harness))
     rules = EpisodeRules(RolloutConfig(max_tokens=4000, harness=harness, **limits))
     task = Task(RECORD.id, "one", {})
-    return await run_harness_episode(
-        gateway, OneTask(context), task, engine, renderer, tool_format("hermes"), rules, context=4000
-    )
+    return await HarnessRun(gateway, 4000, OneTask(context), task, engine, renderer, tool_format("hermes"), rules).run()
 
 
 @pytest.fixture
@@ -89,7 +85,8 @@ async def test_a_program_in_the_box(
 
     engine = kit.Saying(renderer, [kit.call("ls")], before)
     run = f"echo changed > new.txt; touch $HOME/.state; python3 {BOX_HARNESS}/talk.py ends"
-    driving = asyncio.create_task(drive(gateway, renderer, engine, run, pool))
+    harness = HarnessConfig(command=run, folder=PROGRAMS)
+    driving = asyncio.create_task(drive(gateway, renderer, engine, harness, pool))
     await waiting.wait()
     assert (await other.exec("true", timeout=10)).ok
     beside.set()
@@ -105,13 +102,9 @@ async def test_a_program_in_the_box(
 
 
 async def test_a_box_without_python_is_told(
-    gateway: Gateway, renderer: ChatRenderer, kit: SimpleNamespace, pool: Watched, monkeypatch: pytest.MonkeyPatch
+    gateway: Gateway, renderer: ChatRenderer, kit: SimpleNamespace, pool: Watched
 ) -> None:
-    start = pool.start
-
-    async def without(spec: SandboxSpec) -> Sandbox:
-        return await start(replace(spec, env={**spec.env, "PATH": "/nowhere"}))
-
-    monkeypatch.setattr(pool, "start", without)
-    trajectory = await drive(gateway, renderer, kit.Saying(renderer, ["x"]), "true", pool)
-    assert trajectory.stop.infrastructure
+    harness = HarnessConfig(command="true", env={"PATH": "/nowhere"})
+    trajectory = await drive(gateway, renderer, kit.Saying(renderer, ["x"]), harness, pool)
+    assert (trajectory.stop, trajectory.reward) == (StopReason.HARNESS_FAILURE, None)
+    assert "python3" in trajectory.error

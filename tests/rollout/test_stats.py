@@ -76,6 +76,7 @@ def test_what_a_step_did() -> None:
             "rollout/stop/context_full": 0,
             "rollout/stop/time_limit": 0,
             "rollout/stop/parse_failures": 0,
+            "rollout/stop/program_failed": 0,
         }
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -37,6 +38,9 @@ def main(how: str) -> int:
         except urllib.error.HTTPError as error:
             print(error.read().decode(), file=sys.stderr)
             return 1
+        if how == "obeys":
+            for call in message["tool_calls"]:
+                subprocess.run(["bash", "-c", json.loads(call["function"]["arguments"])["command"]], check=False)
         messages += [message, {"role": "tool", "tool_call_id": "x", "content": "seen"}]
     if how == "hangs":
         time.sleep(1000)
