@@ -146,7 +146,7 @@ class SampleRun:
                 "task": columns["task"][group * GROUP],
                 "infrastructure_failures": 0,
                 "members": columns["id"][group * GROUP : (group + 1) * GROUP],
-                "kept": True,
+                "trained": True,
             }
             for group in range(self.groups)
         ]
@@ -155,9 +155,6 @@ class SampleRun:
             "step": int(n),
             "columns": columns,
             "groups": groups,
-            "metrics": None,
-            "detail": True,
-            "loads": True,
             "notes": [],
         }
 

@@ -35,7 +35,7 @@ _SPENT = 7
 """Bytes a sampled token that gaps, entropy and flags take."""
 _LEVEL = 1  # higher ones save nothing on bits (measured)
 _ROWS = 4096
-"""Rows of routes that are counted at once."""
+"""Rows of routes that are counted at once: the event loop waits 4 ms for as many of 48 layers of top-8."""
 
 
 Details = Mapping[tuple[int, int], TokenDetail]
@@ -152,19 +152,6 @@ def _bounds(lengths: Sequence[int]) -> NDArray[np.uint64]:
 
 def _joined(parts: Sequence[NDArray], dtype: type) -> NDArray:
     return np.concatenate([np.zeros(0, dtype), *(part.astype(dtype) for part in parts)])
-
-
-def detailed(stem: Path) -> frozenset[int]:
-    """The numbers of the trajectories that have detail; none where there is no file. Raises AgentRlError for a damaged
-    one."""
-    path = details_path(stem)
-    if not path.is_file():
-        return frozenset()
-    try:
-        with safe_open(path, framework="numpy") as tensors:
-            return frozenset(tensors.get_tensor("numbers").tolist())
-    except (SafetensorError, OSError) as error:
-        raise AgentRlError(f"{path}: damaged ({error})") from None
 
 
 def read_detail(stem: Path, number: int, branch: int = 0) -> StoredDetail | None:

@@ -28,6 +28,8 @@ from agent_rl.rollout.token_details import details_path
 
 EVAL = "eval"
 """Where the trajectories of an ``agent-rl eval`` folder are filed."""
+RESULTS, REPORT = "results.jsonl", "report.json"
+"""The files of such a folder."""
 SHOWN = (
     *("id", "n", "step", "group", "task", "reward", "resolved", "stop", "turns", "tokens", "sampled", "hacks", "fate"),
     *("advantage", "branches", "versions", "seconds", "began", "worst_gap", "worst_native_gap"),
@@ -113,7 +115,10 @@ def select(table: Mapping[str, NDArray], query: Mapping[str, str]) -> tuple[NDAr
 
 def stamp(stem: Path) -> str:
     """Changes whenever the files under ``stem`` do."""
-    files = (rows_path(stem), sidecar_path(stem), details_path(stem)) if stem.name != EVAL else (_results(stem),)
+    if stem.name == EVAL:
+        files = [stem.with_name(name) for name in (RESULTS, REPORT)]
+    else:
+        files = [rows_path(stem), sidecar_path(stem), details_path(stem)]
     return "-".join(file_stamp(path) for path in files)
 
 
@@ -126,8 +131,10 @@ def file_stamp(path: Path) -> str:
     return f"{found.st_mtime_ns:x}.{found.st_size:x}"
 
 
-def _results(stem: Path) -> Path:
-    return stem.with_name("results.jsonl")
+def evaluation_key(n: str) -> str | None:
+    """The key of the evaluation that is filed under ``n``; None for a step."""
+    kind, step, decoding = (*n.split("-", 2), "", "")[:3]
+    return None if kind != EVAL else f"step-{step}/{decoding}" if step else EVAL
 
 
 def _filed(folder: Path) -> Iterator[tuple[str, tuple[int, Path]]]:
@@ -138,7 +145,7 @@ def _filed(folder: Path) -> Iterator[tuple[str, tuple[int, Path]]]:
         _, digits, decoding = (*stem.name.split("-", 2), "", "")[:3]
         if digits.isdecimal() and decoding:
             yield f"eval-{int(digits)}-{decoding}", (int(digits), stem)
-    if (folder / "results.jsonl").is_file():
+    if (folder / RESULTS).is_file():
         yield EVAL, (0, folder / EVAL)
 
 
@@ -176,7 +183,7 @@ def _of_rows(n: str, step: int, stem: Path) -> Shelf:
 
 def _evaluation(stem: Path) -> Shelf:
     """The samples of an ``agent-rl eval`` folder, each as it ended last. A line that a kill cut off is left out."""
-    ended = {(result.task_id, result.sample): result for result in read_results(_results(stem))}
+    ended = {(result.task_id, result.sample): result for result in read_results(stem.with_name(RESULTS))}
     results = tuple(ended.values())
     groups = {task: number for number, task in enumerate(dict.fromkeys(task for task, _ in ended))}
     found: Columns = {name: [None] * len(results) for name in COLUMNS}

@@ -23,11 +23,11 @@ import orjson
 
 from agent_rl.errors import AgentRlError, UserError
 from agent_rl.view import live, runs, trajectory
-from agent_rl.view.index import Index, Shelf, file_stamp, select, shown
+from agent_rl.view.index import Index, Shelf, evaluation_key, file_stamp, select, shown
 from agent_rl.view.trajectory import Reader
 
 Answer = dict[str, Any]
-_FILES = {"run": ("state.json", "summary.json", "guard.jsonl", "results.jsonl"), "metrics": ("metrics.jsonl",)}
+_FILES = {"run": ("state.json", "summary.json", "guard.jsonl"), "metrics": ("metrics.jsonl",)}
 _BROKEN = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError, OSError)
 
 
@@ -73,7 +73,9 @@ class Resources:
             for name, files in _FILES.items():
                 found[f"{number}/{name}"] = "-".join(file_stamp(index.folder / file) for file in files)
             found[f"{number}/live"] = live.stamp(index.folder)
-            found |= {f"{number}/steps/{n}": stamp for n, stamp in index.stamps().items()}
+            for n, stamp in index.stamps().items():
+                key = evaluation_key(n)
+                found |= {f"{number}/{path}": stamp for path in (f"steps/{n}", key and f"eval/{key}") if path}
         return found
 
     def pages(self) -> Iterator[str]:
@@ -115,7 +117,7 @@ class Resources:
         "live": lambda index, query: live.episodes(index.folder),
     }
     _single: Mapping[str, Callable[[Index, Reader, str, Mapping[str, str]], Answer]] = {
-        "steps": lambda index, reader, n, query: _step(index, _shelf(index, n)),
+        "steps": lambda index, reader, n, query: _step(_shelf(index, n)),
         "loads": lambda index, reader, n, query: trajectory.loads(_shelf(index, n)),
         "eval": lambda index, reader, key, query: _evaluation(index, key),
         "t": lambda index, reader, id, query: reader.whole(*_member(index, id)),
@@ -183,7 +185,7 @@ def _listed(name: str, values: list[Any]) -> list[Any]:
     return [None if value != value else int(value) for value in values] if name in _COUNTS else values
 
 
-def _step(index: Index, shelf: Shelf) -> Answer:
+def _step(shelf: Shelf) -> Answer:
     columns = shown(shelf)
     members: dict[int, list[int]] = {}
     for number, group in enumerate(columns["group"]):
@@ -194,21 +196,11 @@ def _step(index: Index, shelf: Shelf) -> Answer:
             "task": columns["task"][own[0]],
             "infrastructure_failures": shelf.columns["failures"][own[0]],
             "members": [columns["id"][number] for number in own],
-            "kept": all(columns["fate"][number] != "discarded" for number in own),
+            "trained": any(columns["fate"][number] == "trained" for number in own),
         }
         for group, own in members.items()
     ]
-    detail, loads, notes = trajectory.kept_of(shelf)
-    return {
-        "n": shelf.n,
-        "step": shelf.step,
-        "columns": columns,
-        "groups": groups,
-        "metrics": runs.metrics_of(index.folder, shelf.step) if shelf.n.isdecimal() else None,
-        "detail": detail,
-        "loads": loads,
-        "notes": [*shelf.notes, *notes],
-    }
+    return {"n": shelf.n, "step": shelf.step, "columns": columns, "groups": groups, "notes": list(shelf.notes)}
 
 
 def _evaluation(index: Index, key: str) -> Answer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from collections.abc import Mapping
@@ -16,11 +15,14 @@ from agent_rl.evaluation.finished import report_path
 from agent_rl.evaluation.report import Z95, wilson_interval
 from agent_rl.observe.folder_lock import LOCK
 from agent_rl.observe.metrics import METRICS
-from agent_rl.view.index import EVAL, Index
+from agent_rl.types import StopReason
+from agent_rl.view.index import EVAL, REPORT, Index
 from agent_rl.view.trajectory import layout_of
 
 Answer = dict[str, Any]
 _METRICS = {name: metric for metric in METRICS for name in metric.names}
+_UNGRADED = ("", *(stop for stop in StopReason if stop.infrastructure))
+"""Endings without a reward; an evaluation's sample that never ran has none."""
 _REPORTED = (*("pass_at_1", "interval", "graded", "tasks", "ungraded", "infrastructure_failures", "seconds", "stops"),)
 
 
@@ -28,7 +30,7 @@ def overview(index: Index) -> Answer:
     """One line of the list of runs."""
     index.refresh()
     folder, notes = index.folder, list[str]()
-    kind, (rows, _) = _kind(index), _rows(folder)
+    kind, rows = _kind(index), _rows(folder, notes)
     steps = int(rows[-1]["step"]) if rows else 0
     total = _mapping(_config(folder, notes).get("train")).get("steps") if kind == "train" else None
     evaluations, guard = _evaluations(index, notes), _events(folder, notes)
@@ -55,7 +57,7 @@ def run(index: Index) -> Answer:
         notes.append("the run's folder has no tokenizer.json: tokens are shown as numbers")
     if 2 in formats:
         notes.append("written in format 2: without fates, tests, times and what the trainer saw of tokens")
-    if shelves and all(stop in _BROKEN_ENDINGS for shelf in shelves for stop in shelf.columns["stop"]):
+    if shelves and all(stop in _UNGRADED for shelf in shelves for stop in shelf.columns["stop"]):
         notes.append("infrastructure failures only: no trajectory was graded")
     notes += [note for shelf in shelves for note in shelf.notes]
     return {
@@ -74,12 +76,10 @@ def run(index: Index) -> Answer:
     }
 
 
-_BROKEN_ENDINGS = ("sandbox_failure", "host_lost", "engine_failure", "undecidable", "harness_failure", "")
-
-
 def metrics(folder: Path) -> Answer:
     """All steps' metrics, column by column."""
-    rows, notes = _rows(folder)
+    notes: list[str] = []
+    rows = _rows(folder, notes)
     if not rows and not notes:
         notes = ["no step has ended yet"]
     names = list(dict.fromkeys(name for row in rows for name in row if name not in ("step", "time/ended")))
@@ -98,12 +98,6 @@ def metrics(folder: Path) -> Answer:
     }
 
 
-def metrics_of(folder: Path, step: int) -> Mapping[str, float | None] | None:
-    """The metrics of one step; None where there are none."""
-    rows, _ = _rows(folder)
-    return next((row for row in rows if row["step"] == step), None)
-
-
 def evaluation(index: Index, key: str) -> Answer | None:
     """One evaluation with the outcome of every task; None where there is none of that key."""
     notes: list[str] = []
@@ -111,7 +105,7 @@ def evaluation(index: Index, key: str) -> Answer | None:
     if found is None:
         return None
     folder = index.folder
-    whole = folder / "report.json" if key == EVAL else report_path(folder, key)
+    whole = folder / REPORT if key == EVAL else report_path(folder, key)
     report = _json(whole, notes) or _mapping(_json(folder / "state.json", notes).get("evaluations")).get(key, {})
     outcomes = report.get("outcomes") or _unreported(index, key)
     ids: dict[str, str] = {}
@@ -142,7 +136,7 @@ def _kind(index: Index) -> str:
     folder = index.folder
     if (folder / "state.json").is_file() or (folder / "metrics.jsonl").is_file():
         return "train"
-    if EVAL in index.shelves or (folder / "report.json").is_file():
+    if EVAL in index.shelves or (folder / REPORT).is_file():
         return "eval"
     return "rollout" if index.shelves else "empty"
 
@@ -153,7 +147,7 @@ def _state(folder: Path, kind: str, steps: int, total: int | None, guard: list[A
     if kind == "empty":
         return "empty"
     if kind != "train":
-        return "finished" if kind == "rollout" or (folder / "report.json").is_file() else "stopped"
+        return "finished" if kind == "rollout" or (folder / REPORT).is_file() else "stopped"
     if guard and guard[-1].get("event") == "stop" and guard[-1].get("step") == steps:
         return "guard"
     return "finished" if (folder / "summary.json").is_file() and steps == total else "stopped"
@@ -176,7 +170,7 @@ def _held(folder: Path) -> bool:
 
 def _evaluations(index: Index, notes: list[str]) -> list[Answer]:
     folder = index.folder
-    if EVAL in index.shelves or (not (folder / "state.json").is_file() and (folder / "report.json").is_file()):
+    if EVAL in index.shelves or (not (folder / "state.json").is_file() and (folder / REPORT).is_file()):
         return [_of_folder(index, notes)]
     made = _mapping(_json(folder / "state.json", notes).get("evaluations"))
     found = []
@@ -197,7 +191,7 @@ def _evaluations(index: Index, notes: list[str]) -> list[Answer]:
 
 def _of_folder(index: Index, notes: list[str]) -> Answer:
     """An ``agent-rl eval`` folder's: its report, or of what ended so far."""
-    report = _json(index.folder / "report.json", notes)
+    report = _json(index.folder / REPORT, notes)
     n = EVAL if EVAL in index.shelves else None
     if not report:
         notes.append("the evaluation has no report yet: it is under way, or was stopped")
@@ -236,30 +230,26 @@ def _cumulated(rows: list[dict[str, Any]]) -> list[float]:
     return sums
 
 
-def _rows(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """The rows of ``metrics.jsonl`` up to the first that is damaged; and what is wrong."""
-    path, rows = folder / "metrics.jsonl", list[dict[str, Any]]()
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError:
-        return [], []
-    for number, line in enumerate(lines, 1):
-        try:
-            row = orjson.loads(line)
-            rows.append({**row, "step": int(row["step"])})
-        except (ValueError, KeyError, TypeError):
-            return rows, [f"metrics.jsonl, line {number}: damaged; shown up to there"]
-    return rows, []
+def _rows(folder: Path, notes: list[str]) -> list[Answer]:
+    return _by_step(folder / "metrics.jsonl", notes)
 
 
 def _events(folder: Path, notes: list[str]) -> list[Answer]:
+    return _by_step(folder / "guard.jsonl", notes)
+
+
+def _by_step(path: Path, notes: list[str]) -> list[Answer]:
+    """The rows of a file of JSON lines, each of a step, up to the first that is damaged, which is noted."""
+    rows: list[Answer] = []
     try:
-        return [json.loads(line) for line in (folder / "guard.jsonl").read_bytes().splitlines()]
-    except ValueError as error:
-        notes.append(f"guard.jsonl: damaged ({error})")
+        for line in path.read_bytes().splitlines():
+            row = orjson.loads(line)
+            rows.append({**row, "step": int(row["step"])})
+    except (ValueError, KeyError, TypeError):
+        notes.append(f"{path.name}, line {len(rows) + 1}: damaged; shown up to there")
     except OSError:
         pass
-    return []
+    return rows
 
 
 def _config(folder: Path, notes: list[str]) -> dict[str, Any]:

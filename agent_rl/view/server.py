@@ -91,8 +91,8 @@ def affected(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     changed = {path for path in before.keys() | now.keys() if before.get(path) != now.get(path)}
     for path in tuple(changed):
         run, _, kind = path.partition("/")
-        if kind == "run":
-            changed |= {"runs", f"{run}/trajectories"}
+        if kind in ("run", "metrics"):  # a line of the list of runs has the last step of its metrics
+            changed |= {"runs", f"{run}/run"}
         elif kind.startswith("steps/"):
             changed |= {f"{run}/trajectories", f"{run}/run", f"{run}/loads/{kind.removeprefix('steps/')}"}
     return sorted(changed)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from agent_rl.errors import AgentRlError
 from agent_rl.rollout.records import arrays_path, folded, messages_of, read_arrays, read_branch, rows_path
 from agent_rl.rollout.row_files import read_row, read_rows
-from agent_rl.rollout.token_details import Differing, StoredDetail, detailed, details_path, read_detail, read_loads
+from agent_rl.rollout.token_details import Differing, StoredDetail, details_path, read_detail, read_loads
 from agent_rl.types import Branch
 from agent_rl.view.index import EVAL, Index, Shelf, file_stamp, log_of
 from agent_rl.view.pieces import Pieces
@@ -160,14 +160,6 @@ def loads(shelf: Shelf) -> Answer:
         "loads": None if found is None else found.tolist(),
         "notes": notes,
     }
-
-
-def kept_of(shelf: Shelf) -> tuple[bool, bool, list[str]]:
-    """Whether a step has detail, whether it has loads, and what is wrong with the file of both."""
-    try:
-        return bool(detailed(shelf.stem)), read_loads(shelf.stem) is not None, []
-    except AgentRlError as error:
-        return False, False, [str(error)]
 
 
 def layout_of(index: Index) -> Answer:

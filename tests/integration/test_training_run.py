@@ -13,10 +13,11 @@ from integration_run import Run, wait
 from journal_rows import read_journal
 from killed_run import exact
 from marked import kill_rank
+from safetensors.numpy import load_file
 
 from agent_rl.observe.metrics_log import read_metrics
 from agent_rl.rollout.records import read_trajectories, step_stem
-from agent_rl.rollout.token_details import detailed, read_detail
+from agent_rl.rollout.token_details import details_path, read_detail
 from agent_rl.types import Trajectory
 from agent_rl.view.resources import Resources
 from r3.mismatch.report import k3_kl
@@ -113,7 +114,8 @@ def assert_complete(run: Path) -> None:
 def assert_detail(run: Path, row: Mapping[str, float]) -> None:
     """A step's metrics follow from what was kept of its tokens, within the goal of 1 % for k3."""
     stem = step_stem(run, int(row["step"]))
-    details = [detail for number in detailed(stem) if (detail := read_detail(stem, number)) is not None]
+    numbers = load_file(details_path(stem))["numbers"].tolist()
+    details = [detail for number in numbers if (detail := read_detail(stem, number)) is not None]
     assert len(details) == row["train/samples"]
     if not details:
         return

@@ -13,7 +13,6 @@ from agent_rl.rollout.records import step_stem, write_trajectories
 from agent_rl.rollout.token_details import (
     BYTES_A_SAMPLED_TOKEN,
     BYTES_A_TOKEN,
-    detailed,
     details_path,
     read_detail,
     read_loads,
@@ -44,7 +43,6 @@ def written(folder: Path, details: dict[int, TokenDetail]) -> Path:
 def test_detail_is_read_by_trajectory(tmp_path: Path) -> None:
     details = {number: detail(50 + number, 30 + number, differing=0.01, seed=number) for number in (0, 2, 3)}
     stem = written(tmp_path, details)
-    assert detailed(stem) == {0, 2, 3}
     assert read_detail(stem, 1) is None
     for number, given in details.items():
         found = read_detail(stem, number)
@@ -93,16 +91,16 @@ def test_loads_count_the_present_rows(tmp_path: Path) -> None:
     loads = read_loads(step_stem(tmp_path, 3))
     assert loads is not None
     assert loads.tolist() == [[2, 4, 0, 2]]
-    assert detailed(step_stem(tmp_path, 3)) == frozenset()
+    assert read_detail(step_stem(tmp_path, 3), 0) is None
 
 
 def test_a_step_without_detail_has_none_and_a_damaged_one_is_one_line(tmp_path: Path) -> None:
     stem = written(tmp_path, {0: detail(50, 30, differing=0.01)})
     path = details_path(stem)
     path.write_bytes(path.read_bytes()[:-40])
-    for read in (lambda: read_detail(stem, 0), lambda: read_loads(stem), lambda: detailed(stem)):
+    for read in (lambda: read_detail(stem, 0), lambda: read_loads(stem)):
         with pytest.raises(AgentRlError, match=r"step-000003\.train\.safetensors: damaged"):
             read()
     write_trajectories(tmp_path, 3, [Group("t", (trajectory(1.0),))])
     assert not path.exists()
-    assert (read_detail(stem, 0), read_loads(stem), detailed(stem)) == (None, None, frozenset())
+    assert (read_detail(stem, 0), read_loads(stem)) == (None, None)

@@ -145,6 +145,13 @@ def test_metrics_are_columns(run: Path) -> None:
     assert all(time > 1.7e9 for time in found["time"])
 
 
+def test_events_of_the_guard_are_shown_up_to_a_damaged_line(run: Path) -> None:
+    (run / "guard.jsonl").write_text('{"step": 2, "event": "warn", "text": "k3"}\n[1]\n')
+    found = read(run, "run")
+    assert found["guard"] == [{"step": 2, "event": "warn", "text": "k3"}]
+    assert "guard.jsonl, line 2: damaged; shown up to there" in found["notes"]
+
+
 def test_a_trajectory_is_right_to_the_token(run: Path) -> None:
     for number in range(2 * GROUPS):
         found = read(run, f"t/1-{number}")
@@ -223,9 +230,8 @@ def test_trajectories_are_sorted_and_cut(run: Path) -> None:
 
 def test_a_step_has_its_groups(run: Path) -> None:
     found = read(run, "steps/1")
-    assert [group["kept"] for group in found["groups"]] == [True, True, False]
+    assert [group["trained"] for group in found["groups"]] == [True, False, False]
     assert found["groups"][1]["members"] == ["1-2", "1-3"]
-    assert (found["metrics"]["reward/mean"], found["detail"], found["loads"]) == (0.25, True, True)
 
 
 def test_an_evaluation_leads_to_its_trajectories(run: Path) -> None:
@@ -320,7 +326,6 @@ def damage(path: Path) -> None:
         ("trajectories/step-000001.safetensors", "t/1-0"),
         ("trajectories/step-000001.safetensors", "routes/1-0"),
         ("trajectories/step-000001.train.safetensors", "t/1-0"),
-        ("trajectories/step-000001.train.safetensors", "steps/1"),
         ("trajectories/step-000001.train.safetensors", "loads/1"),
         ("trajectories/step-000001.index.json.zst", "trajectories"),
         ("metrics.jsonl", "metrics"),
@@ -402,6 +407,11 @@ def test_the_folder_of_an_evaluation_is_shown(tmp_path: Path) -> None:
     assert (solved["test_log"], len(solved["turns"]), solved["branches"]) == ("log\n", 2, [])
     assert (failed["error"], failed["turns"]) == ("SandboxError: gone", [])
     assert [one["id"] for one in read(folder, "eval/eval")["outcomes"]] == ["eval-0", "eval-1"]
+    resources = Resources([folder])
+    before = resources.stamps()
+    (folder / "report.json").write_text("{}")
+    after = resources.stamps()
+    assert {path for path in after if after[path] != before[path]} == {"0/steps/eval", "0/eval/eval"}
     (folder / "results.jsonl").write_text("nonsense\n")
     assert any("no result of an evaluation" in note for note in read(folder, "run")["notes"])
 

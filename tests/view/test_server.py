@@ -66,10 +66,10 @@ def test_fifty_listeners_hear_of_a_change(served: Served) -> None:
             tasks = [asyncio.create_task(one(client, ready)) for _ in range(50)]
             for _ in tasks:
                 await ready.acquire()
-            SOURCE.revisions["0/metrics"] = "changed"
+            SOURCE.revisions["0/live"] = "changed"
             return set(await asyncio.gather(*tasks))
 
-    assert asyncio.run(all_of_them()) == {'data: ["0/metrics"]'}
+    assert asyncio.run(all_of_them()) == {'data: ["0/live"]'}
 
 
 def test_a_listener_that_leaves_is_forgotten() -> None:
@@ -90,5 +90,6 @@ def test_a_step_changes_the_lists_that_it_is_in() -> None:
         "0/steps/2",
         "0/trajectories",
     ]
-    assert affected({"1/run": "a"}, {"1/run": "b"}) == ["1/run", "1/trajectories", "runs"]
+    assert affected({"1/run": "a"}, {"1/run": "b"}) == ["1/run", "runs"]
+    assert affected({"0/metrics": "a"}, {"0/metrics": "b"}) == ["0/metrics", "0/run", "runs"]
     assert affected({"0/live": "a"}, {}) == ["0/live"]

@@ -67,13 +67,13 @@ function Groups({ run, step }: { run: string; step: Step }) {
             </tr>
           </thead>
           <tbody>
-            {step.groups.map(({ group, task, infrastructure_failures, members, kept }) => (
+            {step.groups.map(({ group, task, infrastructure_failures, members, trained }) => (
               <tr key={group}>
                 <td>
                   <a href={link(["group", run, step.n, group])}>group {group}</a>
                 </td>
                 <td>{visible(task)}</td>
-                <td>{kept ? "yes" : "no"}</td>
+                <td>{trained ? "yes" : "no"}</td>
                 <td>{members.map((id) => number(columns.reward[rows.get(id)!], 2)).join(" ")}</td>
                 <td>
                   {members.map((id) => (
@@ -107,7 +107,7 @@ export function GroupPage() {
               <h1>{visible(found.task)}</h1>
               <p>
                 Group {group} of <a href={link(["step", run, n])}>{n}</a>: {found.members.length} trajectories,{" "}
-                {found.kept ? "trained on" : "not trained on"}
+                {found.trained ? "trained on" : "not trained on"}
               </p>
               <div class="side" tabIndex={0} role="region" aria-label="Trajectories side by side">
                 {found.members.map((id) => (

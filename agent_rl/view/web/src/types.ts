@@ -101,10 +101,7 @@ export interface Step extends Answer {
   n: string;
   step: number;
   columns: Columns;
-  groups: { group: number; task: string; infrastructure_failures: number; members: string[]; kept: boolean }[];
-  metrics: Record<string, number | null> | null;
-  detail: boolean;
-  loads: boolean;
+  groups: { group: number; task: string; infrastructure_failures: number; members: string[]; trained: boolean }[];
 }
 
 export interface Turn {
