@@ -58,6 +58,7 @@ class FleetKeeper:
         self._engine, self._fleet, self._servers, self._config = engine, engine.fleet, servers, config
         self._http = AsyncHttp(SAMPLE_SECONDS, headers=config.headers)
         self._turns = Pulse()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
         self._fleet.listeners.append(lambda before, after: self._turns.give())
 
     async def open(self) -> None:
@@ -78,7 +79,7 @@ class FleetKeeper:
         """Look after the engines until it is cancelled."""
         async with asyncio.TaskGroup() as keeping:
             for name in self._fleet.names:
-                keeping.create_task(self._keep(name), name=f"keep-{name}")
+                self._look_after(name, keeping)
             if self._config.urls_file is not None:
                 keeping.create_task(self._follow(self._config.urls_file, keeping), name="keep-urls-file")
 
@@ -86,6 +87,11 @@ class FleetKeeper:
         """Stop what is ours. Idempotent."""
         await shielded(asyncio.gather(*(server.stop() for server in self._servers.values())))
         await self._http.close()
+
+    def _look_after(self, name: str, keeping: asyncio.TaskGroup) -> None:
+        """Give an engine its task. One that begins anew may still have it: a question from before has no answer yet."""
+        if (task := self._tasks.get(name)) is None or task.done():
+            self._tasks[name] = keeping.create_task(self._keep(name), name=f"keep-{name}")
 
     async def _keep(self, name: str) -> None:
         """One engine's life, from phase to phase."""
@@ -154,18 +160,19 @@ class FleetKeeper:
             self._fleet.answered(member.name)
 
     async def _follow(self, path: Path, keeping: asyncio.TaskGroup) -> None:
-        """Add the engines whose lines are added to ``urls_file``; take those out of use whose lines are gone."""
+        """Add the engines whose lines are added to ``urls_file``; take those out of use whose lines are gone. A file
+        that is gone, or without an address, is being replaced."""
         fixed = {url.rstrip("/") for url in self._config.urls}
         before = set(self._fleet.names) - fixed
         while True:
             await asyncio.sleep(self._config.health_every)
-            with suppress(OSError):  # it is being replaced
-                now = set(addresses(await asyncio.to_thread(path.read_text)))
+            with suppress(OSError):
+                now = set(addresses(await asyncio.to_thread(path.read_text))) or before
                 for url in before - now:
                     self._fleet.retire(url, f"its line was taken from {path}")
                 for url in sorted(now - before - fixed):
                     self._fleet.add(url, url)
-                    keeping.create_task(self._keep(url), name=f"keep-{url}")
+                    self._look_after(url, keeping)
                 before = now
 
 

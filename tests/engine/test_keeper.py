@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from standin import StandIn
 
 from agent_rl.aio import beside
 from agent_rl.config import EngineConfig, addresses
+from agent_rl.engine import keeper
 from agent_rl.engine.fleet import Fleet, Phase
 from agent_rl.engine.http import AsyncHttp
 from agent_rl.engine.keeper import FleetKeeper, story
@@ -195,6 +196,46 @@ async def test_lines_of_a_file_add_engines_and_take_them_away(tmp_path: Path) ->
         await engine.until(lambda fleet: len(fleet.in_use) == 2)
     for server in (first, second):
         await server.stop()
+
+
+async def test_a_file_that_is_being_written_takes_no_engine_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, file, looked = StandIn(free_port(), tmp_path), tmp_path / "urls", asyncio.Event()
+
+    def watched(text: str) -> Sequence[str]:
+        if not text:
+            looked.set()
+        return addresses(text)
+
+    monkeypatch.setattr(keeper, "addresses", watched)
+    file.write_text(await server.start())
+    config = EngineConfig(urls_file=file, health_every=0.02)
+    async with open_engine(config, tmp_path, FACTS, tmp_path) as engine, asyncio.timeout(20):
+        file.write_text("")
+        await looked.wait()
+        assert engine.urls == (server.url,)
+    await server.stop()
+
+
+async def test_an_engine_whose_line_comes_back_has_one_keeper(tmp_path: Path) -> None:
+    """The one before may still wait for the answer to a question, which then would have counted twice."""
+    server, file, asked = StandIn(free_port(), tmp_path), tmp_path / "urls", asyncio.Event()
+    file.write_text(await server.start())
+    silent = await asyncio.start_server(lambda reader, writer: asked.set(), "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}"
+    config = EngineConfig(urls_file=file, health_every=0.02)
+    async with open_engine(config, tmp_path, FACTS, tmp_path) as engine, asyncio.timeout(20):
+        file.write_text(f"{server.url}\n{url}")
+        await asked.wait()
+        file.write_text(server.url)
+        await engine.until(lambda fleet: fleet[url].phase is Phase.RETIRED)
+        file.write_text(f"{server.url}\n{url}")
+        while engine.fleet[url].phase is Phase.RETIRED:  # noqa: ASYNC110 no listener is told that an engine was added
+            await asyncio.sleep(0.01)
+        assert [task.get_name() for task in asyncio.all_tasks()].count(f"keep-{url}") == 1
+    silent.close()
+    await server.stop()
 
 
 async def test_a_file_without_addresses_is_a_users_mistake(tmp_path: Path) -> None:
