@@ -127,7 +127,10 @@ def _reserve(config: RunConfig, groups: list[PlacementGroup], *, ranks: bool) ->
     if trainer:
         groups.append(_rank_group(trainer))
     if not all(group.wait(_RESERVE_SECONDS) for group in groups):
-        raise UserError("the Ray cluster has room for the run in all, and other runs hold parts of every machine")
+        raise UserError(
+            "the Ray cluster has room for the run in all, and no machine enough of it for an engine, since other runs "
+            "hold parts of each: wait for them to end, or start more nodes"
+        )
     held = groups[-1] if trainer else None
     if engines:  # further ones may wait for machines
         groups += [_engine_group(engines) for _ in range(engine.count - engines.count)]

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 _PATIENCE_SECONDS = 20.0
 """How long an engine waits for its machines before a user is told."""
 _STOP_SECONDS = 10.0
+_LOOK_SECONDS = 180.0
+"""How long a machine may take to start an actor, and to import what tells SGLang's release."""
 _CALLS = 16
 
 
@@ -162,11 +164,20 @@ async def look_at_hosts(config: EngineConfig, model: Path, nodes: Sequence[str])
     """What each node of the Ray cluster, by its id, has of what a server takes."""
     actors, folder = await asyncio.to_thread(_start_on, nodes), await asyncio.to_thread(model.absolute)
     try:
-        asked = [_unless_lost(actor.look.remote(config, folder), "the machine") for actor in actors]
-        found = await asyncio.gather(*asked, return_exceptions=True)
-        return [each if isinstance(each, Answer) else Answer(fault=str(each)) for each in found]
+        return await asyncio.gather(*(_looked(actor.look.remote(config, folder)) for actor in actors))
     finally:
         await asyncio.gather(*(_end(actor, None) for actor in actors))
+
+
+async def _looked(call: Any) -> Answer:
+    try:
+        async with asyncio.timeout(_LOOK_SECONDS):
+            answer: Answer = await _unless_lost(call, "the machine")
+            return answer
+    except TimeoutError:
+        return Answer(fault=f"no answer within {_LOOK_SECONDS:g} s")
+    except EngineStartError as error:
+        return Answer(fault=str(error))
 
 
 def _start_actors(room: Room) -> list[Any]:

@@ -290,6 +290,16 @@ async def test_the_doctor_looks_at_every_machine(cluster: None, checkpoint: Path
     assert machines[1].name == "engine on second"
 
 
+async def test_a_machine_that_does_not_answer_the_doctor_is_told(
+    cluster: None, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosts, "_LOOK_SECONDS", 0.2)
+    config = config_of(tmp_path, checkpoint)
+    (tmp_path / "python").write_text("#!/bin/sh\nexec sleep 5\n")
+    _, *machines = await check_engines_of(config)
+    assert [(each.ok, each.detail) for each in machines] == [(False, "no answer within 0.2 s")] * 2
+
+
 _RUN = """
     import asyncio, json, sys
     from pathlib import Path
