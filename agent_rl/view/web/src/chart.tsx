@@ -55,7 +55,7 @@ export function Chart(props: ChartProps) {
         <b>{props.name}</b> <span class="dim">{props.unit}</span>
       </figcaption>
       <div ref={place} class="plot" aria-hidden="true" style={{ height: `${HEIGHT}px` }} />
-      <output aria-live="polite">{reading || latest(props)}</output>
+      <output aria-live={reading ? "polite" : "off"}>{reading || latest(props)}</output>
     </figure>
   );
 }

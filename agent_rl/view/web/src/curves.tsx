@@ -143,7 +143,7 @@ function MetricChart({ name, read, axis }: { name: string; read: Read[]; axis: A
   const holders = read.filter(({ metrics }) => metrics?.columns[name]);
   const lines = useMemo(() => holders.map((one) => lineOf(one, name, axis)), [...holders, name, axis]);
   const { help, units } = holders[0].metrics!;
-  return <Chart name={name} unit={units?.[name] ?? ""} explain={help[name] ?? ""} lines={lines} xName={AXES[axis]} />;
+  return <Chart name={name} unit={units[name] ?? ""} explain={help[name] ?? ""} lines={lines} xName={AXES[axis]} />;
 }
 
 /** Where each step lies on the axis; NaN where that is not known. */
@@ -196,7 +196,7 @@ function passLines(read: Read[], axis: Axis): Line[] {
   return read.flatMap((one) =>
     [...new Set(one.run?.evaluations.map(({ decoding }) => decoding))].map((decoding) => {
       const points = one.run!.evaluations.flatMap((evaluation) => {
-        const x = placeOf(one, axis, evaluation.step ?? 0);
+        const x = placeOf(one, axis, evaluation.step);
         return evaluation.decoding === decoding && x !== null ? [{ x, evaluation }] : [];
       });
       return {

@@ -65,7 +65,7 @@ export interface Metrics extends Answer {
   sampled_tokens: (number | null)[];
   columns: Record<string, (number | null)[]>;
   help: Record<string, string>;
-  units?: Record<string, string>;
+  units: Record<string, string>;
 }
 
 export interface Columns {
