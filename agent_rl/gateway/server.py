@@ -19,8 +19,9 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import orjson
@@ -32,13 +33,12 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Message, Receive, Scope, Send
 
 from agent_rl.errors import UserError
-from agent_rl.gateway.asked import Ask, Dialect, Refusal, read_whole
+from agent_rl.gateway.asked import Ask, Dialect, Refusal, Reply, read_whole
 from agent_rl.gateway.box_api import box_routes
 from agent_rl.gateway.dialects.chat import Chat
 from agent_rl.gateway.dialects.messages import Messages
 from agent_rl.gateway.dialects.responses import Responses
 from agent_rl.gateway.session import Session
-from agent_rl.rollout.forest import Node
 from sandbox import bridge
 
 MODEL = "agent-rl"
@@ -76,9 +76,9 @@ class Gateway:
         try:
             yield session
         finally:
-            await session.close()
             del self._sessions[session.key]
             self._over.add(session.key)
+            await session.close()
 
     def session(self, request: Request) -> Session:
         """The session of a request. Raises Refusal for a key that is unknown or whose episode is over."""
@@ -179,6 +179,21 @@ def _routes(gateway: Gateway, dialects: Sequence[str]) -> list[BaseRoute]:
     return routes
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A request whose reply is being sampled. ``gone`` is done once its client has left."""
+
+    ask: Ask
+    replying: asyncio.Task[Reply]
+    gone: asyncio.Task[None]
+    deliver: Callable[[], None]
+
+    async def settled(self, timeout: float | None = None) -> bool:
+        """Whether there is a reply, or a refusal, once there is, the client has left or ``timeout`` seconds passed."""
+        await asyncio.wait({self.replying, self.gone}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        return self.replying.done()
+
+
 class Endpoint:
     """An ASGI application: the requests of one dialect. With ``counting`` it only tells their tokens."""
 
@@ -199,48 +214,48 @@ class Endpoint:
         except Refusal as refusal:
             await _send(send, refusal.status, self._dialect.refusal(refusal))
             return
-        gone = asyncio.create_task(_disconnected(receive))
+        asked = _Asked(
+            ask,
+            asyncio.create_task(session.reply(node, ask)),
+            asyncio.create_task(_disconnected(receive)),
+            lambda: session.forest.deliver(node),
+        )
         try:
-            await (self._stream if ask.stream else self._answer)(session, node, ask, gone, send)
+            await (self._stream if ask.stream else self._answer)(asked, send)
         finally:
-            gone.cancel()
+            asked.replying.cancel()
+            asked.gone.cancel()
+            session.leave(node)
 
-    async def _answer(self, session: Session, node: Node, ask: Ask, gone: asyncio.Task[None], send: Send) -> None:
-        replying = asyncio.create_task(session.reply(node, ask))
-        await asyncio.wait({replying, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not replying.done():
-            replying.cancel()
+    async def _answer(self, asked: _Asked, send: Send) -> None:
+        if not await asked.settled():
             return
         try:
-            data = self._dialect.reply(replying.result())
+            data = self._dialect.reply(asked.replying.result())
         except Refusal as refusal:
             await _send(send, refusal.status, self._dialect.refusal(refusal))
             return
-        if not gone.done():
-            session.forest.deliver(node)
+        if not asked.gone.done():
+            asked.deliver()
             await _send(send, 200, data)
 
-    async def _stream(self, session: Session, node: Node, ask: Ask, gone: asyncio.Task[None], send: Send) -> None:
+    async def _stream(self, asked: _Asked, send: Send) -> None:
         """The reply as events once it is whole, and comments until then, so that nobody takes the line for dead."""
         headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        replying = asyncio.create_task(session.reply(node, ask))
-        while not replying.done() and not gone.done():
-            await asyncio.wait({replying, gone}, timeout=_STILL_THERE, return_when=asyncio.FIRST_COMPLETED)
-            if not replying.done() and not gone.done():
-                await send(_body(b": keepalive\n\n", more=True))
-        if not replying.done():
-            replying.cancel()
-            return
+        while not await asked.settled(_STILL_THERE):
+            if asked.gone.done():
+                return
+            await send(_body(b": keepalive\n\n", more=True))
         try:
-            events = list(self._dialect.events(replying.result(), ask))
+            events = list(self._dialect.events(asked.replying.result(), asked.ask))
         except Refusal as refusal:
             error = orjson.dumps(self._dialect.refusal(refusal))
             await send(_body(b"event: error\ndata: " + error + b"\n\n", more=False))
             return
         await send(_body(b"".join(events[:-1]), more=True))
-        if not gone.done():
-            session.forest.deliver(node)
+        if not asked.gone.done():
+            asked.deliver()
             await send(_body(events[-1], more=False))
 
 

@@ -108,7 +108,7 @@ class Session:
 
     def begin(self, ask: Ask) -> Node:
         """Begin to sample a reply, or find the one that a request before this asked for and did not get; then await
-        :meth:`reply`. Raises Refusal."""
+        :meth:`reply`, and :meth:`leave` it however that goes. Raises Refusal."""
         self._check_open()
         node = self._found_or_begun(ask)
         self._took[node].clients += 1
@@ -143,10 +143,12 @@ class Session:
             raise Refusal("ended", "the episode is over") from None
         except Exception as error:
             raise Refusal("ended", f"the episode is over: {error}") from error
-        finally:
-            self._took[node].clients -= 1
         assert node.spoken is not None
         return self._reply(node, ask, node.spoken)
+
+    def leave(self, node: Node) -> None:
+        """The client of a reply got it, or left: another that asks the same may have it."""
+        self._took[node].clients -= 1
 
     async def call(self, call: ToolCall) -> ToolResult:
         """Call one of the task's tools. Raises Refusal; SandboxError where the box broke, which ends the session."""

@@ -46,8 +46,8 @@ async def test_chat(renderer: ChatRenderer, kit: SimpleNamespace, texts: list[st
         assert finishes == ["tool_calls", "tool_calls", "stop"]
         assert messages[2]["content"] == "First."
         assert [call["function"]["arguments"] for call in messages[4]["tool_calls"]] == [
-            '{"command": "a"}',
-            '{"command": "b"}',
+            '{"command":"a"}',
+            '{"command":"b"}',
         ]
         assert messages[-1]["content"] == "Done."
         linear(served)

@@ -16,6 +16,7 @@ import pytest
 from agent_rl.errors import UserError
 from agent_rl.gateway import server
 from agent_rl.gateway.asked import MAX_BODY
+from agent_rl.gateway.dialects.chat import Chat
 from agent_rl.render import ChatRenderer
 from agent_rl.types import BranchCause, FinishReason
 
@@ -56,6 +57,28 @@ async def test_a_client_that_left_finds_its_reply(renderer: ChatRenderer, kit: S
         answer = await served.ask(CHAT, messages=HELLO)
         assert answer.json()["choices"][0]["message"]["content"] == "one"
         assert served.engine.asked == len(served.session.forest.nodes) == len(served.session.forest.branches()) == 1
+
+
+async def test_a_client_that_left_before_its_stream_began_finds_its_reply(
+    renderer: ChatRenderer, kit: SimpleNamespace
+) -> None:
+    async with held(renderer, kit, "one", "two") as served:
+        body = json.dumps({"messages": HELLO, "stream": True}).encode()
+        received = iter([{"type": "http.request", "body": body}, {"type": "http.disconnect"}])
+
+        async def receive() -> Any:
+            return next(received)
+
+        async def send(message: Any) -> None:  # a full buffer: the client's leaving is seen meanwhile
+            for _ in range(3):
+                await asyncio.sleep(0)
+
+        scope = {"type": "http", "method": "POST", "headers": [], "path_params": {"key": served.session.key}}
+        await server.Endpoint(served.gateway, Chat())(scope, receive, send)
+        served.go.set()
+        answer = await served.ask(CHAT, messages=HELLO)
+        assert answer.json()["choices"][0]["message"]["content"] == "one"
+        assert served.engine.asked == 1
 
 
 async def test_a_reply_that_nobody_came_back_for_is_not_trained(renderer: ChatRenderer, kit: SimpleNamespace) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -123,6 +122,11 @@ def read_arguments(text: str, where: str) -> dict[str, Any]:
     return arguments
 
 
+def write_arguments(call: ToolCall) -> str:
+    """The arguments of a sampled call, as JSON."""
+    return orjson.dumps(dict(call.arguments)).decode()
+
+
 def _message(message: _Message, where: str) -> ChatMessage:
     text = joined(message.content, _TEXT, f"{where}.content")
     if message.role in ("system", "developer"):
@@ -149,7 +153,7 @@ def _extras(spoken: Spoken) -> dict[str, Any]:
 
 def _call(reply: Reply, number: int) -> dict[str, Any]:
     call = reply.spoken.calls[number]
-    function = {"name": call.name, "arguments": json.dumps(dict(call.arguments), ensure_ascii=False)}
+    function = {"name": call.name, "arguments": write_arguments(call)}
     return {"id": reply.call_id(number), "type": "function", "function": function}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from agent_rl.gateway.asked import Ask, Loose, Refusal, Reply, joined, minted, offered, read_body, refuse_unless
-from agent_rl.gateway.dialects.chat import Chat, read_arguments
+from agent_rl.gateway.dialects.chat import Chat, read_arguments, write_arguments
 from agent_rl.rollout.forest import ChatMessage
 from tools import ToolCall
 
@@ -46,15 +46,14 @@ class Responses:
         refuse_unless(((asked.text or {}).get("format") or {}).get("type", "text") == "text", "text.format")
         refuse_unless(not asked.top_logprobs, "top_logprobs")
         items = [{"role": "user", "content": asked.input}] if isinstance(asked.input, str) else asked.input
-        messages = [ChatMessage("system", asked.instructions)] if asked.instructions else []
+        system = [ChatMessage("system", asked.instructions)] if asked.instructions else []
+        messages = system + _messages(items)
         tools = [
             offered(tool.name, tool.description, tool.parameters)
             for tool in asked.tools or ()
             if tool.type == "function"
         ]
-        return Ask(
-            messages + _messages(items), tools, asked.max_output_tokens, bool(asked.stream), asked.model
-        )  # fmt: skip
+        return Ask(messages, tools, asked.max_output_tokens, bool(asked.stream), asked.model)
 
     def reply(self, reply: Reply) -> dict[str, Any]:
         cut = {"reason": "max_output_tokens"} if reply.finish == "length" else None
@@ -131,7 +130,7 @@ def _output(reply: Reply) -> list[dict[str, Any]]:
         said = {"type": "message", "role": "assistant", "status": status, "content": content}
         items.append({"id": f"msg_{reply.id}", **said})
     for number, call in enumerate(spoken.calls):
-        made = {"call_id": reply.call_id(number), "name": call.name, "arguments": _written(call)}
+        made = {"call_id": reply.call_id(number), "name": call.name, "arguments": write_arguments(call)}
         items.append({"id": reply.call_id(number, "fc"), "type": "function_call", "status": "completed", **made})
     return items
 
@@ -175,10 +174,6 @@ def _summary_events(at: dict[str, Any], part: dict[str, Any]) -> list[tuple[str,
         ("response.reasoning_summary_text.done", {**place, "text": part["text"]}),
         ("response.reasoning_summary_part.done", {**place, "part": part}),
     ]
-
-
-def _written(call: ToolCall) -> str:
-    return orjson.dumps(dict(call.arguments)).decode()
 
 
 def _head(reply: Reply, status: str) -> dict[str, Any]:
