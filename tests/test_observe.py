@@ -81,6 +81,7 @@ def test_a_sink_that_fails_is_one_line_and_ends_nothing(tmp_path: Path) -> None:
         "observe.sinks: b is not written to any more: no key",
         "observe.sinks: a is not written to any more: the service is away",
     ]
+    assert away.closed
     assert (there.closed, len(read_metrics(tmp_path))) == (True, 3)
 
 

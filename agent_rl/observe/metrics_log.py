@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -56,9 +57,8 @@ class MetricsLog:
             self._try(name, partial(sink.log, step, written))
 
     def close(self) -> None:
-        for name, sink in list(self._sinks.items()):
-            self._try(name, sink.close)
-        self._sinks.clear()
+        for name in list(self._sinks):
+            self._try(name, self._sinks.pop(name).close)
 
     def _open(self, name: str) -> None:
         self._sinks[name] = self._unopened.pop(name)()
@@ -67,7 +67,9 @@ class MetricsLog:
         try:
             call()
         except Exception as error:  # whatever a service's library raises
-            self._sinks.pop(name, None)
+            if (failed := self._sinks.pop(name, None)) is not None:
+                with suppress(Exception):
+                    failed.close()
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             self._note(f"observe.sinks: {name} is not written to any more: {reason}")
 
