@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,30 +24,65 @@ def stamp(folder: Path) -> str:
     return "" if path is None else f"{path.name}-{file_stamp(path)}"
 
 
-def episodes(folder: Path) -> dict[str, Any]:
-    """The episodes of the newest journal, in the order they ended. An end that is being written is left out."""
-    path, notes, found = _newest(folder), list[str](), list[dict[str, Any]]()
-    if path is None:
-        return {"step": None, "episodes": [], "expected": None, "notes": ["no step is under way"]}
-    with path.open("rb") as file:
-        frames = frames_of(file)
-        next(frames, None)
-        for payload, _ in frames:
-            encoded = payload.partition(b"\n")[2] if payload.startswith(b"{") else payload
-            if encoded:
-                try:
-                    found.append(_episode(row_of_encoded(encoded, str(path))))
-                except AgentRlError as error:
-                    notes.append(str(error))
-    step = int(path.stem.removeprefix("step-"))
-    return {"step": step, "episodes": found, "expected": _expected(folder), "notes": notes}
+@dataclass(slots=True)
+class _Journal:
+    """What was read of a journal, up to byte ``end``."""
+
+    path: Path | None = None
+    header: bytes = b""
+    end: int = 0
+    episodes: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def take(self, payload: bytes) -> None:
+        """Take up a frame after the header: a line of JSON and, where an episode ended, its bytes."""
+        if encoded := payload.partition(b"\n")[2]:
+            try:
+                self.episodes.append(_episode(row_of_encoded(encoded, str(self.path))))
+            except AgentRlError as error:
+                self.notes.append(str(error))
+
+
+class Running:
+    """The episodes of a run's newest journal. What was read before is not read again: a journal holds all arrays.
+    Threads may share it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._journal = _Journal()
+        self._reading = threading.Lock()
+
+    def episodes(self) -> dict[str, Any]:
+        """In the order they ended. An end that is being written is left out."""
+        path = _newest(self._folder)
+        if path is None:
+            return {"step": None, "episodes": [], "expected": None, "notes": ["no step is under way"]}
+        with self._reading:
+            self._read_on(path)
+            found, notes = list(self._journal.episodes), list(self._journal.notes)
+        step = int(path.stem.removeprefix("step-"))
+        return {"step": step, "episodes": found, "expected": _expected(self._folder), "notes": notes}
+
+    def _read_on(self, path: Path) -> None:
+        with path.open("rb") as file:
+            frames = frames_of(file)
+            header, end = next(frames, (b"", 0))
+            known = self._journal
+            if (path, header) != (known.path, known.header) or os.fstat(file.fileno()).st_size < known.end:
+                self._journal = known = _Journal(path, header, end)
+            file.seek(known.end)
+            for payload, known.end in frames:
+                known.take(payload)
 
 
 def _newest(folder: Path) -> Path | None:
-    """The journal of the newest step, where that step has no trajectories yet."""
-    newest = max((folder / "journal").glob("step-*.journal"), default=None)
-    written = (folder / "trajectories").glob(f"{newest.stem}.jsonl*") if newest is not None else ()
-    return None if any(True for _ in written) else newest
+    """The journal of the newest step, where that step has no trajectories yet; None too where the folder goes away."""
+    try:
+        newest = max((folder / "journal").glob("step-*.journal"), default=None)
+        written = [] if newest is None else list((folder / "trajectories").glob(f"{newest.stem}.jsonl*"))
+    except OSError:
+        return None
+    return None if written else newest
 
 
 def _episode(row: Mapping[str, Any]) -> dict[str, Any]:

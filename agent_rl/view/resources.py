@@ -16,6 +16,7 @@ and a file that is damaged, is an answer with ``error``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,13 @@ class Absent(Exception):
         self.kind = kind
 
 
+@dataclass(frozen=True, slots=True)
+class _Run:
+    index: Index
+    reader: Reader
+    running: live.Running
+
+
 class Resources:
     """The resources of ``folders``. Raises UserError for one that is no folder. Reading blocks on the disk."""
 
@@ -46,8 +54,8 @@ class Resources:
         for folder in folders:
             if not folder.is_dir():
                 raise UserError(f"{folder}: no folder; right would be a run's or an evaluation's")
-        self._indexes = [Index(folder) for folder in folders]
-        self._readers = [Reader(index) for index in self._indexes]
+        indexes = [Index(folder) for folder in folders]
+        self._runs = [_Run(index, Reader(index), live.Running(index.folder)) for index in indexes]
 
     def read(self, path: str, query: Mapping[str, str] | None = None) -> Answer:
         """The resource at ``path``, ready for JSON. Never raises."""
@@ -69,7 +77,7 @@ class Resources:
     def stamps(self) -> dict[str, str]:
         """By resource, a text that changes whenever its files do; cheap enough to ask each second."""
         found: dict[str, str] = {}
-        for number, index in enumerate(self._indexes):
+        for number, index in enumerate(run.index for run in self._runs):
             for name, files in _FILES.items():
                 found[f"{number}/{name}"] = "-".join(file_stamp(index.folder / file) for file in files)
             found[f"{number}/live"] = live.stamp(index.folder)
@@ -81,7 +89,7 @@ class Resources:
     def pages(self) -> Iterator[str]:
         """Every path but those of single trajectories, their routes, and what is under way."""
         yield "runs"
-        for number, index in enumerate(self._indexes):
+        for number, index in enumerate(run.index for run in self._runs):
             index.refresh()
             yield from (f"{number}/{name}" for name in ("run", "metrics", "trajectories"))
             for n in index.shelves:
@@ -91,37 +99,32 @@ class Resources:
 
     def _read(self, parts: Sequence[str], query: Mapping[str, str]) -> Answer:
         if parts == ["runs"]:
-            return {"runs": [{"run": n, **self._overview(index)} for n, index in enumerate(self._indexes)], "notes": []}
+            return {"runs": [{"run": n, **runs.overview(run.index)} for n, run in enumerate(self._runs)], "notes": []}
         number, name, rest = parts[0], (parts[1] if len(parts) > 1 else ""), "/".join(parts[2:])
-        if not number.isdecimal() or int(number) >= len(self._indexes):
-            raise Absent(f"{'/'.join(parts)}: no such run; there are {len(self._indexes)}, from 0", "unknown")
-        index, reader = self._indexes[int(number)], self._readers[int(number)]
-        if not index.folder.is_dir():
-            raise Absent(f"{index.folder}: it is gone")
-        index.refresh()
+        if not number.isdecimal() or int(number) >= len(self._runs):
+            raise Absent(f"{'/'.join(parts)}: no such run; there are {len(self._runs)}, from 0", "unknown")
+        run = self._runs[int(number)]
+        if not run.index.folder.is_dir():
+            raise Absent(f"{run.index.folder}: it is gone")
+        run.index.refresh()
         if (whole := self._whole.get(name)) is not None and not rest:
-            return whole(index, query)
+            return whole(run, query)
         if (single := self._single.get(name)) is not None and rest:
-            return single(index, reader, rest, query)
+            return single(run, rest, query)
         raise Absent(f"{'/'.join(parts)}: no such resource", "unknown")
 
-    @staticmethod
-    def _overview(index: Index) -> Answer:
-        index.refresh()
-        return runs.overview(index)
-
-    _whole: Mapping[str, Callable[[Index, Mapping[str, str]], Answer]] = {
-        "run": lambda index, query: runs.run(index),
-        "metrics": lambda index, query: runs.metrics(index.folder),
-        "trajectories": lambda index, query: _trajectories(index, query),
-        "live": lambda index, query: live.episodes(index.folder),
+    _whole: Mapping[str, Callable[[_Run, Mapping[str, str]], Answer]] = {
+        "run": lambda run, query: runs.run(run.index),
+        "metrics": lambda run, query: runs.metrics(run.index.folder),
+        "trajectories": lambda run, query: _trajectories(run.index, query),
+        "live": lambda run, query: run.running.episodes(),
     }
-    _single: Mapping[str, Callable[[Index, Reader, str, Mapping[str, str]], Answer]] = {
-        "steps": lambda index, reader, n, query: _step(_shelf(index, n)),
-        "loads": lambda index, reader, n, query: trajectory.loads(_shelf(index, n)),
-        "eval": lambda index, reader, key, query: _evaluation(index, key),
-        "t": lambda index, reader, id, query: reader.whole(*_member(index, id)),
-        "routes": lambda index, reader, id, query: _routes(index, reader, id, query),
+    _single: Mapping[str, Callable[[_Run, str, Mapping[str, str]], Answer]] = {
+        "steps": lambda run, n, query: _step(_shelf(run.index, n)),
+        "loads": lambda run, n, query: trajectory.loads(_shelf(run.index, n)),
+        "eval": lambda run, key, query: _evaluation(run.index, key),
+        "t": lambda run, id, query: run.reader.whole(*_member(run.index, id)),
+        "routes": lambda run, id, query: _routes(run.index, run.reader, id, query),
     }
 
 

@@ -268,6 +268,24 @@ def test_the_running_step_shows_its_episodes(run: Path) -> None:
     assert read(run, "live")["step"] is None
 
 
+def test_a_journal_is_read_on_from_where_it_was_read_to(run: Path) -> None:
+    """Its first episode is damaged after it was read: to read it again would end there."""
+    (run / "journal").mkdir()
+    journal = run / "journal" / "step-000003.journal"
+    first, second = (as_frame(b"{}\n" + encode_trajectory(episode(number))) for number in (0, 2))
+    resources = Resources([run])
+
+    def tasks() -> list[str]:
+        return [one["task"] for one in resources.read("0/live")["episodes"]]
+
+    journal.write_bytes(as_frame(b"{}") + first + second[:9])
+    assert tasks() == ["task-0"]
+    journal.write_bytes(as_frame(b"{}") + b"\0" * len(first) + second)
+    assert tasks() == ["task-0", "task-1"]
+    journal.write_bytes(as_frame(b'{"weights": "other"}') + second)
+    assert tasks() == ["task-1"]
+
+
 # What a folder may lack, or hold in a state that nobody wished for.
 
 
