@@ -209,8 +209,8 @@ class Life:
             record(step, positions)
             self.deaths.passed("taken")
 
-        def beginning(step: int, weights: str) -> int:
-            found = begin(step, weights)
+        async def beginning(step: int, weights: str) -> int:
+            found = await begin(step, weights)
             self.deaths.passed("begun")
             return found
 

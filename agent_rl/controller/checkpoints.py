@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from agent_rl.aio import shielded
 from agent_rl.config import MAX_STALENESS, TrainConfig
 from agent_rl.controller.journal import Journal, lineage
 from agent_rl.controller.pipeline.ledger import Ledger
@@ -120,7 +121,8 @@ class Checkpoints:
 
     async def _complete(self, saved: asyncio.Task[None], progress: Progress, good: int | None) -> None:
         await saved
-        await asyncio.to_thread(self._forget_old, progress, good)
+        # To its end: another start of the run, in this process, looks through the same folders.
+        await shielded(asyncio.to_thread(self._forget_old, progress, good))
 
     def _forget_old(self, progress: Progress, good: int | None) -> None:
         self._journal.forget_through(progress.step, progress.is_open)

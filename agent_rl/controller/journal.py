@@ -25,7 +25,7 @@ import json
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -101,10 +101,15 @@ class Journal:
             del self._frames[position]
         self.forget_through(step, is_open)
 
-    def begin(self, step: int, weights: str) -> int:
+    async def begin(self, step: int, weights: str) -> int:
         """From now on what finishes is written to the file of ``step``, whose weights are of lineage ``weights``. What
         an earlier start wrote there is used if it was sampled with them too, and all from there on forgotten otherwise.
         Returns how many trajectories it has."""
+        found = await asyncio.to_thread(self._open, step, weights)
+        self._settled.give()  # here and not on the thread: one that had looked and not yet waited would miss it
+        return found
+
+    def _open(self, step: int, weights: str) -> int:
         if step in self._found and self._weights(step) != weights:
             for later in [at for at in self._found if at >= step]:
                 self._forget(later)
@@ -118,7 +123,6 @@ class Journal:
                 self._file.seek(found.end)
             else:  # before anything that finishes meanwhile
                 self._put(as_frame(json.dumps({**self._header, "step": step, "weights": weights}).encode()))
-        self._settled.give()
         return sum(frame.step == step for frames in self._frames.values() for frame in frames) if found else 0
 
     async def settled(self, position: int) -> None:
@@ -157,9 +161,10 @@ class Journal:
 
         return journaled
 
-    def finished(self, position: int) -> list[Trajectory]:
-        """What :meth:`runner` gave of ``position``, read again, once. Blocks on the disk."""
-        return [self._read(frame) for frame in self._given.pop(position, ())]
+    def finished(self, position: int) -> Iterator[Trajectory]:
+        """What :meth:`runner` gave of ``position``, once; each is read again when it is asked for, which blocks on the
+        disk."""
+        return map(self._read, self._given.pop(position, ()))
 
     def forget_through(self, step: int, is_open: Callable[[int], bool]) -> None:
         """Remove the files up to that of ``step`` that hold nothing of a position that ``is_open``: a checkpoint holds
@@ -209,7 +214,8 @@ class Journal:
         self._found.pop(step, None)
         self._holds.pop(step, None)
         for position, frames in self._frames.items():
-            self._frames[position] = [frame for frame in frames if frame.step != step]
+            if any(frame.step == step for frame in frames):  # of others episodes may be given out meanwhile
+                self._frames[position] = [frame for frame in frames if frame.step != step]
 
     def _read(self, frame: _Frame) -> Trajectory:
         path = self._path(frame.step)

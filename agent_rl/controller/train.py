@@ -344,7 +344,7 @@ class TrainingRun:
             return values
 
     async def _begin(self, step: int, weights: str) -> None:
-        if found := await asyncio.to_thread(self.journal.begin, step, weights):
+        if found := await self.journal.begin(step, weights):
             self.display.note(f"step {step}: {found} finished trajectories are in the journal")
 
     async def _checkpoint(self, step: int) -> None:

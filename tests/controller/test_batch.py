@@ -93,12 +93,13 @@ async def collect(chosen: RunConfig, ends: Ends, position: int = 0, **parts: Any
     with tempfile.TemporaryDirectory() as folder:
         journal = Journal(Path(folder), "run")
         journal.recover(0, {0: "start"}, lambda position: True)
-        journal.begin(1, "start")
+        await journal.begin(1, "start")
         pump = RolloutPump(chosen, TASKS, buffer, journal, ends, **{"limiter": Limiter(64), **parts})
         async with pump.running():
             outcomes = await buffer.take()
         journal.close()
     batch = batch_of(outcomes, await pump.hand_over(outcomes))
+    assert not journal._given, "a run's journal must not remember all its episodes"
     check_filled(batch, rollout.tasks_per_step, rollout.dynamic_sampling)
     masked = masked_stops(chosen.train.filter)
     return Collected(batch, buffer.ledger.position, batch_metrics(batch, pump.seconds(), masked))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -48,11 +49,11 @@ def opened(runs: Path, writer: Writer, **train: object) -> tuple[Checkpoints, Ru
     return Checkpoints(config.train, state, writer, Journal(state.dir / "journal", state.run_id)), state  # type: ignore[arg-type]
 
 
-def write_journals(folder: Path, run_id: str, *steps: int) -> None:
+async def write_journals(folder: Path, run_id: str, *steps: int) -> None:
     journal = Journal(folder, run_id)
     journal.recover(0, {}, lambda position: True)
     for step in steps:
-        journal.begin(step, "w")
+        await journal.begin(step, "w")
     journal.close()
 
 
@@ -76,7 +77,7 @@ async def test_training_goes_on_while_one_is_written_and_the_one_before_counts_t
     writer = Writer()
     checkpoints, state = opened(tmp_path, writer, keep_checkpoints=1)
     journal = state.dir / "journal"
-    write_journals(journal, state.run_id, 1, 2, 3)
+    await write_journals(journal, state.run_id, 1, 2, 3)
     await checkpoints.save(Progress(state.run_id, 1))
     await checkpoints.finish()
     assert sorted(os.listdir(journal)) == ["step-000002.journal", "step-000003.journal"]
@@ -122,6 +123,26 @@ async def test_closing_gives_up_what_is_under_way(tmp_path: Path) -> None:
     await checkpoints.close()
     await checkpoints.close()
     assert checkpoint.latest_checkpoint(state.checkpoints) is None
+
+
+async def test_closing_waits_until_nothing_is_removed_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that outlived it would remove files that the next start of the run is just looking through."""
+    checkpoints, state = opened(tmp_path, Writer())
+    loop, begun, may_end = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+
+    def forget(*arguments: object) -> None:
+        loop.call_soon_threadsafe(begun.set)
+        may_end.wait(10)
+
+    monkeypatch.setattr(checkpoints._journal, "forget_through", forget)
+    await checkpoints.save(Progress(state.run_id, 1))
+    await begun.wait()
+    closing = asyncio.create_task(checkpoints.close())
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not closing.done()
+    may_end.set()
+    await closing
 
 
 async def test_a_new_run_starts_at_nothing(tmp_path: Path) -> None:

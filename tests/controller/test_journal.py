@@ -6,9 +6,10 @@ import asyncio
 import itertools
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -57,7 +58,7 @@ def task(name: str) -> Task:
     return Task(name, "mini", {})
 
 
-def told(*trajectories: Trajectory) -> tuple[EpisodeRunner, list[str]]:
+def giving(*trajectories: Trajectory) -> tuple[EpisodeRunner, list[str]]:
     """An episode runner that gives these, one after the other, and the tasks it was asked for."""
     waiting, asked = list(trajectories), []
 
@@ -68,11 +69,13 @@ def told(*trajectories: Trajectory) -> tuple[EpisodeRunner, list[str]]:
     return run, asked
 
 
-def opened(folder: Path, run_id: str = "run", step: int = 8, weights: str = "w7", after: int | None = None) -> Opened:
+async def opened(
+    folder: Path, run_id: str = "run", step: int = 8, weights: str = "w7", after: int | None = None
+) -> Opened:
     """The journal of a run that goes on after ``after``, or the step before ``step``, which begins."""
     journal = Journal(folder, run_id)
     journal.recover(step - 1 if after is None else after, {}, lambda position: True)
-    return Opened(journal, journal.begin(step, weights), folder / f"step-{step:06d}.journal")
+    return Opened(journal, await journal.begin(step, weights), folder / f"step-{step:06d}.journal")
 
 
 @dataclass
@@ -85,7 +88,7 @@ class Opened:
 
     async def finish(self, *trajectories: Trajectory, position: int | None = None) -> None:
         """Episodes that end while the journal is open, each at the position that its task's name is of."""
-        run, _ = told(*trajectories)
+        run, _ = giving(*trajectories)
         for each in trajectories:
             at = POSITIONS[each.task_id] if position is None else position
             await self.journal.runner(at, run)(task(each.task_id))
@@ -97,92 +100,114 @@ FIRST, SECOND, OTHER = trajectory("a", 1), trajectory("a", 2), trajectory("b", 3
 
 
 async def test_what_finished_is_given_again_bit_for_bit_and_once(tmp_path: Path) -> None:
-    await opened(tmp_path).finish(FIRST, OTHER, SECOND)
-    again = opened(tmp_path)
+    await (await opened(tmp_path)).finish(FIRST, OTHER, SECOND)
+    again = await opened(tmp_path)
     assert again.found == 3
     fresh = trajectory("a", 9)
-    run, asked = told(fresh)
+    run, asked = giving(fresh)
     found = [await again.journal.runner(POSITIONS[name], run)(task(name)) for name in ("a", "b", "a", "a")]
     assert all(map(same, found, (FIRST, OTHER, SECOND, fresh)))
     assert asked == ["a"], "only the fourth was sampled"
     assert [trajectory.recovered for trajectory in found] == [True, True, True, False]
     again.journal.close()
-    assert opened(tmp_path).found == 4, "and written down too"
+    assert (await opened(tmp_path)).found == 4, "and written down too"
 
 
 async def test_one_task_in_flight_twice_is_kept_apart_by_its_positions(tmp_path: Path) -> None:
     """At the edge of an epoch: the last of one, and the first of the next."""
-    journal = opened(tmp_path)
+    journal = await opened(tmp_path)
     for position, each in ((7, FIRST), (8, SECOND)):
-        await journal.journal.runner(position, told(each)[0])(task("a"))
+        await journal.journal.runner(position, giving(each)[0])(task("a"))
     journal.journal.close()
-    again = opened(tmp_path).journal
-    second, first = [await again.runner(position, told()[0])(task("a")) for position in (8, 7)]
+    again = (await opened(tmp_path)).journal
+    second, first = [await again.runner(position, giving()[0])(task("a")) for position in (8, 7)]
     assert same(second, SECOND)
     assert same(first, FIRST)
 
 
 @pytest.mark.parametrize(("run_id", "weights"), [("other", "w7"), ("run", "w7b")])
 async def test_other_weights_or_another_run_start_anew(tmp_path: Path, run_id: str, weights: str) -> None:
-    await opened(tmp_path).finish(FIRST)
-    other = opened(tmp_path, run_id, weights=weights)
+    await (await opened(tmp_path)).finish(FIRST)
+    other = await opened(tmp_path, run_id, weights=weights)
     assert other.found == 0
     await other.finish(OTHER)
-    assert opened(tmp_path, run_id, weights=weights).found == 1
-    assert opened(tmp_path).found == 0
+    assert (await opened(tmp_path, run_id, weights=weights)).found == 1
+    assert (await opened(tmp_path)).found == 0
 
 
 async def test_an_episode_of_weights_that_are_yet_to_come_waits_for_them(tmp_path: Path) -> None:
-    """Sampling ran ahead: it ended while step 9 was collected, and the run goes on after step 7."""
-    await opened(tmp_path).finish(OTHER)
-    await opened(tmp_path, step=9, weights="w8", after=7).finish(FIRST)
-    journal = opened(tmp_path).journal
+    """Sampling ran ahead: it ended while step 9 was collected, and the run goes on after step 7. In its debug mode the
+    loop raises where a thread wakes what waits on it."""
+    asyncio.get_running_loop().set_debug(True)
+    await (await opened(tmp_path)).finish(OTHER)
+    await (await opened(tmp_path, step=9, weights="w8", after=7)).finish(FIRST)
+    journal = (await opened(tmp_path)).journal
     waiting = asyncio.create_task(journal.settled(POSITIONS["a"]))
     await journal.settled(POSITIONS["b"])
     await asyncio.sleep(0)
     assert not waiting.done()
-    assert journal.begin(9, "w8") == 1
+    assert await journal.begin(9, "w8") == 1
     await waiting
-    run, asked = told()
+    run, asked = giving()
     assert same(await journal.runner(POSITIONS["a"], run)(task("a")), FIRST)
     assert asked == []
 
 
 async def test_when_a_step_done_again_gives_other_weights_what_came_after_it_is_forgotten(tmp_path: Path) -> None:
-    await opened(tmp_path).finish(OTHER)
-    await opened(tmp_path, step=9, weights="w8", after=7).finish(FIRST)
-    await opened(tmp_path, step=10, weights="w9", after=7).finish(SECOND)
-    journal = opened(tmp_path).journal
+    await (await opened(tmp_path)).finish(OTHER)
+    await (await opened(tmp_path, step=9, weights="w8", after=7)).finish(FIRST)
+    await (await opened(tmp_path, step=10, weights="w9", after=7)).finish(SECOND)
+    journal = (await opened(tmp_path)).journal
     waiting = asyncio.create_task(journal.settled(POSITIONS["a"]))
-    assert journal.begin(9, "another") == 0
+    assert await journal.begin(9, "another") == 0
     await waiting
     fresh = trajectory("a", 9)
-    run, asked = told(fresh)
+    run, asked = giving(fresh)
     assert same(await journal.runner(POSITIONS["a"], run)(task("a")), fresh)
     assert asked == ["a"]
     assert sorted(os.listdir(tmp_path)) == ["step-000008.journal", "step-000009.journal"]
 
 
+class TakenMeanwhile(list[Any]):
+    """A list whose first item is taken as soon as it has been looked through for the first time."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from list(super().__iter__())
+        if self:
+            self.pop(0)
+
+
+async def test_what_is_given_out_while_later_files_are_forgotten_is_not_given_again(tmp_path: Path) -> None:
+    """Sampling runs on while a step begins: of the episodes that it may use, it may take one just then."""
+    await (await opened(tmp_path)).finish(FIRST)
+    await (await opened(tmp_path, step=9, weights="w8", after=7)).finish(OTHER)
+    journal = (await opened(tmp_path)).journal
+    journal._frames[POSITIONS["a"]] = TakenMeanwhile(journal._frames[POSITIONS["a"]])
+    await journal.begin(9, "another")
+    assert not journal._frames[POSITIONS["a"]]
+    assert not journal._frames[POSITIONS["b"]]
+
+
 async def test_what_a_batch_took_is_kept(tmp_path: Path) -> None:
-    first = opened(tmp_path)
+    first = await opened(tmp_path)
     assert first.journal.recorded(8) == ()
     first.journal.record(8, (3, 4, 7))
     await first.finish(FIRST)
-    again = opened(tmp_path)
+    again = await opened(tmp_path)
     assert (again.journal.recorded(8), again.found) == ((3, 4, 7), 1)
     again.journal.record(8, (3, 4, 7))
     again.journal.close()
-    assert opened(tmp_path, weights="another").journal.recorded(8) == ()
+    assert (await opened(tmp_path, weights="another")).journal.recorded(8) == ()
 
 
 async def test_a_checkpoint_s_files_stay_while_they_hold_episodes_of_open_positions(tmp_path: Path) -> None:
-    await opened(tmp_path, step=1, weights="start").finish(FIRST)
-    await opened(tmp_path, step=2, weights="w1", after=0).finish(OTHER)
+    await (await opened(tmp_path, step=1, weights="start")).finish(FIRST)
+    await (await opened(tmp_path, step=2, weights="w1", after=0)).finish(OTHER)
     journal = Journal(tmp_path, "run")
     journal.recover(2, {0: "start", 1: "w1"}, lambda position: position == POSITIONS["b"])
     assert os.listdir(tmp_path) == ["step-000002.journal"]
     await journal.settled(POSITIONS["b"])
-    run, _ = told()
+    run, _ = giving()
     assert same(await journal.runner(POSITIONS["b"], run)(task("b")), OTHER)
     other = Journal(tmp_path, "run")
     other.recover(2, {1: "another"}, lambda position: True)
@@ -190,12 +215,12 @@ async def test_a_checkpoint_s_files_stay_while_they_hold_episodes_of_open_positi
 
 
 async def test_infrastructure_failures_are_not_kept(tmp_path: Path) -> None:
-    await opened(tmp_path).finish(trajectory("a", 1, StopReason.SANDBOX_FAILURE), FIRST)
-    assert opened(tmp_path).found == 1
+    await (await opened(tmp_path)).finish(trajectory("a", 1, StopReason.SANDBOX_FAILURE), FIRST)
+    assert (await opened(tmp_path)).found == 1
 
 
 async def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
-    journal = opened(tmp_path)
+    journal = await opened(tmp_path)
     journal.journal._file = os.fdopen(os.open("/dev/full", os.O_RDWR), "r+b", buffering=0)
     with pytest.raises(UserError, match=r"step-000008\.journal: no room on the disk"):
         await journal.finish(FIRST)
@@ -205,17 +230,21 @@ async def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
 def test_whatever_a_kill_tears_off_the_whole_frames_are_kept(
     tmp_path_factory: pytest.TempPathFactory, keep: float, noise: bytes
 ) -> None:
-    folder = tmp_path_factory.mktemp("torn")
-    journal = opened(folder)
-    asyncio.run(journal.finish(FIRST, SECOND, OTHER))
+    asyncio.run(tear(tmp_path_factory.mktemp("torn"), keep, noise))
+
+
+async def tear(folder: Path, keep: float, noise: bytes) -> None:
+    """Cut a journal of three off at ``keep`` of its length, with ``noise`` in place of the rest, and go on."""
+    journal = await opened(folder)
+    await journal.finish(FIRST, SECOND, OTHER)
     data = journal.path.read_bytes()
     ends = frame_ends(data)
     cut = int(keep * len(data))
     journal.path.write_bytes(data[:cut] + noise)
-    torn = opened(folder)
+    torn = await opened(folder)
     assert torn.found == max(0, sum(end <= cut for end in ends) - 1)
-    asyncio.run(torn.finish(trajectory("c", 5)))
-    assert opened(folder).found == torn.found + 1, "what is written after a tear can be read"
+    await torn.finish(trajectory("c", 5))
+    assert (await opened(folder)).found == torn.found + 1, "what is written after a tear can be read"
 
 
 def frame_ends(data: bytes) -> list[int]:
@@ -227,29 +256,29 @@ def frame_ends(data: bytes) -> list[int]:
 
 
 async def test_a_flipped_bit_ends_what_is_believed(tmp_path: Path) -> None:
-    journal = opened(tmp_path)
+    journal = await opened(tmp_path)
     await journal.finish(FIRST, SECOND, OTHER)
     data = bytearray(journal.path.read_bytes())
     data[frame_ends(bytes(data))[1] + 100] ^= 1  # in the second trajectory
     journal.path.write_bytes(bytes(data))
-    again = opened(tmp_path)
+    again = await opened(tmp_path)
     assert again.found == 1
-    run, _ = told(SECOND)  # just as long as the damaged one: what came after that must not be believed again
+    run, _ = giving(SECOND)  # just as long as the damaged one: what came after that must not be believed again
     for _ in range(2):
         await again.journal.runner(POSITIONS["a"], run)(task("a"))
     again.journal.close()
-    assert opened(tmp_path).found == 2
+    assert (await opened(tmp_path)).found == 2
 
 
 async def test_many_episodes_may_end_at_once(tmp_path: Path) -> None:
-    journal = opened(tmp_path).journal
+    journal = (await opened(tmp_path)).journal
 
     async def run(task: Task) -> Trajectory:
         return trajectory(task.id, int(task.id))
 
     await asyncio.gather(*(journal.runner(number, run)(task(str(number))) for number in range(40)))
     journal.close()
-    assert opened(tmp_path).found == 40
+    assert (await opened(tmp_path)).found == 40
 
 
 @pytest.mark.parametrize("slow", ["_write", "_read"])
@@ -260,7 +289,7 @@ async def test_members_are_in_the_order_of_their_frames_however_slow_one_thread_
     ended: list[tuple[int, ...]] = []
 
     async def all_of(journal: Journal) -> None:
-        run, _ = told(FIRST, SECOND)
+        run, _ = giving(FIRST, SECOND)
         runner, order = journal.runner(0, run), list[int]()
 
         async def member() -> None:
@@ -286,7 +315,7 @@ async def test_members_are_in_the_order_of_their_frames_however_slow_one_thread_
         return call
 
     for _ in range(2):
-        journal = opened(tmp_path).journal
+        journal = (await opened(tmp_path)).journal
         monkeypatch.setattr(journal, slow, first_waits(getattr(journal, slow)))
         await all_of(journal)
     assert ended[0] == ended[1] == (1, 2)
@@ -296,13 +325,13 @@ async def test_what_ends_while_a_step_begins_comes_after_the_files_header(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sampling runs on meanwhile; a file whose header does not come first is believed to be another run's."""
-    journal = opened(tmp_path).journal
+    journal = (await opened(tmp_path)).journal
     monkeypatch.setattr(journal, "_writing", Overtaken(lambda: journal._write(0, FIRST)))
-    journal.begin(9, "w8")
+    await journal.begin(9, "w8")
     journal.close()
     again = Journal(tmp_path, "run")
     again.recover(8, {}, lambda position: True)
-    assert again.begin(9, "w8") == 1
+    assert await again.begin(9, "w8") == 1
 
 
 class Overtaken:

@@ -35,17 +35,17 @@ async def test_a_shelved_group_gets_its_arrays_back(tmp_path: Path, again: bool)
     async def run(task: Task) -> Trajectory:
         return left.pop(0)
 
-    def begun() -> Journal:
+    async def begun() -> Journal:
         journal = Journal(tmp_path, "run")
         journal.recover(0, {0: "start"}, lambda position: True)
-        journal.begin(1, "start")
+        await journal.begin(1, "start")
         return journal
 
-    journal, left = begun(), list(given)
+    journal, left = await begun(), list(given)
     ended = [await journal.runner(4, run)(Task("t", "e", {})) for _ in given]
     if again:  # in the next start of the run, which has them from the journal
         journal.close()
-        journal = begun()
+        journal = await begun()
         ended = [await journal.runner(4, run)(Task("t", "e", {})) for _ in given]
     shelved = Shelved.of(Group("t", tuple(replace(each, queue_seconds=3.0) for each in reversed(ended))))
     for bare in shelved.group.trajectories:

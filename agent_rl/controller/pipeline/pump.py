@@ -104,11 +104,11 @@ class RolloutPump:
         """The groups of a batch's ``positions``, in their order, which are then no longer kept here; one that was left
         out at once has none."""
         ended = {position: self._ended.pop(position) for position in positions if position in self._ended}
-        return {position: await asyncio.to_thread(self._whole, position, group) for position, group in ended.items()}
+        return {position: await self._whole(position, group) for position, group in ended.items()}
 
-    def _whole(self, position: int, ended: Group | DroppedGroup | Shelved) -> Group | DroppedGroup:
-        journaled = self._journal.finished(position) if isinstance(ended, Shelved) else ()
-        return ended.filled(journaled) if isinstance(ended, Shelved) else ended
+    async def _whole(self, position: int, ended: Group | DroppedGroup | Shelved) -> Group | DroppedGroup:
+        journaled = self._journal.finished(position)
+        return await asyncio.to_thread(ended.filled, journaled) if isinstance(ended, Shelved) else ended
 
     async def _feed(self, scope: asyncio.TaskGroup) -> None:
         while True:

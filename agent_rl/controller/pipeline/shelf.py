@@ -3,7 +3,7 @@ far sampling runs ahead."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from hashlib import sha256
 
@@ -24,7 +24,7 @@ class Shelved:
         members = tuple(map(_bare, group.trajectories))
         return cls(replace(group, trajectories=members), tuple(map(_key, group.trajectories)))
 
-    def filled(self, journaled: Sequence[Trajectory]) -> Group:
+    def filled(self, journaled: Iterable[Trajectory]) -> Group:
         """The group with the arrays of its trajectories as they were ``journaled``."""
         by_key = {_key(trajectory): trajectory for trajectory in journaled}
         members = [_dressed(bare, by_key[key]) for bare, key in zip(self.group.trajectories, self.keys, strict=True)]
