@@ -1,0 +1,63 @@
+"""The typed schema of a config, a section a class. Imports no torch. :mod:`agent_rl.config_files` reads the files."""
+
+from __future__ import annotations
+
+from agent_rl.config.base import MAX_STALENESS
+from agent_rl.config.engine import EngineConfig, addresses
+from agent_rl.config.layout import BalanceConfig, ParallelConfig
+from agent_rl.config.r3 import R3Config, RouteSource, TraceConfig
+from agent_rl.config.rollout import DynamicSamplingConfig, HarnessConfig, RolloutConfig
+from agent_rl.config.run import RunConfig
+from agent_rl.config.tasks import OWN_INTERFACE, EnvConfig, EvalConfig, SandboxConfig
+from agent_rl.config.train import (
+    AdvantageScale,
+    Baseline,
+    Clip,
+    CorrectionConfig,
+    CorrectionMask,
+    CorrectionWeight,
+    FilterKind,
+    KlConfig,
+    KlEstimator,
+    OldLogprobSource,
+    OverlongConfig,
+    Recompute,
+    TrainConfig,
+)
+from agent_rl.config.watch import GuardConfig, LimitConfig, OnSpike, SinkName
+
+__all__ = [
+    "MAX_STALENESS",
+    "OWN_INTERFACE",
+    "AdvantageScale",
+    "BalanceConfig",
+    "Baseline",
+    "Clip",
+    "CorrectionConfig",
+    "CorrectionMask",
+    "CorrectionWeight",
+    "DynamicSamplingConfig",
+    "EngineConfig",
+    "EnvConfig",
+    "EvalConfig",
+    "FilterKind",
+    "GuardConfig",
+    "HarnessConfig",
+    "KlConfig",
+    "KlEstimator",
+    "LimitConfig",
+    "OldLogprobSource",
+    "OnSpike",
+    "OverlongConfig",
+    "ParallelConfig",
+    "R3Config",
+    "Recompute",
+    "RolloutConfig",
+    "RouteSource",
+    "RunConfig",
+    "SandboxConfig",
+    "SinkName",
+    "TraceConfig",
+    "TrainConfig",
+    "addresses",
+]

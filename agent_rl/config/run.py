@@ -1,0 +1,170 @@
+"""A whole config, and what must hold between its sections."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from agent_rl.config.base import Section
+from agent_rl.config.engine import EngineConfig
+from agent_rl.config.r3 import R3Config
+from agent_rl.config.rollout import PipelineConfig, RolloutConfig
+from agent_rl.config.tasks import OWN_INTERFACE, EnvConfig, EvalConfig, SandboxConfig
+from agent_rl.config.train import TrainConfig
+from agent_rl.config.watch import GuardConfig, ObserveConfig
+
+
+class HardwareConfig(Section):
+    """The machines a run is meant for. Nothing but `agent-rl plan` reads it; sizes in GiB."""
+
+    gpu_memory_gb: float | None = Field(None, gt=0, description="Memory of a GPU; None plans for CPU ranks, or device.")
+    gpus_per_host: int = Field(8, gt=0, description="GPUs of a host.")
+    trainer_hosts: int | None = Field(None, gt=0, description="Hosts for trainer ranks; None: as many as they fill.")
+    host_memory_gb: float | None = Field(None, gt=0, description="Memory of a host; None: this machine's.")
+    disk_gb: float | None = Field(None, gt=0, description="Room for runs_dir; None: what is free where it is.")
+
+
+class RunConfig(Section):
+    """A whole config file."""
+
+    name: str = Field(..., pattern=r"^[\w.-]+$", description="The run's name; its folder is runs/<name>.")
+    runs_dir: Path = Field(Path("runs"), description="Where run folders go.")
+    seed: int = Field(0, ge=0)
+    model: Path = Field(
+        ...,
+        description="What to start from: the folder of a Hugging Face checkpoint, an id on the hub (OWNER/NAME, or "
+        "OWNER/NAME@REVISION), or tiny-moe, the shipped one.",
+    )
+    engine: EngineConfig = EngineConfig()
+    sandbox: SandboxConfig = SandboxConfig()
+    env: EnvConfig = EnvConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    train: TrainConfig = TrainConfig()
+    r3: R3Config = R3Config()
+    guard: GuardConfig = GuardConfig()
+    pipeline: PipelineConfig = PipelineConfig()
+    eval: EvalConfig = EvalConfig()
+    observe: ObserveConfig = ObserveConfig()
+    hardware: HardwareConfig = HardwareConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _filled_by_the_interface(cls, data: Any) -> Any:
+        """``data`` with the keys of ``rollout`` that its interface decides and that it leaves out."""
+        env, rollout = (data.get("env") or {}, data.get("rollout") or {}) if isinstance(data, dict) else (None, None)
+        if not isinstance(env, dict) or not isinstance(rollout, dict):
+            return data
+        name = env.get("interface", OWN_INTERFACE)
+        if name == OWN_INTERFACE or not isinstance(name, str):
+            return data
+        from envs import InterfaceError, find_interface
+
+        try:
+            interface = find_interface(name)
+        except InterfaceError:
+            return data  # told with its key where the key is read
+        return {**data, "rollout": {**interface.defaults, **interface.fixed, **rollout}}
+
+    @model_validator(mode="after")
+    def _keeps_the_interface(self) -> RunConfig:
+        if self.env.interface == OWN_INTERFACE:
+            return self
+        from envs import find_interface
+
+        for key, value in find_interface(self.env.interface).fixed.items():
+            if getattr(self.rollout, key) != value:
+                raise ValueError(
+                    f"rollout.{key} is {getattr(self.rollout, key)} and env.interface {self.env.interface} has "
+                    f"{value}: leave rollout.{key} out"
+                )
+        if self.env.tool_style != "full":
+            raise ValueError(
+                f"env.tool_style {self.env.tool_style} is of the interface {OWN_INTERFACE}: leave it out with "
+                f"env.interface {self.env.interface}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_rescored(self) -> RunConfig:
+        if self.train.old_logprob.source == "rescore" and self.rollout.temperature not in (0.0, 1.0):
+            raise ValueError(
+                "train.old_logprob.source rescore: SGLang gives a prompt's log-probs at temperature 1 whatever is "
+                f"asked, and rollout.temperature is {self.rollout.temperature:g}: set it to 1, or take recompute or "
+                "rollout"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _reaches_the_endpoint(self) -> RunConfig:
+        harness = self.rollout.harness
+        if harness is not None and harness.place == "box" and self.sandbox.hosts == "ray":
+            raise ValueError(
+                "rollout.harness.place box and sandbox.hosts ray: boxes on other machines do not reach the endpoint; "
+                "set place to host, or hosts to local"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _groups_teach(self) -> RunConfig:
+        by_batch = self.train.baseline == "batch"
+        if self.rollout.dynamic_sampling.enabled and by_batch:
+            raise ValueError(
+                "rollout.dynamic_sampling throws away groups whose rewards are all equal, which teach under "
+                "train.baseline batch: turn it off, or set baseline to mean"
+            )
+        if self.rollout.group_size == 1 and not by_batch:
+            raise ValueError(
+                f"rollout.group_size is 1 and train.baseline {self.train.baseline} compares within a group: set it to "
+                "2 or more, or baseline and scale to batch"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _leaves_room_before_the_penalty(self) -> RunConfig:
+        if self.train.overlong.buffer >= self.rollout.max_tokens:
+            raise ValueError(
+                f"train.overlong.buffer is {self.train.overlong.buffer} and rollout.max_tokens "
+                f"{self.rollout.max_tokens}: every trajectory would be punished; take a smaller buffer"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _corrects_what_is_stale(self) -> RunConfig:
+        if not self.pipeline.depth:
+            return self
+        source, correction = self.train.old_logprob.source, self.train.correction
+        if source == "rescore":
+            raise ValueError(
+                "pipeline.depth is above 0 and train.old_logprob.source rescore: the weights that sampled are gone "
+                "when the engine is asked again; take rollout, or recompute with a train.correction"
+            )
+        if source == "recompute" and correction.weight is None and correction.mask is None:
+            raise ValueError(
+                "pipeline.depth is above 0 and train.old_logprob.source recompute without a train.correction: the "
+                "loss would take old weights' tokens for the present ones'; set train.correction.weight, or source to "
+                "rollout"
+            )
+        if self.engine.pause_mode == "retract" and self.wants_routes:
+            raise ValueError(
+                "pipeline.depth is above 0, train.replay r3 and engine.pause_mode retract: the routes of running "
+                "requests would be computed again by other weights; take pause_mode turn"
+            )
+        return self
+
+    @property
+    def run_dir(self) -> Path:
+        return self.runs_dir / self.name
+
+    @property
+    def wants_routes(self) -> bool:
+        """Whether a rollout brings its routes: only what replays the rollout's asks for them, and needs an engine that
+        captures."""
+        return self.train.replay == "r3"
+
+    @property
+    def reference_folder(self) -> Path | None:
+        """The checkpoint of the KL penalty's reference model; None without a penalty."""
+        kl = self.train.kl
+        return (kl.reference or self.model) if kl.coefficient else None
