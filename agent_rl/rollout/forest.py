@@ -183,11 +183,11 @@ class Forest:
     def plan(self, messages: Sequence[ChatMessage], tools: Tools) -> Plan:
         """What ``messages`` add to what is here. Raises TemplateError for messages that cannot be rendered."""
         offered = xxh3_128_digest(orjson.dumps(list(tools)))
-        key, last, start = self._match(offered, messages)
+        key, last, start, shown = self._match(offered, messages)
         same = self._by_key.get(key, ())
         waiting = tuple(node for node in same if not node.delivered)
         asked = tuple(messages[start:])
-        prompt = self._render(last, asked, messages, tools)
+        prompt = self._render(last, start, shown, tools)
         parent, shared = self._attach(prompt, last)
         done = tuple(node for node in same if node.delivered)
         cause = self._cause(parent, shared, offered, retried=bool(done))
@@ -259,18 +259,24 @@ class Forest:
         """The nodes of the first branch, in order."""
         return [node for leaf in self._leaves()[:1] for node, _ in _path(leaf)]
 
-    def _match(self, offered: bytes, messages: Sequence[ChatMessage]) -> tuple[bytes, Node | None, int]:
-        """The request's key, the last reply that it goes on from, and where the messages after that begin."""
+    def _match(
+        self, offered: bytes, messages: Sequence[ChatMessage]
+    ) -> tuple[bytes, Node | None, int, list[ChatMessage]]:
+        """The request's key, the last reply that it goes on from, where the messages after that begin, and all of the
+        messages, replies with the text that was sampled."""
         key, last, start = offered, None, 0
+        shown = list[ChatMessage]()
         for at, message in enumerate(messages):
             node = self._echoed(key, message) if message.role == "assistant" else None
             if node is not None:
                 node.delivered = node.followed = True
                 node.superseded = False
                 key, last, start = xxh3_128_digest(key + node.id.encode()), node, at + 1
+                shown.append(ChatMessage("assistant", node.text))
             else:
                 key = xxh3_128_digest(key + _digestible(message))
-        return key, last, start
+                shown.append(self._as_sampled(message))
+        return key, last, start, shown
 
     def _echoed(self, key: bytes, message: ChatMessage) -> Node | None:
         """The reply to the request of ``key`` that ``message`` repeats."""
@@ -282,14 +288,11 @@ class Forest:
             self._differing.add(xxh3_128_digest(key + _digestible(message)))
         return found
 
-    def _render(
-        self, last: Node | None, asked: Sequence[ChatMessage], messages: Sequence[ChatMessage], tools: Tools
-    ) -> Tokens:
-        if last is None or self._rendering.begins_anew(asked):
-            whole = [self._as_sampled(message) for message in messages]
-            return np.array(self._rendering.opening(whole, tools), np.int32)
+    def _render(self, last: Node | None, start: int, shown: Sequence[ChatMessage], tools: Tools) -> Tokens:
+        if last is None or self._rendering.begins_anew(shown[start:]):
+            return np.array(self._rendering.opening(shown, tools), np.int32)
         stopped = bool(last.sampled) and last.sampled[-1] in self._rendering.stop_token_ids
-        tail = self._rendering.extension([self._as_sampled(message) for message in asked], stop_included=stopped)
+        tail = self._rendering.extension(shown[start:], stop_included=stopped)
         return np.concatenate([self.tokens(last), np.array(tail, np.int32)])
 
     def _as_sampled(self, message: ChatMessage) -> ChatMessage:
@@ -310,10 +313,10 @@ class Forest:
         for node in self.nodes:
             if node.spoken is None:
                 continue
-            common = held[node.parent]
-            if common >= node.shared:
-                common = node.shared + _common(node.own(node.end), prompt[node.shared :])
-            held[node] = common
+            held[node] = held[node.parent]
+            if held[node] < node.shared:
+                continue  # what is in common ends before its own tokens begin: that is its parent's
+            held[node] = common = node.shared + _common(node.own(node.end), prompt[node.shared :])
             if (common, node is last) > best[:2]:
                 best = common, node is last, node
         return best[2], best[0]

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from agent_rl.config import R3Config, RolloutConfig
+from agent_rl.config import HarnessConfig, R3Config, RolloutConfig
 from agent_rl.engine.scripted import ScriptedEngine
 from agent_rl.gateway.server import Gateway, open_gateway
 from agent_rl.gateway.session import HarnessRenderer, Session
@@ -71,16 +71,19 @@ def renderer() -> ChatRenderer:
     return ChatRenderer(MODEL)
 
 
-def rendering(renderer: ChatRenderer, fmt: str = "hermes") -> HarnessRenderer:
-    return HarnessRenderer(renderer, tool_format(fmt), describe_tools=True)
+def rendering(renderer: ChatRenderer, fmt: str = "hermes", history: str = "keep") -> HarnessRenderer:
+    harness = HarnessConfig.model_validate({"command": "true", "history": history})
+    return HarnessRenderer.of(renderer, tool_format(fmt), RolloutConfig(harness=harness))
 
 
 @asynccontextmanager
-async def served(renderer: ChatRenderer, engine: Any, fmt: str = "hermes", **limits: Any) -> AsyncIterator[Any]:
+async def served(
+    renderer: ChatRenderer, engine: Any, fmt: str = "hermes", history: str = "keep", **limits: Any
+) -> AsyncIterator[Any]:
     """A gateway with one session; ``ask`` posts to it."""
     rules = EpisodeRules(RolloutConfig(**{"max_tokens": 4000, **limits}), routes=R3Config())
     async with open_gateway() as gateway:
-        session = Session("s", engine, rendering(renderer, fmt), rules, context=rules.rollout.max_tokens)
+        session = Session("s", engine, rendering(renderer, fmt, history), rules, context=rules.rollout.max_tokens)
         url = f"http://127.0.0.1:{gateway.port}/s/{session.key}"
         async with AsyncExitStack() as clients, gateway.serving(session):
             client = await clients.enter_async_context(httpx.AsyncClient(base_url=url, timeout=20))

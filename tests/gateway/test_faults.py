@@ -7,6 +7,7 @@ import contextlib
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from agent_rl.errors import UserError
 from agent_rl.gateway import server
 from agent_rl.gateway.asked import MAX_BODY
 from agent_rl.gateway.dialects.chat import Chat
-from agent_rl.render import ChatRenderer
+from agent_rl.render import ChatModel, ChatRenderer
 from agent_rl.types import BranchCause, FinishReason
 
 CHAT = "/v1/chat/completions"
@@ -256,6 +257,39 @@ async def test_while_nothing_is_there_yet_a_stream_says_so(
             data = [line async for line in lines if line.startswith("data:")]
         assert data[-1] == "data: [DONE]"
         assert json.loads(data[-2][5:])["choices"][0]["finish_reason"] == "stop"
+
+
+LAST_QUERY = """
+{%- set ns = namespace(last=0) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}
+{%- set late = loop.index0 > ns.last or m.role != 'assistant' %}
+{{- m.content if late else m.content.split('</think>')[-1].lstrip() }}{{ '<|im_end|>' }}
+{%- endfor %}{{ '<|im_start|>assistant\n' }}"""
+
+
+@pytest.mark.parametrize(
+    ("history", "drops", "causes"), [("keep", True, []), ("follow", False, []), ("follow", True, ["rewrite"])]
+)
+async def test_thoughts_before_a_users_message_are_as_sampled_unless_the_template_is_followed(
+    kit: SimpleNamespace, history: str, drops: bool, causes: list[str]
+) -> None:
+    """With ``follow`` a template as Qwen3's begins a branch where it drops them; one that keeps them begins none."""
+    source = ChatModel.from_folder(kit.MODEL)
+    renderer = ChatRenderer(replace(source, template=LAST_QUERY) if drops else source)
+    async with kit.served(renderer, kit.Saying(renderer, ["<think>\nso\n</think>\n\nyes"]), history=history) as served:
+        messages: list[Any] = list(HELLO)
+        for after in ("tool", "user", "tool"):
+            reply = (await served.ask(CHAT, messages=messages)).json()["choices"][0]["message"]
+            assert reply.pop("reasoning_content") == "so"
+            messages = [*messages, reply, {"role": after, "tool_call_id": "x", "content": "seen"}]
+        first, *further = served.session.forest.branches()
+        assert [branch.cause for branch in further] == causes
+        last = further[0] if further else first
+        assert renderer.decode(last.tokens.tolist()).count("<think>") == (1 if causes else 3)
+        sampled = sum(len(node.sampled) for node in served.session.forest.nodes)
+        assert sum(branch.sampled_tokens for branch in (first, *further)) == sampled
+        assert sum(branch.routes_missing for branch in (first, *further)) == 0
 
 
 @pytest.mark.parametrize("edit", ["edited", "dropped", "invented", "compacted", "system", "tools"])

@@ -24,23 +24,30 @@ from tools import Spoken, ToolCall
 END = 1
 ROLES = {"system": 2, "user": 3, "tool": 4, "assistant": 5}
 EXPERTS = 251
+THOUGHT = ord("a")
 
 
 class LetterRendering:
-    """A token a character, one before each message and one after it."""
+    """A token a character, one before each message and one after it; with ``follow`` thoughts before the last message
+    of a user are dropped."""
 
     stop_token_ids = (END,)
 
+    def __init__(self, *, follow: bool = False) -> None:
+        self.follow = follow
+
     def opening(self, messages: Sequence[ChatMessage], tools: Sequence[object]) -> list[int]:
         shown = ChatMessage("system", f"{len(tools)} tools")
-        return [token for m in (shown, *messages) for token in self._message(m)] + [ROLES["assistant"]]
+        whole = [token for m in (shown, *messages) for token in self._message(m)] + [ROLES["assistant"]]
+        last = max((at for at, token in enumerate(whole) if token == ROLES["user"]), default=0)
+        return [token for at, token in enumerate(whole) if at >= last or token != THOUGHT] if self.follow else whole
 
     def extension(self, messages: Sequence[ChatMessage], *, stop_included: bool) -> list[int]:
         tail = [token for m in messages for token in self._message(m)]
         return ([] if stop_included else [END]) + tail + [ROLES["assistant"]]
 
     def begins_anew(self, messages: Sequence[ChatMessage]) -> bool:
-        return False
+        return self.follow and any(message.role == "user" for message in messages)
 
     @staticmethod
     def _message(message: ChatMessage) -> list[int]:
@@ -183,18 +190,18 @@ def check(program: Program) -> tuple[Branch, ...]:
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.integers(0, 1 << 32), st.integers(1, 25))
-def test_what_is_trained_is_what_was_sampled(seed: int, steps: int) -> None:
-    program = Program(random.Random(seed))
+@given(st.integers(0, 1 << 32), st.integers(1, 25), st.booleans())
+def test_what_is_trained_is_what_was_sampled(seed: int, steps: int, follow: bool) -> None:
+    program = Program(random.Random(seed), Forest(LetterRendering(follow=follow), routes=R3Config()))
     program.run(steps)
     check(program)
 
 
 @pytest.mark.exhaustive
 @settings(max_examples=2000, deadline=None)
-@given(st.integers(0, 1 << 32), st.integers(1, 60))
-def test_what_is_trained_is_what_was_sampled_exhaustively(seed: int, steps: int) -> None:
-    program = Program(random.Random(seed))
+@given(st.integers(0, 1 << 32), st.integers(1, 60), st.booleans())
+def test_what_is_trained_is_what_was_sampled_exhaustively(seed: int, steps: int, follow: bool) -> None:
+    program = Program(random.Random(seed), Forest(LetterRendering(follow=follow), routes=R3Config()))
     program.run(steps)
     check(program)
 
