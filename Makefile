@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup prepare image real-tasks quickstart test check docs bench view-build
+.PHONY: help setup prepare image real-tasks agents quickstart test check docs bench view-build
 
 help: ## Show this help
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -20,10 +20,13 @@ image: setup ## Build the containers' base image, where a container engine answe
 real-tasks: image ## Build the tasks made of real package releases (downloads their sources)
 	@$(VENV)/python -m envs.swe.real --out .cache/tasks/real.jsonl
 
+agents: setup ## Install mini-swe-agent, an agent program that the tests drive
+	@$(PYTHON) -m agent_rl.bootstrap agents
+
 quickstart: prepare ## Train a small MoE agent end to end on this machine
 	@$(VENV)/agent-rl train configs/quickstart.yaml
 
-test: prepare image ## Run the whole test suite, in two processes
+test: prepare image agents ## Run the whole test suite, in two processes
 	@$(VENV)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
 
 check: ## Lint, check types and the import direction

@@ -20,6 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 TRAINER = ROOT / ".venv"
 DOCS = ROOT / ".venv-docs"
 ENGINE_REQUIREMENTS = ROOT / "agent_rl" / "engine" / "requirements.txt"
+MINI_SWE_AGENT = ROOT / ".cache" / "agents" / "mini-swe-agent"
+MINI_SWE_AGENT_REQUIREMENTS = ROOT / "tests" / "gateway" / "programs" / "mini-swe-agent.txt"
 ENGINE_NODEPS = ROOT / "agent_rl" / "engine" / "requirements-nodeps.txt"
 TORCH = "torch==2.13.0"
 
@@ -108,6 +110,12 @@ def build_docs() -> None:
     run(make_venv(DOCS), "install", "--quiet", "--progress-bar=on", *project["optional-dependencies"]["docs"])
 
 
+def build_agents() -> None:
+    """The agent program that the tests drive, in boxes of the trainer environment's Python."""
+    into = ("--no-deps", "--upgrade", "--target", MINI_SWE_AGENT)
+    run(make_venv(TRAINER), "install", "--quiet", "--progress-bar=on", *into, "-r", MINI_SWE_AGENT_REQUIREMENTS)
+
+
 def docker_answers() -> bool:
     """Whether a container engine answers within five seconds."""
     if not shutil.which("docker"):
@@ -144,6 +152,7 @@ def main(steps: Sequence[str]) -> int:
         "trainer-packages": add_trainer_packages,
         "docs": lambda: once(DOCS, [ROOT / "pyproject.toml"], build_docs, "documentation environment"),
         "sandbox": ensure_sandbox,
+        "agents": lambda: once(MINI_SWE_AGENT, [MINI_SWE_AGENT_REQUIREMENTS], build_agents, "agent program"),
     }
     try:
         for step in steps:

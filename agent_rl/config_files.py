@@ -21,6 +21,7 @@ INPUTS = (
     ("engine", "urls_file"),
     ("sandbox", "image_root"),
     ("env", "quarantine"),
+    ("rollout", "harness", "folder"),
     ("train", "kl", "reference"),
 )
 """Keys of files and folders that a run reads; a relative one is looked for beside the config that names it."""

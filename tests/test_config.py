@@ -202,9 +202,11 @@ def test_every_path_of_a_config_is_read_or_written() -> None:
     def paths(section: type[BaseModel], above: tuple[str, ...] = ()) -> set[tuple[str, ...]]:
         found = set()
         for name, field in section.model_fields.items():
-            if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-                found |= paths(field.annotation, (*above, name))
-            elif Path in (field.annotation, *get_args(field.annotation)):
+            kinds = (field.annotation, *get_args(field.annotation))
+            for kind in kinds:
+                if isinstance(kind, type) and issubclass(kind, BaseModel):
+                    found |= paths(kind, (*above, name))
+            if Path in kinds:
                 found.add((*above, name))
         return found
 

@@ -23,6 +23,7 @@ def steps(target: str) -> str:
         ("real-tasks", "sandbox.base_image", "envs.swe.real"),  # where docker answers, its boxes need the image
         ("test", "sandbox.base_image", "-m pytest"),
         ("test", "agent-rl setup", "-m pytest"),
+        ("test", "agent_rl.bootstrap agents", "-m pytest"),
         ("quickstart", "agent_rl.bootstrap", "agent-rl train"),
         ("quickstart", "agent-rl setup", "agent-rl train"),
         ("bench", "agent_rl.bootstrap", "tests/bench"),

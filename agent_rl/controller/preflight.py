@@ -22,7 +22,7 @@ TRAINER_PACKAGES = ("torch", "megatron-core", "ray")
 
 def check(config: RunConfig) -> ModelFacts:
     """The facts of the config's model. Raises UserError for what would fail later: no model, no engine environment, no
-    room on the disk."""
+    agent program, no room on the disk."""
     check_model(config.model)
     facts = read_facts(config.model)
     if config.train.kl.reference is not None:
@@ -30,6 +30,11 @@ def check(config: RunConfig) -> ModelFacts:
         check_alike(facts, config.model, config.train.kl.reference, "train.kl.reference")
     if config.engine.launched and config.engine.hosts == "local" and not Path(config.engine.python).exists():
         raise UserError(f"engine.python: no interpreter {config.engine.python}; `agent-rl install engine` makes it")
+    harness = config.rollout.harness
+    if harness is not None and harness.folder is not None and not harness.folder.is_dir():
+        raise UserError(
+            f"rollout.harness.folder: {harness.folder}: no such folder; install the agent program there first"
+        )
     check_room(config.runs_dir)
     return facts
 

@@ -42,8 +42,9 @@ class Refusal(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What a request asks for. ``tools`` are OpenAI function schemas. Its sampling parameters are not heeded: the
-    run's hold; of ``max_tokens`` the smaller of both."""
+    """What a request asks for. ``tools`` are OpenAI function schemas; ``later`` those that may be called but are not
+    described at the start, since a search for tools brought them. Its sampling parameters are not heeded: the run's
+    hold; of ``max_tokens`` the smaller of both."""
 
     messages: Sequence[ChatMessage]
     tools: Sequence[Mapping[str, Any]]
@@ -51,6 +52,7 @@ class Ask:
     stream: bool
     model: str
     usage_wanted: bool = False
+    later: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -225,7 +225,7 @@ class Session:
         try:
             await self._until_whole(node, ask, prompt)
             text = self.rendering.renderer.decode(node.sampled)
-            self.forest.commit(node, text, parse_turn(self.rendering.fmt, text, ask.tools))
+            self.forest.commit(node, text, parse_turn(self.rendering.fmt, text, [*ask.tools, *ask.later]))
         except Exception as error:
             self._break(error)
             raise

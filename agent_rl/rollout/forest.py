@@ -51,12 +51,12 @@ class ChatMessage:
     reply: str = ""
 
     def echoes(self, spoken: Spoken) -> bool:
-        """Whether it says what was ``spoken``; outer blanks don't matter, and thoughts may be left out."""
-        thoughts = self.reasoning.strip()
+        """Whether it says what was ``spoken``; outer blanks don't matter, and thoughts may be left out. A program that
+        brings the reply's id back may have given its calls further arguments, as Claude Code does with defaults."""
         return (
             self.text.strip() == spoken.text.strip()
-            and self.calls == spoken.calls
-            and thoughts in ("", spoken.reasoning.strip())
+            and (self.calls == spoken.calls or (self.reply != "" and _extend(self.calls, spoken.calls)))
+            and self.reasoning.strip() in ("", spoken.reasoning.strip())
         )
 
 
@@ -383,6 +383,14 @@ class Forest:
         return Branch(
             tokens, loss_mask, logprobs, _routing(path, len(tokens)), tuple(versions), parent, shared, first.cause
         )
+
+
+def _extend(calls: Sequence[ToolCall], sampled: Sequence[ToolCall]) -> bool:
+    """Whether ``calls`` are those that were sampled, with all their arguments or more."""
+    return len(calls) == len(sampled) and all(
+        call.name == before.name and before.arguments.items() <= call.arguments.items()
+        for call, before in zip(calls, sampled, strict=True)
+    )
 
 
 def _path(leaf: Node) -> list[tuple[Node, int]]:

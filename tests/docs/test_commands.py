@@ -116,6 +116,7 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
     "needs a server or an endpoint": (
         "agent-rl r3 probe http://127.0.0.1:30000",
         "agent-rl eval configs/quickstart.yaml --policy https://host/v1 --model NAME",
+        "agent-rl eval configs/harness-claude-code.yaml engine.urls=[http://host:30000] --tasks 8",
         "agent-rl eval configs/swebench-verified.yaml env.interface=r2egym model=PATH engine.urls=[http://host:30000]",
     ),
     "needs a cluster: tests/sandbox/test_hosts.py and tests/engine/test_engine_hosts.py have one of this machine": (
@@ -172,8 +173,12 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
     "runs tests, which would run this one": (
         "python -m pytest tests/rollout -q",
         "python -m pytest tests/train -q -m not slow",
+        "python -m pytest tests/gateway/test_programs.py -m exhaustive",
     ),
-    "is a program that is not installed with the project": ("pre-commit install",),
+    "is a program that is not installed with the project": (
+        "pre-commit install",
+        "npm install --prefix .cache/agents @anthropic-ai/claude-code@2.1.330 @openai/codex@0.169.0",
+    ),
 }
 
 
@@ -192,7 +197,7 @@ def test_every_command_is_one_that_its_program_takes(command: Command) -> None:
     if program in readers:
         readers[program](arguments)
     else:
-        assert program in ("pre-commit", "ray"), f"{command.place}: what is {program}?"
+        assert program in ("npm", "pre-commit", "ray"), f"{command.place}: what is {program}?"
 
 
 def find(words: list[str]) -> tuple[Any, list[str]]:

@@ -15,16 +15,23 @@ import pytest
 
 from agent_rl.config import HarnessConfig, R3Config, RolloutConfig
 from agent_rl.engine.scripted import ScriptedEngine
+from agent_rl.gateway.episode import HarnessRun, agent_binds
 from agent_rl.gateway.server import Gateway, open_gateway
 from agent_rl.gateway.session import HarnessRenderer, Session
 from agent_rl.render import ChatRenderer
 from agent_rl.rollout.episode import EpisodeRules
-from agent_rl.types import Completion
+from agent_rl.types import Completion, Trajectory
 from envs import Grade, Task
+from envs.context import EnvContext
+from envs.mini.generator import generate
+from envs.mini.records import to_record
+from envs.swe.episode import start_episode
 from r3.codec import RouteLayout
+from sandbox import SandboxPool
 from tools import ToolCall, ToolResult, tool_format
 
 MODEL = Path(__file__).parents[2] / "agent_rl" / "model" / "data"
+RECORD = to_record(generate("train", 1, 0)[0])
 LAYOUT = RouteLayout(2, (0, 1), 32, 2)
 BASH = {
     "type": "function",
@@ -139,6 +146,29 @@ class MemoryEnvironment:
         yield MemoryEpisode()
 
 
+class OneTask:
+    name = "one"
+
+    def __init__(self, context: EnvContext) -> None:
+        self.context = context
+
+    @asynccontextmanager
+    async def start(self, task: Task) -> AsyncIterator[Any]:
+        async with start_episode(self.context, RECORD) as episode:
+            yield episode
+
+
+async def drive(
+    gateway: Gateway, renderer: ChatRenderer, engine: Any, harness: HarnessConfig, pool: SandboxPool, **limits: Any
+) -> Trajectory:
+    """An episode of a task in its box."""
+    context = EnvContext(backend=pool, agent_binds=agent_binds(gateway, harness))
+    rules = EpisodeRules(RolloutConfig(**{"max_tokens": 4000, **limits}, harness=harness))
+    task = Task(RECORD.id, "one", {})
+    env, most = OneTask(context), rules.rollout.max_tokens
+    return await HarnessRun(gateway, most, env, task, engine, renderer, tool_format("hermes"), rules).run()
+
+
 @pytest.fixture(scope="session")
 def kit() -> SimpleNamespace:
     return SimpleNamespace(
@@ -149,6 +179,8 @@ def kit() -> SimpleNamespace:
         LAYOUT=LAYOUT,
         MODEL=MODEL,
         MemoryEnvironment=MemoryEnvironment,
+        RECORD=RECORD,
+        drive=drive,
         call=lambda command: tool_format("hermes").render(ToolCall("bash", {"command": command})),
     )
 

@@ -11,6 +11,7 @@ import pytest
 
 from agent_rl.render import ChatRenderer
 from agent_rl.types import BranchCause
+from tools import ToolCall, tool_format
 
 TOOL = {"name": "bash", "description": "Runs a command."}
 PARAMETERS = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
@@ -135,6 +136,31 @@ async def test_messages(renderer: ChatRenderer, kit: SimpleNamespace, texts: lis
         )
         assert counted.input_tokens == served.session.forest.nodes[1].prompt
         linear(served)
+
+
+async def test_tools_that_are_found_later_are_described_where_they_are_found(
+    renderer: ChatRenderer, kit: SimpleNamespace
+) -> None:
+    """As Claude Code offers most of its tools: no branch begins, and their calls have the types of their schemas."""
+    found = {"type": "object", "properties": {"url": {"type": "string"}, "seconds": {"type": "integer"}}}
+    search = {"name": "search", "input_schema": {"type": "object"}}
+    fetch = {"name": "fetch", "description": "Gets a page.", "input_schema": found, "defer_loading": True}
+    said = [tool_format("xml").render(ToolCall(name, {"seconds": "3"})) for name in ("search", "fetch")]
+    async with kit.served(renderer, kit.Saying(renderer, said), "xml") as served:
+        messages: list[Any] = [{"role": "user", "content": "u"}]
+        calls = []
+        for tools in ([search], [search, fetch], [search, fetch]):
+            reply = (await served.ask("/v1/messages", messages=messages, tools=tools)).json()["content"]
+            calls.append(reply[-1])
+            content = [{"type": "tool_reference", "tool_name": "fetch"}]
+            result = {"type": "tool_result", "tool_use_id": reply[-1]["id"], "content": content}
+            messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": [result]}]
+        assert [(call["name"], call["input"]) for call in calls[:2]] == [
+            ("search", {"seconds": "3"}),
+            ("fetch", {"seconds": 3}),
+        ]
+        (branch,) = served.session.forest.branches()
+        assert renderer.decode(branch.tokens.tolist()).count("Gets a page.") == 2
 
 
 async def test_a_full_context_and_an_ended_episode_are_told_in_each_dialects_own_words(

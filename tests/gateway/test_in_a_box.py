@@ -5,31 +5,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from agent_rl.config import HarnessConfig, RolloutConfig
-from agent_rl.gateway.episode import BOX_GATEWAY, BOX_HARNESS, HarnessRun, agent_binds
+from agent_rl.config import HarnessConfig
+from agent_rl.gateway.episode import BOX_GATEWAY, BOX_HARNESS
 from agent_rl.gateway.server import Gateway
 from agent_rl.render import ChatRenderer
-from agent_rl.rollout.episode import EpisodeRules
-from agent_rl.types import StopReason, Trajectory
+from agent_rl.types import StopReason
 from envs.context import EnvContext
-from envs.mini.generator import generate
-from envs.mini.records import to_record
 from envs.swe.boxes import box_spec
-from envs.swe.episode import start_episode
-from envs.types import Task
 from sandbox import Sandbox, SandboxBackend, SandboxPool, SandboxSpec, open_backend
-from tools import tool_format
 
 pytestmark = pytest.mark.bubblewrap
 PROGRAMS = Path(__file__).parent / "programs"
-RECORD = to_record(generate("train", 1, 0)[0])
 
 
 class Watched(SandboxPool):
@@ -44,27 +35,6 @@ class Watched(SandboxPool):
         return await super().start(spec)
 
 
-class OneTask:
-    name = "one"
-
-    def __init__(self, context: EnvContext) -> None:
-        self.context = context
-
-    @asynccontextmanager
-    async def start(self, task: Task) -> AsyncIterator[Any]:
-        async with start_episode(self.context, RECORD) as episode:
-            yield episode
-
-
-async def drive(
-    gateway: Gateway, renderer: ChatRenderer, engine: Any, harness: HarnessConfig, pool: SandboxPool, **limits: Any
-) -> Trajectory:
-    context = EnvContext(backend=pool, agent_binds=agent_binds(gateway, harness))
-    rules = EpisodeRules(RolloutConfig(max_tokens=4000, harness=harness, **limits))
-    task = Task(RECORD.id, "one", {})
-    return await HarnessRun(gateway, 4000, OneTask(context), task, engine, renderer, tool_format("hermes"), rules).run()
-
-
 @pytest.fixture
 async def pool() -> AsyncIterator[Watched]:
     watched = Watched(open_backend("bubblewrap", run_id="harness"), max_execs=1)
@@ -76,7 +46,7 @@ async def test_a_program_in_the_box(
     gateway: Gateway, renderer: ChatRenderer, kit: SimpleNamespace, pool: Watched
 ) -> None:
     # Commands of other boxes go on meanwhile, although the pool runs one at a time.
-    other = await pool.start(box_spec(EnvContext(backend=pool), RECORD, None))
+    other = await pool.start(box_spec(EnvContext(backend=pool), kit.RECORD, None))
     waiting, beside = asyncio.Event(), asyncio.Event()
 
     async def before(number: int) -> None:
@@ -86,7 +56,7 @@ async def test_a_program_in_the_box(
     engine = kit.Saying(renderer, [kit.call("ls")], before)
     run = f"echo changed > new.txt; touch $HOME/.state; python3 {BOX_HARNESS}/talk.py ends"
     harness = HarnessConfig(command=run, folder=PROGRAMS)
-    driving = asyncio.create_task(drive(gateway, renderer, engine, harness, pool))
+    driving = asyncio.create_task(kit.drive(gateway, renderer, engine, harness, pool))
     await waiting.wait()
     assert (await other.exec("true", timeout=10)).ok
     beside.set()
@@ -105,6 +75,6 @@ async def test_a_box_without_python_is_told(
     gateway: Gateway, renderer: ChatRenderer, kit: SimpleNamespace, pool: Watched
 ) -> None:
     harness = HarnessConfig(command="true", env={"PATH": "/nowhere"})
-    trajectory = await drive(gateway, renderer, kit.Saying(renderer, ["x"]), harness, pool)
+    trajectory = await kit.drive(gateway, renderer, kit.Saying(renderer, ["x"]), harness, pool)
     assert (trajectory.stop, trajectory.reward) == (StopReason.HARNESS_FAILURE, None)
     assert "python3" in trajectory.error

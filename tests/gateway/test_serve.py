@@ -58,6 +58,15 @@ def test_eval_with_a_program(tmp_path: Path, submitting: None, kit: SimpleNamesp
     assert (outcome["stops"], outcome["turns_mean"], outcome["error"]) == (["submitted"], 1.0, "")
 
 
+def test_a_program_that_is_not_there_is_told_before_anything_starts(kit: SimpleNamespace) -> None:
+    overrides = [f"model={kit.MODEL}", "rollout.harness={command: ./agent, folder: agents/none}"]
+    result = CliRunner().invoke(app, ["eval", str(QUICKSTART), *overrides])
+    assert isinstance(result.exception, UserError)
+    assert str(result.exception) == (
+        "rollout.harness.folder: agents/none: no such folder; install the agent program there first"
+    )
+
+
 def test_a_program_is_not_driven_by_another_policy() -> None:
     result = CliRunner().invoke(app, ["eval", str(QUICKSTART), "--harness", "true", "--policy", "gold"])
     assert isinstance(result.exception, UserError)

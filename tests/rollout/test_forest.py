@@ -255,6 +255,25 @@ def test_thoughts_may_be_left_out_and_blanks_differ_but_nothing_else() -> None:
     assert (plan.shared, talk.forest.echo_differs) == (len(talk.forest.nodes[0].context), 1)
 
 
+def test_arguments_that_a_program_adds_to_a_call_which_it_names_begin_no_branch() -> None:
+    """Claude Code gives its editing tool's calls their defaults."""
+    talk = Talk()
+    call = ToolCall("edit", {"old": ["a"]})
+    said = talk.turn([S, U], "<raw>", calls=(call,))
+    seen = ChatMessage("tool", "x")
+
+    def shared(echo: ChatMessage, **arguments: Any) -> int:
+        calls = (replace(call, arguments=arguments),)
+        return talk.forest.plan([S, U, replace(echo, calls=calls), seen], [{}]).shared
+
+    whole = talk.forest.nodes[0].end
+    assert shared(said, old=["a"], everywhere=False) == whole
+    assert shared(replace(said, reply=""), old=["a"]) == whole
+    for other in (shared(said, old=["b"], everywhere=False), shared(replace(said, reply=""), old=["a"], new="b")):
+        assert other < whole
+    assert shared(said) < whole
+
+
 def test_a_program_goes_on_after_a_message_that_nobody_sampled() -> None:
     """An example in its prompt, or one edited reply: what was sampled later is found, not encoded again."""
     talk, messages = Talk(), [S, U, ChatMessage("assistant", "an example"), U]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import orjson
@@ -25,6 +25,7 @@ class _Tool(Loose):
     name: str = ""
     description: str | None = None
     input_schema: dict[str, Any] | None = None
+    defer_loading: bool | None = None
 
 
 class _Request(Loose):
@@ -38,21 +39,23 @@ class _Request(Loose):
 
 
 class Messages:
-    """See :class:`agent_rl.gateway.asked.Dialect`. Tools that the API's own servers would run are not offered."""
+    """See :class:`agent_rl.gateway.asked.Dialect`. Tools that the API's own servers would run are not offered; those
+    whose loading is deferred are described where a result refers to them."""
 
     def read(self, body: bytes) -> Ask:
         asked = read_body(_Request, body)
         refuse_unless((asked.tool_choice or {}).get("type", "auto") == "auto", "a forced tool_choice")
+        usable = [tool for tool in asked.tools or () if tool.input_schema is not None]
+        tools = {tool.name: offered(tool.name, tool.description, tool.input_schema) for tool in usable}
+        later = {tool.name: tools.pop(tool.name) for tool in usable if tool.defer_loading}
         system = _system(asked.system)
         messages = [ChatMessage("system", system)] if system else []
         for at, message in enumerate(asked.messages):
-            messages += _messages(message, f"messages.{at}")
-        tools = [
-            offered(tool.name, tool.description, tool.input_schema)
-            for tool in asked.tools or ()
-            if tool.input_schema is not None
-        ]
-        return Ask(messages, tools, asked.max_tokens, bool(asked.stream), asked.model)
+            messages += _messages(message, later, f"messages.{at}")
+        return Ask(
+            messages, list(tools.values()), asked.max_tokens, bool(asked.stream), asked.model,
+            later=list(later.values()),
+        )  # fmt: skip
 
     def reply(self, reply: Reply) -> dict[str, Any]:
         return {
@@ -91,7 +94,7 @@ def _system(system: Any) -> str:
     return joined(system, ("text",), "system")
 
 
-def _messages(message: _Message, where: str) -> list[ChatMessage]:
+def _messages(message: _Message, later: Mapping[str, Any], where: str) -> list[ChatMessage]:
     if message.role == "system":
         return [ChatMessage("system", joined(message.content, ("text",), where))]
     if message.role not in ("user", "assistant"):
@@ -100,10 +103,10 @@ def _messages(message: _Message, where: str) -> list[ChatMessage]:
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
         raise Refusal("bad", f"{where}.content: neither text nor a list of blocks")
-    return [_assistant(blocks, where)] if message.role == "assistant" else _user(blocks, where)
+    return [_assistant(blocks, where)] if message.role == "assistant" else _user(blocks, later, where)
 
 
-def _user(blocks: list[dict[str, Any]], where: str) -> list[ChatMessage]:
+def _user(blocks: list[dict[str, Any]], later: Mapping[str, Any], where: str) -> list[ChatMessage]:
     """A message for each result of a tool, and one for the texts between two of those."""
     found: list[ChatMessage] = []
     texts: list[dict[str, Any]] = []
@@ -113,10 +116,24 @@ def _user(blocks: list[dict[str, Any]], where: str) -> list[ChatMessage]:
                 found.append(ChatMessage("user", joined(texts, ("text",), where)))
                 texts = []
             if block["type"] == "tool_result":
-                found.append(ChatMessage("tool", joined(block.get("content"), ("text",), f"{where}.tool_result")))
+                content = _described(block.get("content"), later)
+                found.append(ChatMessage("tool", joined(content, ("text",), f"{where}.tool_result")))
         else:
             texts.append(block)
     return found
+
+
+def _described(content: Any, later: Mapping[str, Any]) -> Any:
+    """The content of a result, references to tools replaced by what these are."""
+    if not isinstance(content, list):
+        return content
+    referred = [
+        b.get("tool_name") if isinstance(b, dict) and b.get("type") == "tool_reference" else None for b in content
+    ]
+    return [
+        block if name is None else {"type": "text", "text": orjson.dumps(later.get(str(name), name)).decode()}
+        for block, name in zip(content, referred, strict=True)
+    ]
 
 
 def _assistant(blocks: list[dict[str, Any]], where: str) -> ChatMessage:
