@@ -263,6 +263,7 @@ class Trajectory:
     ``began``: the Unix time at which it got its place among the episodes in flight, after ``queue_seconds`` of waiting
     (0: not recorded); its task took ``start_seconds`` to start, and grading began ``grade_began`` seconds after it did.
     ``recovered``: it was sampled by an earlier start of the run, so this process's clock says nothing of it.
+    ``replayed_turns``: so many of its turns were sampled before its box or its run was lost, and taken again.
     These arrays are the first branch's; ``further`` are those that an agent program's conversation had besides.
     ``harness`` counts what its program did: ``rewrites``, ``retries``, ``echo_differs``.
     """
@@ -293,6 +294,7 @@ class Trajectory:
     rescored: Rescored | None = None
     audit: RouteAudit | None = None
     recovered: bool = False
+    replayed_turns: int = 0
     further: tuple[Branch, ...] = ()
     harness: Mapping[str, int] = field(default_factory=dict)
 

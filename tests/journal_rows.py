@@ -16,5 +16,5 @@ def read_journal(path: Path) -> list[Trajectory]:
     with path.open("rb") as file:
         frames = frames_of(file)
         next(frames, None)  # the header
-        payloads = [payload.partition(b"\n")[2] for payload, _ in frames]
-        return [decode_trajectory(payload, str(path)) for payload in payloads if payload]
+        payloads = [payload.partition(b"\n") for payload, _ in frames]
+        return [decode_trajectory(data, str(path)) for line, _, data in payloads if data and b'"turn"' not in line]

@@ -1,8 +1,9 @@
 """A training run without processes: pump, buffer, journal, checkpoints, ledger and the steps are the real ones.
 
-The engine gives episodes that depend on their task and their number alone, after a random number of turns of the event
-loop; the trainer's weights are a hash of all that it was trained on, and so are its losses: two runs that differ in one
-bit of one sample differ in all metrics after it. A life of a run ends at its last step, or where ``die`` says.
+The engine gives episodes of two turns that depend on their task and their number alone, each turn after a random
+number of turns of the event loop; the trainer's weights are a hash of all that it was trained on, and so are its
+losses: two runs that differ in one bit of one sample differ in all metrics after it. A life of a run ends at its last
+step, or where ``die`` says.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import asyncio
 import hashlib
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,15 +30,16 @@ from agent_rl.engine.fleet import Fleet
 from agent_rl.engine.gate import TurnGate
 from agent_rl.observe.display import Display
 from agent_rl.rollout.episode import EpisodeRules
-from agent_rl.rollout.group import EpisodeRunner
 from agent_rl.rollout.limiter import Limiter
+from agent_rl.rollout.turn_log import LoggedRunner, LoggedTurn, TurnLog
 from agent_rl.train.checkpoint import folder as checkpoint
 from agent_rl.train.checkpoint.folder import Manifest
-from agent_rl.types import Sample, StopReason, Trajectory, VersionSpan
+from agent_rl.types import Completion, FinishReason, Sample, StopReason, Trajectory, Turn, VersionSpan
 from envs import Task
 
 TASKS = [Task(f"task-{index:02d}", "memory", {}) for index in range(40)]
 POINTS = ("taken", "trained", "published", "begun", "episode")
+TURN_POINTS = (*POINTS, "turn", "turn", "turn")
 
 
 class Died(BaseException):
@@ -101,11 +103,13 @@ class HashTrainer:
 
 @dataclass
 class MemoryWorld:
-    """Episodes of tasks whose groups end as their name says. ``given`` has every episode that ended, in all lives."""
+    """Episodes of tasks whose groups end as their name says. ``given`` has every episode that ended, in all lives,
+    ``sampled`` every turn."""
 
     config: RunConfig
     given: list[tuple[str, int]]
     deaths: Deaths
+    sampled: list[tuple[str, int, int]] = field(default_factory=list)
     version: str = ""
     running: int = 0
     left: dict[str, list[int]] = field(default_factory=dict)
@@ -120,26 +124,46 @@ class MemoryWorld:
     def metrics(self) -> dict[str, float]:
         return {}
 
-    def runner(self, rules: EpisodeRules) -> EpisodeRunner:
-        """Gives the episodes that no journal holds yet."""
+    def runner(self, rules: EpisodeRules) -> LoggedRunner:
+        """Gives the episodes that no journal holds yet, those of which it holds turns last."""
         size, journals = self.config.rollout.group_size, (self.config.run_dir / "journal").glob("step-*")
         held = {trajectory.tokens.tobytes() for journal in journals for trajectory in read_journal(journal)}
         self.left = {
             task.id: [number for number in range(size) if _tokens(task, number).tobytes() not in held] for task in TASKS
         }
+        begun = {(task, number) for task, number, _ in self.sampled}
+        for name, numbers in self.left.items():
+            numbers.sort(key=lambda number: (name, number) in begun)
         return self.run
 
-    async def run(self, task: Task) -> Trajectory:
-        number, first = self.left[task.id].pop(0), self.version
+    async def run(self, task: Task, log: TurnLog | None = None) -> Trajectory:
         self.running += 1
         try:
-            for _ in range(random.randrange(12)):
-                await asyncio.sleep(0)
+            return await self._run(task, log)
         finally:
             self.running -= 1
+
+    async def _run(self, task: Task, log: TurnLog | None) -> Trajectory:
+        turns = [] if log is None else list(await log.kept())
+        replayed, left = len(turns), self.left[task.id]
+        number = left.pop(left.index(int(turns[0].opening)) if turns else 0)
+        for turn in range(len(turns), 2):
+            for _ in range(random.randrange(6)):
+                await asyncio.sleep(0)
+            self.sampled.append((task.id, number, turn))
+            turns.append(_turn(number, self.version))
+            if log is not None:
+                await log.keep(turns[-1])
+                self.deaths.passed("turn")
         self.given.append((task.id, number))
         self.deaths.passed("episode")
-        return _episode(task, number, _reward(task, number), first, self.version)
+        first, last = (turn.completions[0].weight_version for turn in turns)
+        return replace(_episode(task, number, _reward(task, number), first, last), replayed_turns=replayed)
+
+
+def _turn(number: int, version: str) -> LoggedTurn:
+    completion = Completion((1, 2), (-0.5, -0.5), FinishReason.STOP, version, "memory")
+    return LoggedTurn(str(number), (completion,), Turn("", None, {}, None, "", 3, 2, 0, 0, version, 0.0, 0.0), 1.0)
 
 
 def _reward(task: Task, number: int) -> float:
@@ -185,10 +209,16 @@ def run_config(runs: Path, *, depth: int, staleness: int | None = None, steps: i
 class Life:
     """One start of a run: its parts, to be looked at and changed before :meth:`live`."""
 
-    def __init__(self, config: RunConfig, given: list[tuple[str, int]], deaths: Deaths | None = None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        given: list[tuple[str, int]],
+        deaths: Deaths | None = None,
+        sampled: list[tuple[str, int, int]] | None = None,
+    ) -> None:
         self.deaths = deaths or Deaths()
         self.trainer = HashTrainer(self.deaths)
-        self.world: Any = MemoryWorld(config, given, self.deaths)
+        self.world: Any = MemoryWorld(config, given, self.deaths, [] if sampled is None else sampled)
         self.notes = Console(quiet=True)
         display = Display(config.name, self.notes)
         self.run = TrainingRun(config, RunState(config), display, self.world, self.trainer)  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from agent_rl.controller.pipeline.history import NAME, NAMES, faults, gaps, read_history
 from agent_rl.errors import AgentRlError, UserError
+from agent_rl.observe.metrics_log import read_metrics
 from sandbox import printable
 
 
@@ -22,6 +23,14 @@ def ledger(run_dir: Path, console: Console) -> None:
     still_open = gaps(rows)
     console.print(f"{len(rows)} steps took {counts.total()} positions of the data: {told}")
     console.print(f"{len(still_open)} positions before the last of them were open when its batch was taken")
+    steps = read_metrics(run_dir)
+    names = ("recover/episodes", "recover/turns", "recover/differed", "recover/too_old")
+    episodes, turns, differed, too_old = (int(sum(step.get(name, 0) for step in steps)) for name in names)
+    if episodes + differed + too_old:
+        console.print(
+            f"{episodes} interrupted episodes went on from {turns} turns sampled before; {differed} began anew because "
+            f"a tool answered otherwise, {too_old} because their first tokens were too old"
+        )
     if found := faults(run_dir, rows):
         raise AgentRlError("\n".join(printable(fault) for fault in found))
     console.print("every position ended once, and the trajectories are those of the steps' groups")

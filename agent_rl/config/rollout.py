@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from agent_rl.config.base import MAX_STALENESS, Section, registered
+from agent_rl.config.base import MAX_STALENESS, OFF, Section, registered
 from tools import ToolFormatError, tool_format
 
 ToolFormat = Annotated[str, registered("rollout.tool_format", tool_format, ToolFormatError)]
@@ -73,6 +73,11 @@ class RolloutConfig(Section):
     sandbox_retries: int = Field(
         3, ge=0, description="Episodes of a group that may be run again after an infrastructure failure."
     )
+    recover: Annotated[Literal["off", "turns"], OFF] = Field(
+        "off",
+        description="Episodes that a kill or the loss of a sandbox host interrupts: begun anew, or gone on with from "
+        "their last whole turn, by calling their tools again in a new box (docs/async.md).",
+    )
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
     harness: HarnessConfig | None = Field(None, description="An agent program in place of the built-in loop.")
 
@@ -80,6 +85,15 @@ class RolloutConfig(Section):
     def logprob_temperature(self) -> float:
         """The temperature that log-probs are compared at; those of a greedy rollout (0) are the raw ones, of 1."""
         return self.temperature or 1.0
+
+    @model_validator(mode="after")
+    def _can_recover(self) -> RolloutConfig:
+        if self.recover == "turns" and self.harness is not None:
+            raise ValueError(
+                "rollout.recover turns and rollout.harness: what an agent program holds in its memory can't be brought "
+                "back; set recover to off"
+            )
+        return self
 
 
 class PipelineConfig(Section):

@@ -153,6 +153,15 @@ class RunConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _keeps_the_rows_of_turns(self) -> RunConfig:
+        if self.rollout.recover == "turns" and self.wants_routes and self.r3.source == "latest":
+            raise ValueError(
+                "rollout.recover turns and r3.source latest: every turn would write the routes of all before it again; "
+                "take r3.source sampled"
+            )
+        return self
+
     @property
     def run_dir(self) -> Path:
         return self.runs_dir / self.name

@@ -3,8 +3,9 @@
 ::
 
     frame   a payload with its length and checksum (agent_rl.rollout.frames)
-    file    a frame with the header, as JSON, then one a trajectory, in the order they finished, and one that says
-            what the step's batch took; a payload is a line of JSON and, of a trajectory, its bytes
+    file    a frame with the header, as JSON, then one a trajectory, in the order they finished, one that says what
+            the step's batch took and, with ``rollout.recover: turns``, one a turn of every episode and one for each
+            episode that was given up; a payload is a line of JSON and, of a trajectory or a turn, its bytes
 
 A file is only ever appended to, a frame in one write. A kill tears at most the last frame; reading stops there, and the
 next writer cuts the tear off. Frames are not synced to the disk: a killed process loses none of what it wrote, and a
@@ -21,13 +22,15 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import json
 import os
 import threading
-from collections import defaultdict
+import uuid
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -37,10 +40,12 @@ from agent_rl.rollout import records
 from agent_rl.rollout.frames import as_frame, frames_of
 from agent_rl.rollout.group import EpisodeRunner
 from agent_rl.rollout.records import decode_trajectory, encode_trajectory
-from agent_rl.types import Trajectory
+from agent_rl.rollout.turn_log import LoggedRunner, LoggedTurn, decode_turn, encode_turn
+from agent_rl.types import StopReason, Trajectory
 from envs import Task
 
-FORMAT = 2
+FORMAT = 3
+_COUNTED = ("episodes", "turns", "differed", "too_old")
 _NAMED_BY = ("train/updates", "train/loss", "train/grad_norm", "mismatch/k3_kl")
 
 
@@ -56,11 +61,25 @@ def lineage(before: str, metrics: Mapping[str, float]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """Where a trajectory lies: after the line of JSON of a payload."""
+    """Where a trajectory, or a turn, lies: after the line of JSON of a payload."""
 
     step: int
     start: int
     length: int
+
+
+@dataclass(slots=True)
+class _Episode:
+    """The turns of an episode in their order, and the step whose file says that it ended or was given up."""
+
+    key: str = field(default_factory=lambda: uuid.uuid4().hex[:16])
+    turns: list[_Frame] = field(default_factory=list)
+    over: int | None = None
+
+    def forget(self, step: int) -> None:
+        """The file of ``step`` is no more."""
+        self.turns = list(itertools.takewhile(lambda frame: frame.step != step, self.turns))
+        self.over = None if self.over == step else self.over
 
 
 @dataclass(slots=True)
@@ -74,15 +93,18 @@ class _Found:
 
 
 class Journal:
-    """All journals of a run, in ``folder``. :meth:`recover` once, then :meth:`begin` a step after the other."""
+    """All journals of a run, in ``folder``. :meth:`recover` once, then :meth:`begin` a step after the other. ``turns``:
+    whether turns are written down, and episodes that did not end go on from them."""
 
-    def __init__(self, folder: Path, run_id: str) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, run_id: str, *, turns: bool = False) -> None:
+        self._folder, self._turns = folder, turns
         self._header = {"format": FORMAT, "trajectories": records.FORMAT, "run_id": run_id}
         self._found: dict[int, _Found] = {}
         self._frames: dict[int, list[_Frame]] = defaultdict(list)
         self._given: dict[int, list[_Frame]] = defaultdict(list)
         self._holds: dict[int, set[int]] = defaultdict(set)
+        self._episodes: dict[int, dict[str, _Episode]] = defaultdict(dict)
+        self._counts: Counter[str] = Counter()
         self._settled = Pulse()
         self._step = 0
         self._file: IO[bytes] | None = None
@@ -99,6 +121,8 @@ class Journal:
                 self._forget(at)
         for position in [position for position in self._frames if not is_open(position)]:
             del self._frames[position]
+        for position in [position for position in self._episodes if not is_open(position)]:
+            del self._episodes[position]
         self.forget_through(step, is_open)
 
     async def begin(self, step: int, weights: str) -> int:
@@ -127,8 +151,13 @@ class Journal:
 
     async def settled(self, position: int) -> None:
         """Return when it is known of all that was found of ``position`` whether it may be used."""
-        while any(frame.step > self._step for frame in self._frames.get(position, ())):
+        while any(frame.step > self._step for frame in self._found_of(position)):
             await self._settled.wait()
+
+    def _found_of(self, position: int) -> Iterator[_Frame]:
+        yield from self._frames.get(position, ())
+        for episode in self._episodes.get(position, {}).values():
+            yield from episode.turns
 
     def recorded(self, step: int) -> tuple[int, ...]:
         """The positions that the batch of ``step`` took in an earlier start of the run; none where it is not known."""
@@ -139,9 +168,11 @@ class Journal:
         if not self.recorded(step):
             self._append(json.dumps({"batch": list(positions)}).encode() + b"\n")
 
-    def runner(self, position: int, run: EpisodeRunner) -> EpisodeRunner:
+    def runner(self, position: int, run: LoggedRunner, oldest: int = 0) -> EpisodeRunner:
         """``run``, but giving what was found of ``position`` first, and writing down what finishes afresh.
 
+        An episode that did not end goes on from its turns, if the weights that sampled the first are not before
+        ``oldest``: one of an earlier start of the run, or one whose box was lost with its host.
         Infrastructure failures are not written down: they are run again in any case. One is read or written at a time,
         so that a group has its members in the order of its frames, in this start of the run and in the next: an update
         adds up over them in that order.
@@ -153,17 +184,29 @@ class Journal:
                 self._given[position].append(frame := frames.pop(0))
                 async with turn:
                     return await asyncio.to_thread(self._read, frame)
-            trajectory = await run(task)
+            log = EpisodeLog(self, position, oldest) if self._turns else None
+            trajectory = await run(task, log)
             if not trajectory.stop.infrastructure:
+                self._counts.update(episodes=bool(trajectory.replayed_turns), turns=trajectory.replayed_turns)
                 async with turn:
-                    self._given[position].append(await asyncio.to_thread(self._write, position, trajectory))
+                    written = await asyncio.to_thread(self._write, position, trajectory, log.key if log else None)
+                    self._given[position].append(written)
+            elif log is not None:
+                await log.failed(trajectory.stop)
             return trajectory
 
         return journaled
 
+    def metrics(self) -> dict[str, float]:
+        """``recover/*``: what became of episodes that did not end, since this was last asked; none where turns are not
+        written down."""
+        counts, self._counts = self._counts, Counter()
+        return {f"recover/{name}": float(counts[name]) for name in _COUNTED} if self._turns else {}
+
     def finished(self, position: int) -> Iterator[Trajectory]:
         """What :meth:`runner` gave of ``position``, once; each is read again when it is asked for, which blocks on the
         disk."""
+        self._episodes.pop(position, None)
         return map(self._read, self._given.pop(position, ()))
 
     def forget_through(self, step: int, is_open: Callable[[int], bool]) -> None:
@@ -196,18 +239,27 @@ class Journal:
             if not {**self._header, "step": step}.items() <= header.items():
                 return False
             for payload, after in frames:
-                line, _, trajectory = payload.partition(b"\n")
+                line, _, encoded = payload.partition(b"\n")
                 told = _json(line)
-                if trajectory:
-                    self._note(told["position"], _Frame(step, after - len(trajectory), len(trajectory)))
-                else:
+                if "batch" in told:
                     found.batch = tuple(told["batch"])
+                else:
+                    self._note(told, _Frame(step, after - len(encoded), len(encoded)))
                 found.end = after
         return True
 
-    def _note(self, position: int, frame: _Frame) -> None:
-        self._frames[position].append(frame)
+    def _note(self, told: Mapping[str, Any], frame: _Frame) -> None:
+        """Take up a frame that is of an episode: a turn, its end, or that it was given up."""
+        position, key = told["position"], told.get("episode")
         self._holds[frame.step].add(position)
+        if key is not None:
+            episode = self._episodes[position].setdefault(key, _Episode(key))
+            if "turn" not in told:
+                episode.over = frame.step
+            elif told["turn"] == len(episode.turns):
+                episode.turns.append(frame)
+        if "turn" not in told and frame.length:
+            self._frames[position].append(frame)
 
     def _forget(self, step: int) -> None:
         self._path(step).unlink(missing_ok=True)
@@ -216,16 +268,35 @@ class Journal:
         for position, frames in self._frames.items():
             if any(frame.step == step for frame in frames):  # of others episodes may be given out meanwhile
                 self._frames[position] = [frame for frame in frames if frame.step != step]
+        for episodes in list(self._episodes.values()):
+            for episode in list(episodes.values()):
+                episode.forget(step)
 
     def _read(self, frame: _Frame) -> Trajectory:
-        path = self._path(frame.step)
-        with path.open("rb") as file:
-            file.seek(frame.start)
-            return replace(decode_trajectory(file.read(frame.length), str(path)), recovered=True)
+        return replace(decode_trajectory(self._bytes(frame), str(self._path(frame.step))), recovered=True)
 
-    def _write(self, position: int, trajectory: Trajectory) -> _Frame:
-        data = encode_trajectory(trajectory)
-        step, end = self._append(json.dumps({"position": position}).encode() + b"\n" + data, position)
+    def _read_turns(self, frames: Sequence[_Frame]) -> list[LoggedTurn]:
+        return [decode_turn(self._bytes(frame), str(self._path(frame.step))) for frame in frames]
+
+    def _bytes(self, frame: _Frame) -> bytes:
+        with self._path(frame.step).open("rb") as file:
+            file.seek(frame.start)
+            return file.read(frame.length)
+
+    def _write(self, position: int, trajectory: Trajectory, episode: str | None) -> _Frame:
+        """Write a trajectory down; with it its ``episode``, if its turns were, is over."""
+        named = {"position": position} if episode is None else {"position": position, "episode": episode}
+        return self._put_down(position, named, encode_trajectory(trajectory))
+
+    def _write_turn(self, position: int, episode: _Episode, turn: LoggedTurn) -> None:
+        named = {"position": position, "episode": episode.key, "turn": len(episode.turns)}
+        episode.turns.append(self._put_down(position, named, encode_turn(turn)))
+
+    def _give_up(self, position: int, episode: _Episode) -> None:
+        self._put_down(position, {"position": position, "episode": episode.key}, b"")
+
+    def _put_down(self, position: int, named: Mapping[str, object], data: bytes) -> _Frame:
+        step, end = self._append(json.dumps(named).encode() + b"\n" + data, position)
         return _Frame(step, end - len(data), len(data))
 
     def _append(self, payload: bytes, position: int | None = None) -> tuple[int, int]:
@@ -247,6 +318,52 @@ class Journal:
 
     def _path(self, step: int) -> Path:
         return self._folder / f"step-{step:06d}.journal"
+
+
+class EpisodeLog:
+    """Implements :class:`agent_rl.rollout.turn_log.TurnLog`: the turns of an episode of ``position``, in ``journal``.
+    It is the first there that did not end, or a new one."""
+
+    def __init__(self, journal: Journal, position: int, oldest: int) -> None:
+        self._journal, self._position, self._oldest = journal, position, oldest
+        waiting = journal._episodes[position]
+        found = next((each for each in waiting.values() if each.turns and each.over is None), None)
+        self.episode = _Episode() if found is None else waiting.pop(found.key)
+
+    @property
+    def key(self) -> str:
+        """What the episode is known by."""
+        return self.episode.key
+
+    async def kept(self) -> Sequence[LoggedTurn]:
+        """See :class:`TurnLog`; none where they are too old."""
+        turns = await asyncio.to_thread(self._journal._read_turns, self.episode.turns)
+        if min(_versions(turns), default=self._oldest) < self._oldest:
+            await self._begin_anew("too_old")
+            return []
+        return turns
+
+    async def keep(self, turn: LoggedTurn) -> None:
+        await asyncio.to_thread(self._journal._write_turn, self._position, self.episode, turn)
+
+    async def start_over(self) -> None:
+        await self._begin_anew("differed")
+
+    async def failed(self, stop: StopReason) -> None:
+        """The infrastructure failed it. Only where its box's host was lost does it go on, by whoever runs next."""
+        if stop is StopReason.HOST_LOST:
+            self._journal._episodes[self._position][self.episode.key] = self.episode
+        elif self.episode.turns:
+            await asyncio.to_thread(self._journal._give_up, self._position, self.episode)
+
+    async def _begin_anew(self, why: str) -> None:
+        self._journal._counts[why] += 1
+        await asyncio.to_thread(self._journal._give_up, self._position, self.episode)
+        self.episode = _Episode()
+
+
+def _versions(turns: Sequence[LoggedTurn]) -> Iterator[int]:
+    return (int(span.version) for turn in turns for completion in turn.completions for span in completion.versions)
 
 
 def _write_whole(file: IO[bytes], data: bytes) -> None:

@@ -46,6 +46,7 @@ MAY_CHANGE = (
     {"hardware"},
     {"observe"},
     {"r3", "trace"},
+    {"rollout", "recover"},
     {"train", "steps"},
     {"train", "checkpoint_every"},
     {"train", "keep_checkpoints"},

@@ -154,7 +154,7 @@ class TrainingRun:
         self.sync = WeightSync(config, world.engine, trainer, state.dir / "weights", display.note)
         self.newcomers = Newcomers(config, world.engine, self.sync)
         self.guard = Guard(config.guard, state.dir, display.note)
-        self.journal = Journal(state.dir / "journal", state.run_id)
+        self.journal = Journal(state.dir / "journal", state.run_id, turns=config.rollout.recover == "turns")
         self.history = History(state.dir)
         self.checkpoints = Checkpoints(config.train, state, trainer, self.journal)
         self.progress = Progress(state.run_id)
@@ -273,7 +273,7 @@ class TrainingRun:
                 details=None if details is None else {prepared.origins[at]: own for at, own in details.items()},
             )
         values |= clock.values | self.world.metrics() | self.world.engine.fleet.metrics()
-        values |= self.world.engine.gate.metrics()
+        values |= self.world.engine.gate.metrics() | self.journal.metrics()
         values["pipeline/trainer_idle"] = values["time/rollout"] / values["time/step"]
         values |= self.history.append(StepRow(step, batch.outcomes, tuple(group.task_id for group in batch.sampled)))
         values |= self.guard.judge(step, values, self.metrics.rows)

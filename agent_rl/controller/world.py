@@ -23,8 +23,8 @@ from agent_rl.observe.display import Display
 from agent_rl.render import ChatRenderer
 from agent_rl.rollout.audit import Auditor
 from agent_rl.rollout.episode import EpisodeRules, run_episode
-from agent_rl.rollout.group import EpisodeRunner
 from agent_rl.rollout.limiter import Limiter
+from agent_rl.rollout.turn_log import LoggedRunner, TurnLog
 from agent_rl.types import Trajectory
 from envs import Environment, Task, find_interface
 from envs.context import EnvContext
@@ -66,15 +66,15 @@ class World:
     limiter: Limiter
     gateway: Gateway | None = None
 
-    def runner(self, rules: EpisodeRules) -> EpisodeRunner:
+    def runner(self, rules: EpisodeRules) -> LoggedRunner:
         """Runs one episode of a task with the engine's policy under ``rules``, and audits its routes now and then."""
         audit = Auditor(self.engine, rules.routes.audit) if rules.routes else None
         if self.gateway is not None:
             return self._harness_runner(self.gateway, rules, audit)
 
-        async def run(task: Task) -> Trajectory:
+        async def run(task: Task, log: TurnLog | None = None) -> Trajectory:
             parts = (self.workshop.env, task, self.engine, self.renderer, self.format, rules)
-            return await run_episode(*parts, audit, self.engine.gate)
+            return await run_episode(*parts, audit, self.engine.gate, log)
 
         return run
 
@@ -82,11 +82,12 @@ class World:
         """What became of hosts and of agent programs, where the run has any."""
         return self.workshop.metrics() | ({} if self.gateway is None else self.gateway.metrics())
 
-    def _harness_runner(self, gateway: Gateway, rules: EpisodeRules, audit: Auditor | None) -> EpisodeRunner:
+    def _harness_runner(self, gateway: Gateway, rules: EpisodeRules, audit: Auditor | None) -> LoggedRunner:
         """The same with the agent program of ``rules.rollout.harness``."""
         context = self.engine.facts.max_positions
 
-        async def run(task: Task) -> Trajectory:
+        async def run(task: Task, log: TurnLog | None = None) -> Trajectory:
+            assert log is None, "the config refuses turns of an agent program"
             parts = (self.workshop.env, task, self.engine, self.renderer, self.format, rules, self.engine.gate)
             return await HarnessRun(gateway, context, *parts).run(audit)
 

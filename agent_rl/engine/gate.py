@@ -85,6 +85,11 @@ class TurnGate:
         finally:
             del self._limits[limit]
 
+    def left(self, limit: asyncio.Timeout) -> float:
+        """Seconds that ``limit``, which is :meth:`uncharged`, still runs while the gate is open."""
+        due = limit.when()
+        return self._limits[limit] if due is None else due - _now()
+
     @asynccontextmanager
     async def closed(self) -> AsyncIterator[None]:
         """Within the block no request runs, and none begins."""

@@ -203,6 +203,13 @@ METRICS: tuple[Metric, ...] = (
         ("pipeline/reprefilled_tokens", "tokens", "The tokens before and in them, which were computed again."),
     ),
     *_of(
+        "agent_rl/controller/journal.py",
+        ("recover/episodes", "count", "Episodes that ended in the step and went on from turns sampled before."),
+        ("recover/turns", "count", "Their turns that were not sampled again (`rollout.recover: turns`)."),
+        ("recover/differed", "count", "Episodes begun anew, since a tool called again answered otherwise."),
+        ("recover/too_old", "count", "Episodes begun anew, since older weights than their batch allows had sampled."),
+    ),
+    *_of(
         _HISTORY,
         ("ledger/trained", "count", "Positions of the data whose groups the run's steps have trained on."),
         ("ledger/discarded", "count", "Positions whose groups dynamic sampling threw away."),

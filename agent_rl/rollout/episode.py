@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from array import array
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from hashlib import sha256
 from typing import Any
 
 from agent_rl.config import EnvConfig, R3Config, RolloutConfig, RunConfig
@@ -22,7 +24,8 @@ from agent_rl.errors import EngineAborted, EngineError, HarnessError, RoutesMiss
 from agent_rl.rollout.audit import Auditor
 from agent_rl.rollout.opening import Renderer, open_conversation
 from agent_rl.rollout.transcript import Transcript
-from agent_rl.types import FinishReason, SamplingParams, StopReason, Trajectory, Turn
+from agent_rl.rollout.turn_log import Answered, LoggedTurn, ReplayDiffers, TurnLog
+from agent_rl.types import Completion, FinishReason, SamplingParams, StopReason, Trajectory, Turn
 from envs import Environment, Episode, Grade, GradingError, Task, UndecidableError, find_interface
 from sandbox import ImageMissingError, SandboxError, SandboxHostLostError, SandboxUnavailableError, bounded
 from tools import ParseFailure, ToolCall, ToolCallFormat, ToolSet
@@ -75,15 +78,22 @@ async def run_episode(
     rules: EpisodeRules,
     audit: Auditor | None = None,
     gate: TurnGate | None = None,
+    log: TurnLog | None = None,
 ) -> Trajectory:
     """Drive ``task`` to an ending and grade it; ``audit`` then looks at its routes, or not. While ``gate``, that of
-    the engine, is closed, ``rollout.time_limit`` does not run.
+    the engine, is closed, ``rollout.time_limit`` does not run. With ``log`` it goes on from the turns kept there, or
+    starts over where the tools answer otherwise than they did.
 
     A sandbox, grading or engine failure is returned as a trajectory whose ``stop.infrastructure`` is True and whose
     reward is None. Raises RoutesMissingError, ImageMissingError, SandboxUnavailableError and TaskRecordError; being
     cancelled closes the sandbox first.
     """
-    return await EpisodeRun(env, task, engine, renderer, fmt, rules, gate).run(audit)
+    while True:
+        try:
+            return await EpisodeRun(env, task, engine, renderer, fmt, rules, gate, log).run(audit)
+        except ReplayDiffers:
+            assert log is not None, "only what was kept is taken again"
+            await log.start_over()
 
 
 class EpisodeRun:
@@ -98,8 +108,10 @@ class EpisodeRun:
         fmt: ToolCallFormat,
         rules: EpisodeRules,
         gate: TurnGate | None,
+        log: TurnLog | None = None,
     ) -> None:
         self.env, self.task, self.engine, self.gate = env, task, engine, gate or TurnGate()
+        self.log, self.opening, self.answers, self.replayed = log, "", list[Completion](), 0
         self.renderer, self.fmt, self.rules, self.limits = renderer, fmt, rules, rules.rollout
         self.interface = find_interface(rules.env.interface)
         self.session = f"{task.id}-{uuid.uuid4().hex[:12]}"
@@ -153,47 +165,71 @@ class EpisodeRun:
             describe_tools=self.limits.describe_tools,
         )
         self.transcript = Transcript(opening, max_tokens=self.limits.max_tokens, routes=self.rules.routes)
+        self.opening = sha256(array("i", opening).tobytes()).hexdigest()[:16]
 
     async def _act(self, tools: ToolSet) -> StopReason:
-        limit = asyncio.timeout(self.limits.time_limit)
+        kept = [] if self.log is None else await self.log.kept()
+        for logged in kept:
+            if stop := await self._take_again(tools, logged):
+                return stop
+        limit = asyncio.timeout(kept[-1].left if kept else self.limits.time_limit)
         try:
             async with limit:
                 with self.gate.uncharged(limit):
-                    return await self._take_turns(tools)
+                    return await self._take_turns(tools, limit)
         except TimeoutError:
             if not limit.expired():
                 raise
             return StopReason.TIME_LIMIT
 
-    async def _take_turns(self, tools: ToolSet) -> StopReason:
-        for _ in range(self.limits.max_turns):
-            if stop := await self._turn(tools):
+    async def _take_turns(self, tools: ToolSet, limit: asyncio.Timeout) -> StopReason:
+        while len(self.turns) < self.limits.max_turns:
+            stop = await self._turn(tools, self.engine)
+            if self.log is not None and self.answers:
+                completions, self.answers = tuple(self.answers), []
+                turn = Turn(**self.turns[-1])
+                await self.log.keep(LoggedTurn(self.opening, completions, turn, self.gate.left(limit)))
+            if stop:
                 return stop
         return StopReason.MAX_TURNS
 
-    async def _turn(self, tools: ToolSet) -> StopReason | None:
+    async def _take_again(self, tools: ToolSet, logged: LoggedTurn) -> StopReason | None:
+        """As :meth:`_turn`, with what was sampled before. Raises ReplayDiffers where anything else comes of it."""
+        if self.opening != logged.opening:
+            raise ReplayDiffers(f"{self.session} begins with another prompt than the first time")
+        stop = await self._turn(tools, Answered(logged.completions))
+        self.answers.clear()
+        if self.turns[-1]["observation"] != logged.turn.observation:
+            raise ReplayDiffers(f"turn {self.replayed} of {self.session} was answered otherwise than the first time")
+        self.turns[-1] = asdict(logged.turn)
+        self.replayed += 1
+        return stop
+
+    async def _turn(self, tools: ToolSet, engine: Engine) -> StopReason | None:
         """Sample, call, observe; the ending if there is one."""
         if self.transcript.room < 1:
             return StopReason.CONTEXT_FULL
-        sampled = await self._sample()
+        sampled = await self._sample(engine)
         parsed = self.fmt.parse(self.turns[-1]["text"])
         observation, stop = await self._answer(tools, parsed)
         return stop or self._observe(observation, sampled)
 
-    async def _sample(self) -> Sequence[int]:
+    async def _sample(self, engine: Engine) -> Sequence[int]:
         """The turn's tokens. Where the request is aborted the turn goes on from what came: whenever it was cut for new
         weights, and a few times where the engine gave it up."""
         started, prompt_tokens = time.perf_counter(), len(self.transcript.tokens)
         left, sampled, retractions = min(self.limits.max_new_tokens, self.transcript.room), list[int](), 0
         aborts = 0
         while aborts <= MAX_ABORTS:
-            completion = await self.engine.generate(
+            completion = await engine.generate(
                 self.transcript.tokens,
                 self.rules.sampling(left, self.renderer.stop_token_ids),
                 routes_from=self.transcript.routes_from,
                 session=self.session,
             )
             self.transcript.sampled(completion)
+            if self.log is not None:
+                self.answers.append(completion)
             aborted = completion.finish is FinishReason.ABORT
             aborts += aborted and not completion.cut
             retractions += completion.retractions
@@ -297,6 +333,7 @@ class EpisodeRun:
             seconds=_seconds_since(self.started),
             grade_seconds=self.grade_seconds,
             began=self.began,
+            replayed_turns=self.replayed,
             start_seconds=self.start_seconds,
             grade_began=self.grade_began,
             tests=grade.tests if grade else {},

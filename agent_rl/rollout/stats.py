@@ -101,7 +101,9 @@ def _speeds(trajectories: Sequence[Trajectory], seconds: float) -> dict[str, flo
     recovered = {"time/rollout_recovered": 1 - len(run) / len(trajectories)} if len(run) < len(trajectories) else {}
     if not run:
         return recovered
-    sampled = sum(turn.completion_tokens for trajectory in run for turn in trajectory.turns)
+    sampled = sum(
+        turn.completion_tokens for trajectory in run for turn in trajectory.turns[trajectory.replayed_turns :]
+    )
     return recovered | {
         "rollout/tokens_per_second": sum(trajectory.total_tokens for trajectory in run) / seconds,
         "rollout/sampled_tokens_per_second": sampled / seconds,

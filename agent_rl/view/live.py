@@ -35,8 +35,9 @@ class _Journal:
     notes: list[str] = field(default_factory=list)
 
     def take(self, payload: bytes) -> None:
-        """Take up a frame after the header: a line of JSON and, where an episode ended, its bytes."""
-        if encoded := payload.partition(b"\n")[2]:
+        """Take up a frame after the header: a line of JSON and, of an episode that ended or a turn, its bytes."""
+        line, _, encoded = payload.partition(b"\n")
+        if encoded and b'"turn"' not in line:
             try:
                 self.episodes.append(_episode(row_of_encoded(encoded, str(self.path))))
             except AgentRlError as error:

@@ -33,6 +33,7 @@ from agent_rl.controller.pipeline.pump import RolloutPump
 from agent_rl.engine.gate import TurnGate
 from agent_rl.rollout.group import EpisodeRunner
 from agent_rl.rollout.limiter import Limiter
+from agent_rl.rollout.turn_log import TurnLog
 from agent_rl.types import Group, Trajectory, VersionSpan
 from envs import Task
 
@@ -75,7 +76,7 @@ class NoJournal:
     def __init__(self) -> None:
         self.given: dict[int, list[Trajectory]] = {}
 
-    def runner(self, position: int, run: EpisodeRunner) -> EpisodeRunner:
+    def runner(self, position: int, run: EpisodeRunner, oldest: int) -> EpisodeRunner:
         async def kept(task: Task) -> Trajectory:
             trajectory = await run(task)
             self.given.setdefault(position, []).append(trajectory)
@@ -105,7 +106,7 @@ class Episodes:
     ended: int = 0
     made: Trajectory = field(default_factory=lambda: trajectory(1.0))
 
-    async def __call__(self, task: Task) -> Trajectory:
+    async def __call__(self, task: Task, log: TurnLog | None = None) -> Trajectory:
         loop, left, first = asyncio.get_running_loop(), next(self.seconds), None
         while left > 0:
             await self.gate.opened()

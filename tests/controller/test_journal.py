@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from agent_rl.controller.journal import Journal, lineage
 from agent_rl.errors import UserError
-from agent_rl.rollout.group import EpisodeRunner
+from agent_rl.rollout.turn_log import LoggedRunner, TurnLog
 from agent_rl.types import StopReason, Trajectory, Turn, VersionSpan
 from envs import Task
 from r3.routing import Routing, Span, SpanKind
@@ -58,11 +58,11 @@ def task(name: str) -> Task:
     return Task(name, "mini", {})
 
 
-def giving(*trajectories: Trajectory) -> tuple[EpisodeRunner, list[str]]:
+def giving(*trajectories: Trajectory) -> tuple[LoggedRunner, list[str]]:
     """An episode runner that gives these, one after the other, and the tasks it was asked for."""
     waiting, asked = list(trajectories), []
 
-    async def run(task: Task) -> Trajectory:
+    async def run(task: Task, log: TurnLog | None = None) -> Trajectory:
         asked.append(task.id)
         return waiting.pop(0)
 
@@ -273,7 +273,7 @@ async def test_a_flipped_bit_ends_what_is_believed(tmp_path: Path) -> None:
 async def test_many_episodes_may_end_at_once(tmp_path: Path) -> None:
     journal = (await opened(tmp_path)).journal
 
-    async def run(task: Task) -> Trajectory:
+    async def run(task: Task, log: TurnLog | None = None) -> Trajectory:
         return trajectory(task.id, int(task.id))
 
     await asyncio.gather(*(journal.runner(number, run)(task(str(number))) for number in range(40)))
@@ -326,7 +326,7 @@ async def test_what_ends_while_a_step_begins_comes_after_the_files_header(
 ) -> None:
     """Sampling runs on meanwhile; a file whose header does not come first is believed to be another run's."""
     journal = (await opened(tmp_path)).journal
-    monkeypatch.setattr(journal, "_writing", Overtaken(lambda: journal._write(0, FIRST)))
+    monkeypatch.setattr(journal, "_writing", Overtaken(lambda: journal._write(0, FIRST, None)))
     await journal.begin(9, "w8")
     journal.close()
     again = Journal(tmp_path, "run")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,11 @@ def test_a_whole_run_is_proven(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "2 steps took 6 positions of the data: 4 trained, 1 discarded, 0 dropped, 1 left out" in said
     assert "0 positions before the last of them were open" in said
     assert "every position ended once" in said
+    assert "interrupted" not in said
+    rows = ({"recover/episodes": 2.0, "recover/turns": 7.0, "recover/differed": 1.0}, {}, {"recover/turns": 1.0})
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ledger(tmp_path, Console(highlight=False, width=200))
+    assert "2 interrupted episodes went on from 8 turns sampled before; 1 began anew" in capsys.readouterr().out
     history.forget_after(1)
     assert [row.step for row in read_history(tmp_path)] == [1]
     assert gaps(read_history(tmp_path)) == [1]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pipeline_run import POINTS, Deaths, Life, run_config
+from pipeline_run import POINTS, TURN_POINTS, Deaths, Life, run_config
 
 from agent_rl.config import RunConfig
 from agent_rl.controller.pipeline.history import faults, gaps, read_history
@@ -20,7 +20,7 @@ from agent_rl.controller.train import TrainingRun, run_to_the_end
 from agent_rl.errors import TrainerDied, UserError
 from agent_rl.observe.metrics_log import read_metrics
 
-BY_TIME = re.compile(r"^time/|seconds|per_second|^staleness/|^off_policy/|^pipeline/")
+BY_TIME = re.compile(r"^time/|seconds|per_second|^staleness/|^off_policy/|^pipeline/|^recover/")
 SHAPES = [(0, 0, False), (0, 0, True), (1, 1, True), (1, 3, False)]
 ALL_SHAPES = [(*shape, dynamic) for shape in ((0, 0), (1, 1), (3, 3), (1, 3), (3, 5)) for dynamic in (False, True)]
 
@@ -29,11 +29,14 @@ def exact(row: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in row.items() if not BY_TIME.search(name)}
 
 
-async def lived(config: RunConfig, deaths: list[Deaths]) -> list[tuple[str, int]]:
-    """Run to the end, through a life for each of ``deaths`` and one more; every episode that ended in any of them."""
+async def lived(
+    config: RunConfig, deaths: list[Deaths], sampled: list[tuple[str, int, int]] | None = None
+) -> list[tuple[str, int]]:
+    """Run to the end, through a life for each of ``deaths`` and one more; every episode that ended in any of them, and
+    in ``sampled`` every turn."""
     given, most = list[tuple[str, int]](), config.pipeline.staleness
     for death in (*deaths, Deaths()):
-        life = Life(config, given, death)
+        life = Life(config, given, death, sampled)
         ended = await life.live()
         assert all(lag <= most for lag in life.trainer.lags)
         if ended:
@@ -50,15 +53,19 @@ def check_whole(run: Path, steps: int = 8) -> None:
     assert not list((run / "journal").iterdir())
 
 
-async def check_kills(runs: Path, depth: int, staleness: int, dynamic: bool, kills: int, seed: int = 0) -> None:
-    draw = random.Random(seed)
-    shape: Any = {"depth": depth, "staleness": staleness, "dynamic_sampling": {"enabled": dynamic}}
+async def check_kills(
+    runs: Path, depth: int, staleness: int, dynamic: bool, kills: int, seed: int = 0, recover: str = "off"
+) -> None:
+    draw, points, turns = random.Random(seed), POINTS if recover == "off" else TURN_POINTS, list[tuple[str, int, int]]()
+    shape: Any = {"depth": depth, "staleness": staleness, "dynamic_sampling": {"enabled": dynamic}, "recover": recover}
     unkilled, killed = run_config(runs / "unkilled", **shape), run_config(runs / "killed", **shape)
     await lived(unkilled, [])
     check_whole(unkilled.run_dir)
-    given = await lived(killed, [Deaths(draw.choice(POINTS), draw.randint(1, 9)) for _ in range(kills)])
+    given = await lived(killed, [Deaths(draw.choice(points), draw.randint(1, 9)) for _ in range(kills)], turns)
     check_whole(killed.run_dir)
     assert len(given) - len(set(given)) <= kills * killed.rollout.concurrency, "a finished episode was sampled again"
+    if recover == "turns":
+        assert len(turns) - len(set(turns)) <= kills * killed.rollout.concurrency, "a whole turn was sampled again"
     if staleness == depth:  # else which groups a batch has is a matter of time
         assert [exact(row) for row in read_metrics(killed.run_dir)] == [
             exact(row) for row in read_metrics(unkilled.run_dir)
@@ -70,6 +77,16 @@ async def test_killed_anywhere_it_goes_on_as_if_it_never_had_been(
     tmp_path: Path, depth: int, staleness: int, dynamic: bool
 ) -> None:
     await check_kills(tmp_path, depth, staleness, dynamic, kills=4)
+
+
+@pytest.mark.parametrize(("depth", "staleness", "dynamic"), [(0, 0, True), (1, 1, False), (1, 3, True)])
+async def test_with_turns_kept_an_episode_goes_on_from_its_last_one(
+    tmp_path: Path, depth: int, staleness: int, dynamic: bool
+) -> None:
+    await check_kills(tmp_path, depth, staleness, dynamic, kills=6, recover="turns")
+    rows = read_metrics(tmp_path / "killed" / "run")
+    assert sum(row["recover/turns"] for row in rows) > 0
+    assert sum(row["recover/differed"] + row["recover/too_old"] for row in rows) == 0
 
 
 @pytest.mark.parametrize("point", POINTS)
@@ -117,8 +134,9 @@ async def test_a_full_disk_ends_the_run_in_one_line(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("recover", ["off", "turns"])
 @pytest.mark.parametrize(("depth", "staleness", "dynamic"), ALL_SHAPES)
 async def test_killed_anywhere_again_and_again(
-    tmp_path: Path, depth: int, staleness: int, dynamic: bool, seed: int
+    tmp_path: Path, depth: int, staleness: int, dynamic: bool, recover: str, seed: int
 ) -> None:
-    await check_kills(tmp_path, depth, staleness, dynamic, kills=12, seed=seed)
+    await check_kills(tmp_path, depth, staleness, dynamic, kills=12, seed=seed, recover=recover)

@@ -11,6 +11,7 @@ from trajectories import trajectory
 
 from agent_rl.controller.journal import Journal
 from agent_rl.controller.pipeline.shelf import Shelved
+from agent_rl.rollout.turn_log import TurnLog
 from agent_rl.types import Branch, BranchCause, Group, Trajectory
 from envs import Task
 from r3.routing import Routing, Span, SpanKind
@@ -32,7 +33,7 @@ def routed(seed: int) -> Trajectory:
 async def test_a_shelved_group_gets_its_arrays_back(tmp_path: Path, again: bool) -> None:
     given = [routed(seed) for seed in range(3)]
 
-    async def run(task: Task) -> Trajectory:
+    async def run(task: Task, log: TurnLog | None = None) -> Trajectory:
         return left.pop(0)
 
     async def begun() -> Journal:

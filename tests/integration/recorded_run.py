@@ -37,8 +37,8 @@ from agent_rl.engine.gate import TurnGate
 from agent_rl.model_facts import read_facts
 from agent_rl.observe.display import Display
 from agent_rl.rollout.episode import EpisodeRules
-from agent_rl.rollout.group import EpisodeRunner
 from agent_rl.rollout.limiter import Limiter
+from agent_rl.rollout.turn_log import LoggedRunner, TurnLog
 from agent_rl.train.ray_trainer import RayTrainer
 from agent_rl.types import StopReason, Trajectory, Turn, VersionSpan
 from envs import Task
@@ -105,7 +105,7 @@ class RecordedWorld:
     def metrics(self) -> dict[str, float]:
         return {}
 
-    def runner(self, rules: EpisodeRules) -> EpisodeRunner:
+    def runner(self, rules: EpisodeRules) -> LoggedRunner:
         """Gives the recordings that no journal holds yet."""
         journals = (self.config.run_dir / "journal").glob("step-*")
         held = {trajectory.tokens.tobytes() for journal in journals for trajectory in read_journal(journal)}
@@ -118,7 +118,7 @@ class _Recorded:
     held: set[bytes]
     waiting: dict[str, list[Trajectory]] = field(default_factory=lambda: defaultdict(list))
 
-    async def run(self, task: Task) -> Trajectory:
+    async def run(self, task: Task, log: TurnLog | None = None) -> Trajectory:
         if task.id not in self.waiting:
             every = recordings(task, self.world.config.rollout.group_size, self.world.facts)
             self.waiting[task.id] = [t for t in every if t.tokens.tobytes() not in self.held]

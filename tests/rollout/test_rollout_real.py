@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import shutil
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from agent_rl.config import RolloutConfig
+from agent_rl.controller.journal import Journal
+from agent_rl.engine.scripted import ScriptedEngine
 from agent_rl.evaluation.evaluate import evaluate
-from agent_rl.rollout.episode import EpisodeRules
+from agent_rl.rollout.episode import EpisodeRules, run_episode
 from agent_rl.rollout.group import GroupSettings, collect_groups
 from agent_rl.rollout.limiter import Limiter
-from agent_rl.rollout.solvers import PATCH_CHUNK, gold, solver_runner
-from agent_rl.types import StopReason
+from agent_rl.rollout.solvers import PATCH_CHUNK, ByteRenderer, gold, solver_runner
+from agent_rl.types import Completion, StopReason, Trajectory
 from envs import EnvContext, Task
 from envs.mini import MiniEnvironment
 from sandbox import Sandbox, SandboxBackend, SandboxSpec
 from sandbox.select import open_backend
 from tools import ToolCall
+from tools.formats import tool_format
 
 pytestmark = pytest.mark.bubblewrap
 
@@ -182,3 +187,47 @@ def command_lines() -> list[str]:
         with contextlib.suppress(OSError):  # it ended meanwhile
             found.append(file.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
     return found
+
+
+async def test_an_episode_goes_on_in_a_new_box_from_the_files_that_its_calls_leave(
+    backend: SandboxBackend, task_cache: Path, tmp_path: Path
+) -> None:
+    """The run is killed when the fix is applied, with the fix in no box that is left; then the same, but the shell's
+    answer is another every time: that one starts over."""
+    env = mini(backend, task_cache)
+    await env.prepare("heldout")
+    task, fmt, renderer = env.tasks("heldout")[0], tool_format("xml"), ByteRenderer()
+    *applying, submit = gold(env, task)
+    rules = EpisodeRules(RolloutConfig(describe_tools=False), routes=None)
+
+    async def go_on(calls: Sequence[Any], *, kill_after: int | None) -> Trajectory | None:
+        journal, reached = Journal(tmp_path, "run", turns=True), asyncio.Event()
+        journal.recover(0, {}, lambda position: True)
+        await journal.begin(1, "start")
+
+        class Stopping(ScriptedEngine):
+            async def generate(self, *args: Any, **how: Any) -> Completion:
+                if self.calls == kill_after:
+                    reached.set()
+                    await asyncio.Event().wait()
+                return await super().generate(*args, **how)
+
+        engine = Stopping(lambda session, turn, tokens: renderer.encode(fmt.render(calls[turn])), weight_version="0")
+        run = journal.runner(0, lambda task, log=None: run_episode(env, task, engine, renderer, fmt, rules, log=log))
+        running = asyncio.ensure_future(run(task))
+        ended, _ = await asyncio.wait({running, asyncio.create_task(reached.wait())}, return_when="FIRST_COMPLETED")
+        running.cancel()
+        journal.close()
+        return running.result() if running in ended else None
+
+    assert await go_on([*applying, submit], kill_after=len(applying)) is None
+    resumed = await go_on([submit], kill_after=None)
+    assert resumed is not None
+    assert (resumed.resolved, resumed.replayed_turns, len(resumed.turns)) == (True, len(applying), len(applying) + 1)
+
+    shutil.rmtree(tmp_path)
+    clock = ToolCall("execute_bash", {"cmd": "date +%N"})
+    assert await go_on([clock, submit], kill_after=1) is None
+    anew = await go_on([*applying, submit], kill_after=None)
+    assert anew is not None
+    assert (anew.resolved, anew.replayed_turns, len(anew.turns)) == (True, 0, len(applying) + 1)

@@ -62,10 +62,12 @@ class _Counted:
         return self.full or self._drawn >= self._rules.most_draws
 
 
-def batches_ahead(ledger: Ledger, rules: BufferRules) -> int:
-    """How many whole batches the open positions make, if all that run are kept."""
+def batches_ahead(ledger: Ledger, rules: BufferRules, before: int | None = None) -> int:
+    """How many whole batches the open positions make, or those ``before`` one, if all that run are kept."""
     whole, counted = 0, _Counted(rules)
-    for outcome in ledger.open.values():
+    for position, outcome in ledger.open.items():
+        if position == before:
+            break
         counted.add(outcome)
         if counted.complete:
             whole, counted = whole + 1, _Counted(rules)
@@ -110,6 +112,12 @@ class WorkBuffer:
             return True
         ahead = self._taken + batches_ahead(self.ledger, self._rules)
         return ahead < min(self._released + self._rules.depth + 1, self._rules.steps)
+
+    def oldest(self, position: int) -> int:
+        """The oldest weights that tokens of ``position``, which is open, may be of: whatever the batch is that takes
+        it, they are not too old for that. A position that is admitted in its turn samples no older ones; one whose
+        sampling an earlier start of the run began may have."""
+        return max(0, self._taken + batches_ahead(self.ledger, self._rules, position) - self._rules.depth)
 
     @property
     def ready(self) -> Sequence[int]:

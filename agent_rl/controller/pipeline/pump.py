@@ -27,7 +27,6 @@ from agent_rl.errors import RolloutFailed
 from agent_rl.rollout.filters import masked_stops, teaches
 from agent_rl.rollout.group import (
     DroppedGroup,
-    EpisodeRunner,
     GroupFormer,
     GroupSettings,
     Rescore,
@@ -35,6 +34,7 @@ from agent_rl.rollout.group import (
     check_dropped,
 )
 from agent_rl.rollout.limiter import Limiter
+from agent_rl.rollout.turn_log import LoggedRunner
 from agent_rl.types import Group
 from envs import Task
 
@@ -52,7 +52,7 @@ class RolloutPump:
         tasks: Sequence[Task],
         buffer: WorkBuffer,
         journal: Journal,
-        run: EpisodeRunner,
+        run: LoggedRunner,
         *,
         limiter: Limiter,
         left_out: Container[str] = (),
@@ -126,7 +126,8 @@ class RolloutPump:
     async def _sample(self, position: int, task: Task) -> None:
         await self._journal.settled(position)
         with self._timed():
-            ended = await self._former.form(task, self._journal.runner(position, self._run))
+            run = self._journal.runner(position, self._run, self._buffer.oldest(position))
+            ended = await self._former.form(task, run)
         self._end(position, ended)
 
     @contextmanager
