@@ -14,6 +14,7 @@ from trajectories import trajectory
 from agent_rl.config import MAX_STALENESS, Clip, GuardConfig
 from agent_rl.controller.advantages import samples_of
 from agent_rl.controller.guard import Guard
+from agent_rl.controller.journal import Journal
 from agent_rl.controller.pipeline.history import History
 from agent_rl.controller.world import Workshop
 from agent_rl.engine.fleet import Fleet
@@ -61,6 +62,7 @@ def made_by_calling() -> Mapping[str, set[str]]:
         "agent_rl/controller/advantages.py": set(samples_of([group]).metrics),
         "agent_rl/engine/fleet.py": set(Fleet().metrics()),
         "agent_rl/engine/gate.py": set(TurnGate().metrics()),
+        "agent_rl/controller/journal.py": set(Journal(Path("none"), "run", turns=True).metrics()),
         "agent_rl/controller/pipeline/history.py": set(History(Path("none")).figures()),
         "agent_rl/controller/guard.py": set(Guard(GuardConfig(), Path("none"), print).judge(1, {}, [])),
         "agent_rl/controller/world.py": set(Workshop(ClusterBackend([], most=1), env=None).metrics()),

@@ -259,11 +259,13 @@ def test_the_running_step_shows_its_episodes(run: Path) -> None:
     whole = episode(0)
     branched = replace(whole, further=(replace(whole.branches[0], parent=0, cause=BranchCause.RETRY),))
     first, second = (b'{"position": 0}\n' + encode_trajectory(one) for one in (branched, episode(1)))
-    parts = as_frame(b"{}"), as_frame(first), as_frame(b'{"batch": [0]}\n'), as_frame(second)[:-5]
+    turn = as_frame(b'{"position": 1, "episode": "a", "turn": 0}\nof an episode that did not end')
+    parts = as_frame(b"{}"), as_frame(first), as_frame(b'{"batch": [0]}\n'), turn, as_frame(second)[:-5]
     journal.write_bytes(b"".join(parts))
     found = read(run, "live")
     assert (found["step"], found["expected"], [one["task"] for one in found["episodes"]]) == (3, 6, ["task-0"])
     assert [(one["tokens"], one["sampled"]) for one in found["episodes"]] == [(28, 14)]
+    assert found["notes"] == []
     write_step(run, 3)
     assert read(run, "live")["step"] is None
 
