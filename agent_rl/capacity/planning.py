@@ -65,7 +65,7 @@ def plan_once(config: RunConfig, *, tokens: int | None = None) -> RunPlan:
     """
     model, device, load = planned_model(config.model), planned_device(config), Load.of(config, tokens)
     problems = (*layout_problems(config, model), *_problems(config))
-    rank = None if problems else rank_bytes(model, config.train, microbatches=load.microbatches)
+    rank = None if problems else rank_bytes(model, config.train, microbatches=load.microbatches, device=device)
     places = () if rank is None else tuple(_places(config, model, rank, load, device))
     return RunPlan(
         name=config.name,
@@ -295,7 +295,7 @@ def _notes(config: RunConfig, model: ModelFacts, load: Load) -> Iterator[str]:
             f"rollout.max_tokens={longest} is more than the model's max_position_embeddings={model.max_positions}: "
             "trajectories end there unless its config is extended (YaRN) or a long-context release is taken"
         )
-    if config.train.parallel.context > 1 and planned_device(config) == "cuda":
+    if config.train.parallel.context > 1 and planned_device(config) == "cuda" and config.train.dtype == "float32":
         yield (
             f"train.parallel.context={config.train.parallel.context}: its attention is masked, and which of torch's "
             "kernels takes that on a GPU was not tried; the slowest would hold all scores, which are not counted here"

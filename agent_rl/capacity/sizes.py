@@ -15,7 +15,7 @@ from agent_rl.model_facts import ModelFacts
 from agent_rl.train.layouts import expert_copies, shares_optimizer, weight_copies
 
 BYTES = {"float32": 4, "bfloat16": 2}
-LOGITS_CHUNK = 1 << 24
+LOGITS_CHUNK = {"cpu": 1 << 24, "cuda": 1 << 26}
 """Logits made at once (agent_rl/train/megatron/logprobs.py)."""
 LOGITS_COPIES = 5
 """Float32 arrays of a chunk's size that exist at once: logits, the entropy's exponentials, the softmax, gradients."""
@@ -90,9 +90,9 @@ class RankBytes:
         return self.weights + self.gradients + self.optimizer + self.activations + self.borrowed + self.peak
 
 
-def rank_bytes(model: ModelFacts, train: TrainConfig, *, microbatches: int) -> RankBytes:
-    """The memory of the fullest rank; ``microbatches``: how many a data rank has in a mini step (a pipeline holds as
-    many as it has stages at most)."""
+def rank_bytes(model: ModelFacts, train: TrainConfig, *, microbatches: int, device: str) -> RankBytes:
+    """The memory of the fullest rank on ``device``, cpu or cuda; ``microbatches``: how many a data rank has in a mini
+    step (a pipeline holds as many as it has stages at most)."""
     parallel, width = train.parallel, BYTES[train.dtype]
     dense, experts = rank_parameters(model, parallel)
     state = 8 + (4 if train.dtype == "bfloat16" else 0)  # Adam's moments, and a float32 master of narrower weights
@@ -104,9 +104,9 @@ def rank_bytes(model: ModelFacts, train: TrainConfig, *, microbatches: int) -> R
         gradients=(dense + experts) * 4,
         optimizer=(dense * state) // copies[0] + (experts * state) // copies[1],
         optimizer_unshared=(dense + experts) * state,
-        activations=_activations(model, train, tokens, microbatches),
-        logits=_logits(model, parallel, tokens),
-        layer=_one_layer(model, train, tokens),
+        activations=_activations(model, train, tokens, microbatches, device),
+        logits=_logits(model, train, tokens, device),
+        layer=_one_layer(model, train, tokens, device),
         borrowed=2 * train.balance.slots * expert_bytes(model, train) if train.balance.enabled else 0,
     )
 
@@ -123,7 +123,7 @@ def pool_bytes(model: ModelFacts, train: TrainConfig) -> int:
     return len(model.moe_layer_ids) * model.num_experts * expert_bytes(model, train)
 
 
-def _activations(model: ModelFacts, train: TrainConfig, tokens: int, microbatches: int) -> int:
+def _activations(model: ModelFacts, train: TrainConfig, tokens: int, microbatches: int, device: str) -> int:
     """What the backward pass finds kept when it starts: every layer's, or the layers' inputs where all is run again."""
     parallel, width = train.parallel, BYTES[train.dtype]
     chunk = model.moe[: model.num_layers // parallel.pipeline]  # the first stage holds most micro-batches
@@ -132,14 +132,14 @@ def _activations(model: ModelFacts, train: TrainConfig, tokens: int, microbatche
         in_flight = min(max(1, microbatches), in_flight + -(-(parallel.pipeline - 1) // parallel.virtual_pipeline))
     # The last norm's input and output and its rows that predict something; the rotary embedding's cosines and sines.
     final = tokens * (model.hidden * width * 3 + model.head_dim * 4 * 2)
-    kept = {moe: layer_bytes(model, train, tokens, moe=moe) for moe in set(chunk)}
+    kept = {moe: layer_bytes(model, train, tokens, moe=moe, device=device) for moe in set(chunk)}
     if train.recompute == "full":
         inputs = len(chunk) * (tokens // parallel.tensor) * model.hidden * width
         return in_flight * inputs + final
     return in_flight * sum(kept[moe] for moe in chunk) + final
 
 
-def layer_bytes(model: ModelFacts, train: TrainConfig, tokens: int, *, moe: bool) -> int:
+def layer_bytes(model: ModelFacts, train: TrainConfig, tokens: int, *, moe: bool, device: str) -> int:
     """What autograd keeps of one layer for ``tokens`` tokens (of one context rank), selective recomputation heeded."""
     width, tensor = BYTES[train.dtype], train.parallel.tensor
     again = train.recompute_modules if train.recompute == "selective" else ()
@@ -149,8 +149,9 @@ def layer_bytes(model: ModelFacts, train: TrainConfig, tokens: int, *, moe: bool
     projected = (2 * model.q_width + 2 * model.kv_width) * width * tokens // tensor
     core = (2 * model.q_width + model.kv_width) * width * tokens // tensor + 4 * model.heads * tokens // tensor
     if (parts := train.parallel.context) > 1:
-        # Keys and values of the whole sequence, and a mask for each of the two chunks a rank holds of it.
-        core += 2 * model.kv_width * width * tokens * parts // tensor + (tokens // 2) ** 2 * (2 * parts + 1)
+        core += 2 * model.kv_width * width * tokens * parts // tensor  # keys and values of the whole sequence
+        if device == "cpu" or train.dtype == "float32":  # and a mask for each of the two chunks a rank holds of it
+            core += (tokens // 2) ** 2 * (2 * parts + 1)
     joined = model.q_width * width * tokens // tensor  # the output projection's input
     given = (model.q_width + model.kv_width) * width * tokens // tensor  # what core attention is run again from
     attention = projected + joined + (given if "core_attn" in again else core)
@@ -165,13 +166,16 @@ def layer_bytes(model: ModelFacts, train: TrainConfig, tokens: int, *, moe: bool
     return residual + attention + mlp
 
 
-def _logits(model: ModelFacts, parallel: ParallelConfig, tokens: int) -> int:
-    """A chunk of logits, what is made of it, and the output weight's gradient over all chunks."""
-    share = model.vocab_size // parallel.tensor
-    return min(tokens, max(1, LOGITS_CHUNK // share)) * share * 4 * LOGITS_COPIES + share * model.hidden * 4
+def _logits(model: ModelFacts, train: TrainConfig, tokens: int, device: str) -> int:
+    """A chunk of logits, what is made of it, and the output weight's gradient over all chunks, with that of one where
+    it is narrower."""
+    share, width = model.vocab_size // train.parallel.tensor, BYTES[train.dtype]
+    rows = min(tokens, max(1, LOGITS_CHUNK[device] // share))
+    gradient = share * model.hidden * (4 + (width if width < 4 else 0))
+    return rows * share * 4 * LOGITS_COPIES + gradient
 
 
-def _one_layer(model: ModelFacts, train: TrainConfig, tokens: int) -> int:
+def _one_layer(model: ModelFacts, train: TrainConfig, tokens: int, device: str) -> int:
     """What lives for a moment of the backward pass: one layer's activations where they are made again, gradients of its
     widest, and of the largest weight."""
     width, parallel = BYTES[train.dtype], train.parallel
@@ -183,7 +187,7 @@ def _one_layer(model: ModelFacts, train: TrainConfig, tokens: int) -> int:
     passing = (rows * (2 * model.hidden + 3 * inner) + sent + max(weight, embedding)) * width
     if train.recompute != "full":
         return passing
-    return passing + max(layer_bytes(model, train, tokens, moe=moe) for moe in set(model.moe))
+    return passing + max(layer_bytes(model, train, tokens, moe=moe, device=device) for moe in set(model.moe))
 
 
 def kv_bytes_per_token(model: ModelFacts, dtype: str, tensor: int = 1) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from agent_rl.config import EngineConfig, TrainConfig
 
@@ -30,6 +30,16 @@ class Ask:
     def room(self) -> str:
         """What one of the ``count`` takes, in words."""
         return f"{amount(self.each)} on {_many(self.nodes, 'machine')}"
+
+    def in_blocks(self, size: int) -> Ask:
+        """The same in all, ``size`` of them at a time."""
+        each = {resource: size * amount for resource, amount in self.each.items()}
+        return replace(self, count=self.count // size, each=each)
+
+    @property
+    def largest(self) -> float:
+        """The GPUs that one takes of a machine, or the CPUs where it takes no GPU."""
+        return self.each.get("GPU", self.each["CPU"])
 
     def total(self, resource: str) -> float:
         return self.count * self.nodes * self.each.get(resource, 0)

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from agent_rl.aio import shielded
-from agent_rl.config import EngineConfig, RunConfig
+from agent_rl.config import EngineConfig, ParallelConfig, RunConfig
 from agent_rl.controller.asks import Ask, amount, engine_ask, rank_ask, shortage
 from agent_rl.engine.hosts import Room
-from agent_rl.errors import UserError
+from agent_rl.errors import TrainerError, UserError
 from agent_rl.train.cluster import ray_session
-from agent_rl.train.launch import rank_device
+from agent_rl.train.launch import rank_bundles, rank_device
+from agent_rl.train.layouts import rank_blocks, straddling
 from sandbox.cluster.open import named_nodes, ray_nodes
 
 if TYPE_CHECKING:
@@ -29,14 +30,20 @@ if TYPE_CHECKING:
 FREE_SECONDS = 30.0
 """How long a run that was killed just before may take to give back what it held."""
 _RESERVE_SECONDS = 60.0
+_BLOCK_SECONDS = 5.0
+"""How long Ray may take to find machines for ranks in blocks; smaller ones are then tried."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rooms:
-    """What is reserved for a run: a room for each engine, and one for all ranks. Empty where none is on Ray."""
+    """What is reserved for a run: a room for each engine, and one for all ranks. Empty where none is on Ray.
+
+    ``note``: which groups of ranks lie over several machines, in one line; None where none does.
+    """
 
     engines: tuple[Room, ...] = ()
     ranks: PlacementGroup | None = None
+    note: str | None = None
 
 
 def needs_ray(config: RunConfig) -> bool:
@@ -98,7 +105,10 @@ def _look_for_room(config: RunConfig) -> tuple[str | None, list[EngineNode]]:
     nodes = {name: node["Resources"] for name, node in named.items()}
     gpus = sum(has.get("GPU", 0) for has in nodes.values())
     device = engine_device(config.engine, gpus)
-    asks = [engine_ask(config.engine, device), rank_ask(config.train, rank_device(config.train, gpus))]
+    try:
+        asks = [engine_ask(config.engine, device), rank_ask(config.train, rank_device(config, gpus))]
+    except TrainerError as error:
+        return str(error), []
     kind = "GPU" if device == "cuda" else "CPU"
     found = [
         EngineNode(name, named[name]["NodeID"], amount({kind: has[kind]}))
@@ -120,22 +130,45 @@ def _reserve(config: RunConfig, groups: list[PlacementGroup], *, ranks: bool) ->
     gpus, engine = ray.cluster_resources().get("GPU", 0), config.engine
     device = engine_device(engine, gpus)
     engines = engine_ask(engine, device) if engines_on_ray(config) else None
-    trainer = rank_ask(config.train, rank_device(config.train, gpus)) if ranks else None
+    trainer = rank_ask(config.train, rank_device(config, gpus)) if ranks else None
     _refuse_short([ask for ask in (engines, trainer) if ask is not None])
-    if engines:
-        groups += [_engine_group(engines) for _ in range(engines.count)]
-    if trainer:
-        groups.append(_rank_group(trainer))
-    if not all(group.wait(_RESERVE_SECONDS) for group in groups):
-        raise UserError(
-            "the Ray cluster has room for the run in all, and no machine enough of it for an engine, since other runs "
-            "hold parts of each: wait for them to end, or start more nodes"
-        )
-    held = groups[-1] if trainer else None
+    held = _take(groups, engines, _in_blocks(trainer, config.train.parallel) if trainer else [None])
     if engines:  # further ones may wait for machines
         groups += [_engine_group(engines) for _ in range(engine.count - engines.count)]
     what = engines.room if engines else ""
-    return Rooms(tuple(Room(group, what, device) for group in groups if group is not held), held)
+    note = None
+    if held is not None:
+        note = straddling(config.train.parallel, [machine for _, machine in rank_bundles(held)])
+    return Rooms(tuple(Room(group, what, device) for group in groups if group is not held), held, note)
+
+
+def _in_blocks(trainer: Ask, parallel: ParallelConfig) -> list[Ask | None]:
+    """The ways to ask for the ranks, several in a block on one machine, of which the machines could hold all."""
+    nodes = [node["Resources"] for node in named_nodes(ray_nodes()).values()]
+    ways = [trainer.in_blocks(block) for block in rank_blocks(parallel)]
+    return [way for way in ways if all(way.fits(resource, nodes) for resource in way.each)]
+
+
+def _take(groups: list[PlacementGroup], engines: Ask | None, ways: Sequence[Ask | None]) -> PlacementGroup | None:
+    """Reserve room for the engines, and for the ranks in the first of ``ways`` that there is room for; the ranks'
+    group. All are noted in ``groups``. What wants more of a machine is reserved first."""
+    for seconds, trainer in zip([*[_BLOCK_SECONDS] * (len(ways) - 1), _RESERVE_SECONDS], ways, strict=True):
+        held = None
+        for ask in sorted((ask for ask in (engines, trainer) if ask), key=lambda ask: -ask.largest):
+            if ask is trainer:
+                held = _rank_group(ask)
+                groups.append(held)
+            else:
+                groups += [_engine_group(ask) for _ in range(ask.count)]
+        if all(group.wait(seconds) for group in groups):
+            return held
+        if trainer is not ways[-1]:
+            _remove(groups)
+            groups.clear()
+    raise UserError(
+        "the Ray cluster has room for the run in all, and no machine enough of it for an engine, since other runs "
+        "hold parts of each: wait for them to end, or start more nodes"
+    )
 
 
 def _refuse_short(asks: list[Ask]) -> None:
@@ -160,7 +193,7 @@ def _engine_group(ask: Ask) -> PlacementGroup:
 
 
 def _rank_group(ask: Ask) -> PlacementGroup:
-    """Room for the trainer: a bundle a rank, on as few machines as have them."""
+    """Room for the trainer: bundles, each of which lies on one machine, on as few machines as have them."""
     from ray.util.placement_group import placement_group
 
     return placement_group([dict(ask.each)] * ask.count, strategy="PACK")

@@ -92,6 +92,8 @@ async def train(config: RunConfig) -> None:
         if needs_ray(config):
             display.stage("connecting to Ray")
         async with open_rooms(config, ranks=True) as rooms:  # before the folder is bound to the config
+            if rooms.note is not None:
+                display.note(rooms.note)
             state = RunState(config)
             keep_tokenizer(config.model, state.dir)
             async with _parts(config, facts, state, display, rooms) as (world, trainer):

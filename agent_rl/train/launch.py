@@ -6,7 +6,7 @@ import os
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from agent_rl.config import RunConfig, TrainConfig
+from agent_rl.config import RunConfig
 from agent_rl.errors import TrainerError
 from agent_rl.train.orders import RankDevice, RankOrder
 
@@ -22,8 +22,8 @@ def start_actors(
 ) -> tuple[list[ActorProxy[RankActor]], RankOrder]:
     """Connect to Ray, or start a local one (``stack`` ends it), and start an actor a rank; what each is to build.
 
-    ``room``: where a bundle is reserved for each; ranks that follow each other are then on one machine. Raises
-    TrainerError where Ray can't be reached or has too few GPUs.
+    ``room``: what is reserved for them (:func:`rank_places`). Raises TrainerError where Ray can't be reached or has too
+    few GPUs.
     """
     import ray
 
@@ -32,7 +32,7 @@ def start_actors(
 
     world = config.train.parallel.world_size
     stack.enter_context(ray_cluster(config.train.ray_address, cpus=world))
-    device = _device(config.train) if room is None else _device_of(room)
+    device = _device(config) if room is None else _device_of(room)
     options: dict[str, Any] = {"num_cpus": 1, "num_gpus": int(device == "cuda"), "max_restarts": 0}
     options["concurrency_groups"] = {WRITER: 1}  # Ray's types don't know this option
     actor_class: ActorClass[RankActor] = ray.remote(**options)(RankActor)
@@ -41,13 +41,19 @@ def start_actors(
 
 
 def rank_places(room: PlacementGroup) -> list[dict[str, Any]]:
-    """The options by which actors get the bundles of ``room``, machine by machine."""
-    from ray.util.placement_group import placement_group_table
+    """The options by which the actors, in the ranks' order, get the bundles of ``room``, machine by machine."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    return [{"scheduling_strategy": PlacementGroupSchedulingStrategy(room, index)} for index, _ in rank_bundles(room)]
+
+
+def rank_bundles(room: PlacementGroup) -> list[tuple[int, str]]:
+    """The bundle and the machine of each rank. A bundle has as many CPUs as ranks, which follow each other."""
+    from ray.util.placement_group import placement_group_table
 
     nodes = placement_group_table(room)["bundles_to_node_id"]
     order = sorted(range(room.bundle_count), key=lambda index: (nodes[index], index))
-    return [{"scheduling_strategy": PlacementGroupSchedulingStrategy(room, index)} for index in order]
+    return [(index, nodes[index]) for index in order for _ in range(int(room.bundle_specs[index]["CPU"]))]
 
 
 def _order(config: RunConfig, device: RankDevice) -> RankOrder:
@@ -61,24 +67,34 @@ def _order(config: RunConfig, device: RankDevice) -> RankOrder:
     )
 
 
-def _device(train: TrainConfig) -> RankDevice:
+def _device(config: RunConfig) -> RankDevice:
     import ray
 
-    gpus, world = ray.cluster_resources().get("GPU", 0), train.parallel.world_size
-    if train.device == "cuda" and gpus < world:
+    gpus, world = ray.cluster_resources().get("GPU", 0), config.train.parallel.world_size
+    if config.train.device == "cuda" and gpus < world:
         raise TrainerError(f"train.device is cuda and Ray has {gpus:g} GPUs for {world} ranks: set it to cpu")
-    return rank_device(train, gpus)
+    return rank_device(config, gpus)
 
 
 def _device_of(room: PlacementGroup) -> RankDevice:
     return "cuda" if "GPU" in room.bundle_specs[0] else "cpu"
 
 
-def rank_device(train: TrainConfig, gpus: float) -> RankDevice:
-    """Where ranks run: as configured, or on the GPUs of a cluster that has one for each."""
-    if train.device == "auto":
-        return "cpu" if gpus < train.parallel.world_size else "cuda"
-    return train.device
+def rank_device(config: RunConfig, gpus: float) -> RankDevice:
+    """Where ranks run: as configured; by ``auto`` on the GPUs of a cluster that has one for each, and on CPUs where
+    there is no GPU and the config plans for none. Raises TrainerError where GPUs are meant and there are too few."""
+    device, world, planned = config.train.device, config.train.parallel.world_size, config.hardware.gpu_memory_gb
+    if device != "auto":
+        return device
+    if gpus >= world:
+        return "cuda"
+    if gpus or planned is not None:
+        meant = "" if planned is None else f" and hardware.gpu_memory_gb is {planned:g}"
+        raise TrainerError(
+            f"train.device is auto{meant}, and Ray has {gpus:g} GPUs for {world} ranks: start more nodes, lower "
+            "train.parallel.world_size, or set train.device to cpu"
+        )
+    return "cpu"
 
 
 def _threads(ranks: int) -> int:

@@ -6,7 +6,8 @@ Everything that starts ranks asks here, and so does everything that only looks a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 
 from agent_rl.config import ParallelConfig, RunConfig, TrainConfig
 from agent_rl.errors import ConfigError
@@ -37,6 +38,27 @@ def refuse(problems: list[str]) -> None:
     """Raises ConfigError with the first problem, where there is one."""
     if problems:
         raise ConfigError(problems[0])
+
+
+def rank_blocks(parallel: ParallelConfig) -> tuple[int, ...]:
+    """How many ranks that follow each other should be on one machine, the best first: whole tensor and expert groups,
+    which exchange most; a tensor group; one rank."""
+    return tuple(dict.fromkeys((math.lcm(parallel.tensor, parallel.expert), parallel.tensor, 1)))
+
+
+def straddling(parallel: ParallelConfig, machines: Sequence[str]) -> str | None:
+    """Which groups lie over several of ``machines``, those of the ranks in order; None where none does."""
+    found = [
+        f"{key} groups ({key}={size})"
+        for key, size in (("tensor", parallel.tensor), ("expert", parallel.expert))
+        if any(len(set(machines[first : first + size])) > 1 for first in range(0, len(machines), size))
+    ]
+    if not found:
+        return None
+    return (
+        f"train.parallel: {' and '.join(found)} of the ranks lie over several machines, so their exchanges go over the "
+        "network; machines with more GPUs free, or smaller groups, would be faster"
+    )
 
 
 def parallel_problems(parallel: ParallelConfig) -> list[str]:

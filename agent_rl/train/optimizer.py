@@ -9,7 +9,7 @@ of a parameter share its state out: each keeps, and updates, a stretch of the fl
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,10 +111,11 @@ class PolicyOptimizer:
                 flat = {slot: tensor.detach().view(-1) for slot, tensor in slots.items()}
                 yield StateShard(names[id(parameter)], tuple(parameter.shape), start, flat)
 
-    def load(self, slots: Sequence[Mapping[str, Tensor]], counts: Mapping[str, int]) -> None:
-        """Take over the ``slots`` of each of :meth:`shards`, in its order, and :attr:`counts`; the model's weights
-        follow. The spec stays this run's. Collective where the state is distributed."""
-        for shard, saved in zip(self.shards(), slots, strict=True):
+    def load(self, read: Callable[[StateShard], Mapping[str, Tensor]], counts: Mapping[str, int]) -> None:
+        """Take over what ``read`` gives for each of :meth:`shards`, by slot, one at a time, and :attr:`counts`; the
+        model's weights follow. The spec stays this run's. Collective where the state is distributed."""
+        for shard in self.shards():
+            saved = read(shard)
             for slot, tensor in shard.slots.items():
                 tensor.copy_(saved[slot])
         self._set_counts(counts)
@@ -130,14 +131,7 @@ class PolicyOptimizer:
         return [part for part in self._optimizer.chained_optimizers if part.optimizer is not None]
 
     def _updates(self) -> int:
-        for optimizer in self._parts():
-            inner = optimizer.optimizer
-            for group in inner.param_groups:
-                if "step" in group:  # Transformer Engine's and Apex's Adam
-                    return int(group["step"])
-            for state in inner.state.values():
-                return int(state["step"])
-        return 0
+        return max((updates_made(part.optimizer) for part in self._parts()), default=0)
 
     def _set_counts(self, counts: Mapping[str, int]) -> None:
         for optimizer in self._parts():
@@ -159,6 +153,16 @@ class PolicyOptimizer:
         if self.distributed:
             for chunk in self._chunks:
                 chunk.start_param_sync()
+
+
+def updates_made(adam: Any) -> int:
+    """How many updates a torch optimizer, or Transformer Engine's or Apex's, has made.
+
+    The latter two count in a group's ``step``, which is not there before the first update.
+    """
+    counts = [group["step"] for group in adam.param_groups if "step" in group]
+    counts += [state["step"] for state in adam.state.values() if "step" in state]
+    return int(max(counts, default=0))
 
 
 def _allocate(optimizer: Any) -> None:

@@ -23,7 +23,7 @@ from agent_rl.train.checkpoint.saver import RankSaver, read_rng
 from agent_rl.train.loss.policy_loss import weighted_cross_entropy
 from agent_rl.train.megatron.packed_batch import LossFn, PackedBatch
 from agent_rl.train.megatron.parallel import destroy_parallel, init_parallel
-from agent_rl.train.orders import OptimizerSpec, RankOrder, StepOrder
+from agent_rl.train.orders import OptimizerSpec, RankDevice, RankOrder, StepOrder
 from agent_rl.train.reference import Reference
 from agent_rl.train.reports import Differing, ForwardAnswer, RankReport, Update, WeightedSequences
 from agent_rl.train.route_shares import RankInfo
@@ -55,7 +55,7 @@ class TrainerRank:
         torch.set_num_threads(order.threads)
         self._order, train = order, order.config.train
         self._dtype = getattr(torch, train.dtype)
-        device = torch.device(order.device)
+        device = device_of(order.device)
         self._ranks = init_parallel(
             train.parallel,
             rank,
@@ -242,6 +242,11 @@ class TrainerRank:
         if self._balance is not None:
             self._balance.close()
         destroy_parallel()
+
+
+def device_of(kind: RankDevice) -> torch.device:
+    """Where a rank computes: Ray hides all GPUs from it but its own, and ``torch.cuda.set_device`` wants an index."""
+    return torch.device("cuda", 0) if kind == "cuda" else torch.device("cpu")
 
 
 def _build(order: RankOrder, device: torch.device, dtype: torch.dtype) -> tuple[PolicyModel, RankBalance | None]:

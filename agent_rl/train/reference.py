@@ -36,6 +36,7 @@ from torch import Tensor
 
 from agent_rl.config import KlConfig, TrainConfig
 from agent_rl.model_facts import check_alike
+from agent_rl.train.host_copies import host_tensor
 from agent_rl.train.loss.objectives import advantage_moments, kl_penalty, normalised_advantages, penalised_advantages
 from agent_rl.train.megatron.packed_batch import PackedBatch, PassOutput, Routes
 
@@ -49,7 +50,7 @@ class Reference:
     def __init__(self, model: PolicyModel) -> None:
         """With the weights that ``model`` has now."""
         self._parameters = list(dict.fromkeys(p for module in model.modules for p in module.parameters()))
-        self._held = [_to_host(parameter) for parameter in self._parameters]
+        self._held = _to_host(self._parameters)
 
     @classmethod
     def load(cls, model: PolicyModel, folder: Path) -> Reference:
@@ -84,10 +85,16 @@ class Reference:
             held.copy_(own)
 
 
-def _to_host(parameter: Tensor) -> Tensor:
-    """A copy, in memory that a GPU can copy from directly."""
-    host = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu", pin_memory=parameter.is_cuda)
-    return host.copy_(parameter.detach())
+def _to_host(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Copies on the host, of each dtype in one stretch of memory."""
+    held = dict[int, Tensor]()
+    for dtype in {parameter.dtype for parameter in parameters}:
+        alike = [parameter for parameter in parameters if parameter.dtype == dtype]
+        sizes = [parameter.numel() for parameter in alike]
+        block = host_tensor(sum(sizes), dtype, pinned=alike[0].is_cuda)
+        for parameter, place in zip(alike, block.split(sizes), strict=True):
+            held[id(parameter)] = place.view(parameter.shape).copy_(parameter.detach())
+    return [held[id(parameter)] for parameter in parameters]
 
 
 class ForwardModel(Protocol):

@@ -257,13 +257,17 @@ class WeightPublisher:
             # A broadcast that an engine never joined keeps gloo's destructor waiting until it times out: the thread
             # has the last reference, and is not waited for.
             last, self._group = [self._group], None
-            destroying = threading.Thread(
-                target=lambda: torch.distributed.destroy_process_group(last.pop()), name="weight-group", daemon=True
-            )
+            destroying = threading.Thread(target=lambda: self._destroy(last.pop()), name="weight-group", daemon=True)
             destroying.start()
             destroying.join(_LEAVE_SECONDS)
         self._receivers.close()
         self._hashing.shutdown(wait=False, cancel_futures=True)
+
+    def _destroy(self, group: Any) -> None:
+        if self._device.type == "cuda":  # else NCCL's watchdog would end this process over a broadcast nobody joined
+            torch.distributed.distributed_c10d._abort_process_group(group)
+        else:
+            torch.distributed.destroy_process_group(group)
 
     def _meet(self) -> None:
         """Look at the engines and make the group with them."""
@@ -299,8 +303,10 @@ class WeightPublisher:
             flush_cache=bucket.last and self._config.pause_mode != "in_place",
             group=self._name,
         )
-        work = torch.distributed.broadcast(data, group=self._group, group_src=0, async_op=True)
-        return Sending(work, replies)
+        # NCCL makes its communicator in the first broadcast, and waits there for engines that may have refused.
+        begin = _Threaded(lambda: torch.distributed.broadcast(data, group=self._group, group_src=0, async_op=True))
+        self._wait(begin.done, replies, "the broadcast")
+        return Sending(begin.result(), replies)
 
     def _arrived(self, sending: Sending) -> None:
         """Wait until the engines have a bucket, which they then load."""

@@ -131,7 +131,7 @@ def rank_rows(folder: Path) -> Iterator[tuple[str, int, int]]:
     for model, tokens, recompute, dtype in CASES:
         where = write_config(folder / model.replace(" ", "_"), model)
         train = TrainConfig(microbatch_tokens=tokens, recompute=recompute, dtype=dtype)  # type: ignore[arg-type]
-        predicted = rank_bytes(read_facts(where), train, microbatches=1)
+        predicted = rank_bytes(read_facts(where), train, microbatches=1, device="cpu")
         case = f"{model}, {tokens} tokens, {dtype}, recompute {recompute}"
         for kind, more in (("in use", 0), ("resident", glibc_slack(predicted, recompute))):
             measured = measured_rank(where, tokens, recompute, dtype, in_use=kind == "in use")

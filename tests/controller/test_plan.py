@@ -181,7 +181,7 @@ def test_known_figures_of_the_field() -> None:
     assert kv_bytes_per_token(QWEN, "bfloat16", 8) == 98304 // 4, "four heads on eight GPUs are held twice"
     assert route_bytes(QWEN) == 384
     train = TrainConfig(dtype="bfloat16", microbatch_tokens=1024)
-    rank = rank_bytes(QWEN, train, microbatches=1)
+    rank = rank_bytes(QWEN, train, microbatches=1, device="cuda")
     assert rank.weights + rank.gradients + rank.optimizer == parameters_of(QWEN) * (2 + 4 + 12)
 
 
@@ -213,7 +213,7 @@ def test_ranks_hold_the_whole_model_and_no_more_than_they_must(parallel: Paralle
 def test_knobs_do_what_they_are_for(parallel: ParallelConfig, recompute: Any, dtype: Any) -> None:
     def size(**changes: Any) -> int:
         data = {"parallel": parallel, "recompute": recompute, "dtype": dtype, "microbatch_tokens": 65536, **changes}
-        return rank_bytes(QWEN, TrainConfig(**data), microbatches=8).total
+        return rank_bytes(QWEN, TrainConfig(**data), microbatches=8, device="cuda").total
 
     assert size(recompute="full") < size(recompute="selective") < size(recompute="none")
     assert size(microbatch_tokens=32768) < size()
@@ -253,9 +253,22 @@ def test_slots_that_do_not_fit_are_refused_before_a_run_starts(monkeypatch: pyte
 
 def test_selective_recomputation_keeps_what_it_does_not_run_again() -> None:
     def kept(recompute: Any, *modules: Any) -> int:
-        return layer_bytes(QWEN, TrainConfig(recompute=recompute, recompute_modules=modules), 4096, moe=True)
+        train = TrainConfig(recompute=recompute, recompute_modules=modules)
+        return layer_bytes(QWEN, train, 4096, moe=True, device="cpu")
 
     everything = kept("none", "moe")
     assert (
         kept("selective", "core_attn", "moe") < kept("selective", "moe") < kept("selective", "core_attn") < everything
     )
+
+
+def test_a_gpu_makes_no_masks_and_larger_chunks_of_logits() -> None:
+    """Under context parallelism 16-bit attention on a GPU takes lengths; a bfloat16 product is added to float32."""
+    context = ParallelConfig(world_size=4, context=4, expert=4)
+    train = TrainConfig(dtype="bfloat16", microbatch_tokens=65536, parallel=context)
+    masks = (16384 // 2) ** 2 * 9
+    layer = [layer_bytes(QWEN, train, 16384, moe=True, device=device) for device in ("cpu", "cuda")]
+    assert layer[0] - layer[1] == masks
+    rank = rank_bytes(QWEN, train, microbatches=1, device="cuda")
+    rows, weight = (1 << 26) // QWEN.vocab_size, QWEN.vocab_size * QWEN.hidden
+    assert rank.logits == 5 * rows * QWEN.vocab_size * 4 + weight * 4 + weight * 2

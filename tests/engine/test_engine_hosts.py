@@ -36,7 +36,7 @@ from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import EngineStartError, UserError
 from agent_rl.model_facts import read_facts
 from agent_rl.train.cluster import ray_cluster
-from agent_rl.train.launch import rank_places
+from agent_rl.train.launch import rank_bundles, rank_places
 from agent_rl.types import SamplingParams
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(180)]
@@ -241,19 +241,26 @@ async def test_too_little_room_is_told_before_anything_starts(cluster: None, mod
     assert processes(tmp_path) == []
 
 
-async def test_ranks_that_follow_each_other_are_on_one_machine(cluster: None, checkpoint: Path) -> None:
+@pytest.mark.parametrize(
+    ("tensor", "bundles", "note"), [(1, 4, None), (2, 2, None), (4, 4, "train.parallel: tensor groups (tensor=4) of")]
+)
+async def test_ranks_that_follow_each_other_are_on_one_machine(
+    cluster: None, checkpoint: Path, tensor: int, bundles: int, note: str | None
+) -> None:
     import ray
-    from ray.util.placement_group import placement_group_table
 
-    train = {"ray_address": ray.get_runtime_context().gcs_address, "parallel": {"world_size": 4}}
+    parallel = {"world_size": 4, "tensor": tensor}
+    train = {"ray_address": ray.get_runtime_context().gcs_address, "parallel": parallel}
     config = RunConfig.model_validate({"name": "ranks", "model": str(checkpoint), "train": train})
     async with open_rooms(config, ranks=True) as rooms:
         assert rooms.engines == ()
         assert rooms.ranks is not None
-        nodes = placement_group_table(rooms.ranks)["bundles_to_node_id"]
-        order = [place["scheduling_strategy"].placement_group_bundle_index for place in rank_places(rooms.ranks)]
-        assert sorted(order) == [0, 1, 2, 3]
-        assert len({nodes[index] for index in order[:2]}) == len({nodes[index] for index in order[2:]}) == 1
+        assert rooms.ranks.bundle_count == bundles
+        assert len(rank_places(rooms.ranks)) == 4
+        nodes = [node for _, node in rank_bundles(rooms.ranks)]
+        assert nodes[0] == nodes[1] != nodes[2] == nodes[3]
+        assert (rooms.note or "").startswith(note or "")
+        assert (rooms.note is None) == (note is None)
     async with asyncio.timeout(20):
         while ray.available_resources().get("CPU") != 4:  # noqa: ASYNC110
             await asyncio.sleep(0.05)

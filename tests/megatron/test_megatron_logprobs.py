@@ -10,6 +10,8 @@ pytest.importorskip("torch", reason="torch is not installed (the train extra)")
 import torch
 from torch import Tensor
 
+from agent_rl.train.megatron.logprobs import CHUNK_LOGITS
+
 pytestmark = pytest.mark.megatron
 TOKENS, HIDDEN, VOCAB = 4096, 16, 32
 
@@ -34,7 +36,7 @@ def gradients(dtype: torch.dtype, *, entropy: bool = False) -> tuple[Tensor, Ten
 @pytest.mark.parametrize("entropy", [False, True])
 def test_chunks_equal_the_whole(world: Any, monkeypatch: pytest.MonkeyPatch, entropy: bool) -> None:
     whole = gradients(torch.float32, entropy=entropy)
-    monkeypatch.setattr("agent_rl.train.megatron.logprobs._CHUNK_LOGITS", 100 * VOCAB)  # the last one is shorter
+    monkeypatch.setitem(CHUNK_LOGITS, "cpu", 100 * VOCAB)  # the last one is shorter
     for mine, theirs in zip(gradients(torch.float32, entropy=entropy), whole, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-4)
 
@@ -42,7 +44,7 @@ def test_chunks_equal_the_whole(world: Any, monkeypatch: pytest.MonkeyPatch, ent
 def test_a_gradient_of_many_chunks_is_summed_in_float32(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """512 chunks in bfloat16, against float32: summed in bfloat16 the error is some percent."""
     exact = gradients(torch.float32)[2]
-    monkeypatch.setattr("agent_rl.train.megatron.logprobs._CHUNK_LOGITS", 8 * VOCAB)
+    monkeypatch.setitem(CHUNK_LOGITS, "cpu", 8 * VOCAB)
     found = gradients(torch.bfloat16)[2]
     assert found.dtype == torch.bfloat16
     assert (found.float() - exact).norm() < 4e-3 * exact.norm()

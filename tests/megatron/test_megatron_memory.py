@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from agent_rl.train.megatron.logprobs import CHUNK_LOGITS
 from agent_rl.train.megatron.packed_batch import PackedBatch, PackedRoutes
 
 pytestmark = pytest.mark.megatron
@@ -44,7 +46,7 @@ def test_neither_logits_nor_attention_exist_whole(
     """One sequence of 1,500 tokens: the largest tensor of a step is the queries, keys and values of a layer."""
     length, vocabulary, widest = 1500, 1024, (4 + 2 * 2) * 16
     tiny.make(tmp_path / "model", vocab_size=vocabulary)
-    monkeypatch.setattr("agent_rl.train.megatron.logprobs._CHUNK_LOGITS", 100 * vocabulary)
+    monkeypatch.setitem(CHUNK_LOGITS, "cpu", 100 * vocabulary)
     model = build(tmp_path / "model", recompute=recompute)
     batch = PackedBatch.from_sequences(tiny.sequences(lengths=(length,)))
     routes = PackedRoutes(tiny.random_routes(length), torch.ones(length, dtype=torch.bool))
@@ -52,6 +54,20 @@ def test_neither_logits_nor_attention_exist_whole(
         model.train_microbatches([batch], [routes], lambda got, _, __: (got.sum(), {}))
         model.forward_logprobs([batch], [routes], entropy=True)
     assert seen.elements == length * widest < length * vocabulary
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_no_part_of_a_graph_outlives_a_step(build: Build, recompute: str) -> None:
+    """A dispatcher that kept its gates would hold each layer's recomputed graph until the layer's next pass."""
+    model, batch = build(recompute=recompute), PackedBatch.from_sequences(tiny.sequences())
+    before = {id(tensor) for tensor in _in_a_graph()}
+    model.train_microbatches([batch], None, lambda got, _, __: (got.sum(), {}))
+    assert [tuple(tensor.shape) for tensor in _in_a_graph() if id(tensor) not in before] == []
+
+
+def _in_a_graph() -> list[Tensor]:
+    gc.collect()
+    return [each for each in gc.get_objects() if issubclass(type(each), Tensor) and each.grad_fn is not None]
 
 
 @pytest.mark.slow

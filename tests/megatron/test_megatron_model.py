@@ -17,6 +17,7 @@ from torch import Tensor
 from agent_rl.config import ParallelConfig
 from agent_rl.errors import ConfigError, TrainerError
 from agent_rl.model_facts import read_facts
+from agent_rl.train.megatron.logprobs import CHUNK_LOGITS
 from agent_rl.train.megatron.packed_batch import PackedBatch, PackedRoutes
 from agent_rl.train.megatron.parallel import check_parallel
 
@@ -82,7 +83,7 @@ def test_temperature_and_many_chunks(
         return model.modules[0].embedding.word_embeddings.weight.main_grad.clone()
 
     whole = gradient()
-    monkeypatch.setattr("agent_rl.train.megatron.logprobs._CHUNK_LOGITS", 5 * tiny.VOCAB)  # chunks of five tokens
+    monkeypatch.setitem(CHUNK_LOGITS, "cpu", 5 * tiny.VOCAB)  # chunks of five tokens
     output = model.forward_logprobs([batch], None, temperature=0.7, entropy=True)[0]
     torch.testing.assert_close(output.logprobs, expected, rtol=0, atol=1e-4)
     torch.testing.assert_close(output.entropy, entropy, rtol=0, atol=1e-4)

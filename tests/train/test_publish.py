@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import re
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
@@ -112,6 +113,26 @@ def test_a_bucket_is_prepared_while_the_one_before_is_on_its_way() -> None:
         "send c", "prepare d", "c arrived",
         "send d", "d arrived", "end",
     ]  # fmt: skip
+
+
+def test_an_engine_that_refuses_a_bucket_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's first broadcast returns only when all engines have joined it."""
+    joined, refused = threading.Event(), Future[bytes]()
+
+    class Refusing(Recording):
+        def receive(self, *_: Any, **__: Any) -> Pending:
+            return Pending([refused], 60.0, "update_weights_from_distributed")
+
+        _send = WeightPublisher._send
+
+    def broadcast(*_: Any, **__: Any) -> None:
+        refused.set_exception(WeightSyncError("the engine refused"))
+        joined.wait()
+
+    monkeypatch.setattr(torch.distributed, "broadcast", broadcast)
+    with pytest.raises(WeightSyncError, match="the engine refused"):
+        Refusing()._send(next(buckets(weights(), torch.float32, limit=48)), "1")
+    joined.set()
 
 
 @pytest.mark.megatron

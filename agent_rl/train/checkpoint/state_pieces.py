@@ -16,6 +16,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from agent_rl.train.checkpoint.pieces import Part, PieceReader, Snapshot, Stretch
+from agent_rl.train.host_copies import host_tensor
 from agent_rl.train.megatron import hf
 from agent_rl.train.megatron.hf import Cut, Slot
 from agent_rl.train.megatron.model import PolicyModel
@@ -36,8 +37,7 @@ class StatePieces:
         shards = [shard for shard in self._optimizer.shards() if self._writes(self._slots[shard.name])]
         if self._host is None:
             total = len(SLOTS) * sum(shard.stop - shard.start for shard in shards)
-            pinned = torch.cuda.is_available() and any(s.slots["master"].is_cuda for s in shards)
-            self._host = torch.empty(total, dtype=torch.float32, pin_memory=pinned)
+            self._host = host_tensor(total, torch.float32, pinned=any(s.slots["master"].is_cuda for s in shards))
         pieces: list[tuple[Stretch, str]] = []
         offset = 0
         for shard in shards:
@@ -49,9 +49,9 @@ class StatePieces:
         return Snapshot(pieces, self._host[:offset].numpy(), self._optimizer.counts)
 
     def load(self, reader: PieceReader, counts: Mapping[str, int]) -> None:
-        """Take this rank's state out of a checkpoint of any layout; the model's weights follow. Raises TrainerError
-        where it is of another model or damaged."""
-        self._optimizer.load([self._read(reader, shard) for shard in self._optimizer.shards()], counts)
+        """Take this rank's state out of a checkpoint of any layout, one shard after the other; the model's weights
+        follow. Raises TrainerError where it is of another model or damaged."""
+        self._optimizer.load(lambda shard: self._read(reader, shard), counts)
 
     def _read(self, reader: PieceReader, shard: StateShard) -> dict[str, Tensor]:
         stretches = self._stretches(shard)

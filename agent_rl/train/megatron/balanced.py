@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import (
     MoEAllGatherTokenDispatcher,
@@ -29,7 +28,7 @@ from torch import Tensor
 
 from agent_rl.errors import TrainerError
 from agent_rl.train.megatron.borrowed import BalancedExperts, Placement, Work
-from agent_rl.train.megatron.moe import EvenMoELayer
+from agent_rl.train.megatron.moe import EvenMoELayer, ReleasingMoELayer
 from r3.balance import Grid
 
 
@@ -118,7 +117,7 @@ class _Combined(torch.autograd.Function):
         return ctx.copies.spread(gradients[0]), None
 
 
-class BalancedMoELayer(MoELayer):
+class BalancedMoELayer(ReleasingMoELayer):
     """Megatron's layer, and for a micro-batch that has a plan its dispatcher once more, with slots for experts."""
 
     experts: BalancedExperts

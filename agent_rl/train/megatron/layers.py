@@ -10,7 +10,8 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -25,7 +26,7 @@ from agent_rl.train.megatron.attention import CoreAttention
 from agent_rl.train.megatron.balanced import BalancedMoELayer, EvenBalancedMoELayer
 from agent_rl.train.megatron.borrowed import BalancedExperts
 from agent_rl.train.megatron.kernels import rms_norm
-from agent_rl.train.megatron.moe import EvenMoELayer, Experts, SharedExpert
+from agent_rl.train.megatron.moe import EvenMoELayer, Experts, ReleasingMoELayer
 
 
 class RMSNorm(torch.nn.Module):
@@ -59,7 +60,7 @@ def block_spec(
 
 def _layer_spec(config: TransformerConfig, moe: bool, balanced: bool) -> ModuleSpec:
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    shared = ModuleSpec(module=SharedExpert, submodules=linears)
+    shared = ModuleSpec(module=SharedExpertMLP, submodules=linears)
     own = ModuleSpec(module=BalancedExperts if balanced else Experts)
     submodules = MoESubmodules(experts=own, shared_experts=shared)
     experts = ModuleSpec(module=_moe_layer(config, balanced), submodules=submodules)
@@ -87,7 +88,7 @@ def _layer_spec(config: TransformerConfig, moe: bool, balanced: bool) -> ModuleS
     )
 
 
-def _moe_layer(config: TransformerConfig, balanced: bool) -> type[MoELayer]:
+def _moe_layer(config: TransformerConfig, balanced: bool) -> type[ReleasingMoELayer]:
     if config.moe_token_dispatcher_type == "allgather":
         return EvenBalancedMoELayer if balanced else EvenMoELayer
-    return BalancedMoELayer if balanced else MoELayer
+    return BalancedMoELayer if balanced else ReleasingMoELayer

@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from agent_rl.train.megatron.entropy import vocab_parallel_entropy
 
-_CHUNK_LOGITS = 1 << 24  # logits of a chunk: 64 MiB in float32
+CHUNK_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 26}
+"""Logits of a chunk, 64 MiB of float32 on a CPU. More on a GPU, since each chunk reads and adds to a whole weight."""
 
 
 def token_logprobs(
@@ -32,7 +33,7 @@ def token_logprobs(
     The vocabulary may be cut over tensor ranks; every rank gets the same float32 ``[T]``. Chunks are recomputed in the
     backward pass where there is more than one.
     """
-    rows = max(1, _CHUNK_LOGITS // len(weight_VH))
+    rows = max(1, CHUNK_LOGITS[weight_VH.device.type] // len(weight_VH))
     chunks = zip(hidden_TH.split(rows), targets_T.split(rows), strict=True)
     recompute = len(targets_T) > rows and torch.is_grad_enabled()
     total: list[Tensor] = []

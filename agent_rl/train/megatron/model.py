@@ -96,22 +96,23 @@ class PolicyModel:
         facts, ranks = read_facts(hf_folder), current_ranks()
         config = transformer_config(facts, parallel, dtype, recompute, recompute_modules)
         count = parallel.virtual_pipeline
-        modules = [
-            HiddenGPT(
-                config=config,
-                transformer_layer_spec=block_spec(
-                    config, list(facts.moe), stage if count > 1 else None, balanced=balance is not None
-                ),
-                vocab_size=facts.vocab_size,
-                max_sequence_length=facts.max_positions,
-                pre_process=ranks.pipeline_rank == 0 and stage == 0,
-                post_process=ranks.last_stage and stage == count - 1,
-                share_embeddings_and_output_weights=facts.tied,
-                position_embedding_type="none",  # applied in the core attention, from each token's own position
-                vp_stage=stage if count > 1 else None,
-            )
-            for stage in range(count)
-        ]
+        with device:  # Megatron makes the routers' weights, and the shared experts' gates, on the default device
+            modules = [
+                HiddenGPT(
+                    config=config,
+                    transformer_layer_spec=block_spec(
+                        config, list(facts.moe), stage if count > 1 else None, balanced=balance is not None
+                    ),
+                    vocab_size=facts.vocab_size,
+                    max_sequence_length=facts.max_positions,
+                    pre_process=ranks.pipeline_rank == 0 and stage == 0,
+                    post_process=ranks.last_stage and stage == count - 1,
+                    share_embeddings_and_output_weights=facts.tied,
+                    position_embedding_type="none",  # applied in the core attention, from each token's own position
+                    vp_stage=stage if count > 1 else None,
+                )
+                for stage in range(count)
+            ]
         model = cls(
             modules,
             facts,

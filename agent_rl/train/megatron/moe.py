@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -49,16 +48,23 @@ def gated(hidden: Tensor, probs: Tensor) -> Tensor:
     return (F.silu(gate) * up * probs[:, None]).to(hidden.dtype)
 
 
-class SharedExpert(SharedExpertMLP):
-    """An expert that every token uses, its output times a sigmoid gate of the token's own."""
+class ReleasingMoELayer(MoELayer):
+    """Megatron's, whose dispatcher lets go of the gates when a pass is through.
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        if self.gate_weight is not None:  # Megatron leaves it on the CPU
-            self.gate_weight.data = self.gate_weight.data.to(torch.cuda.current_device())
+    It would hold them until the layer's next pass, and by their graph what a recomputation of the layer keeps, its
+    input's gradient among it: 2 H bytes a token and layer, in all layers at once.
+    """
+
+    def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
+        """See Megatron's."""
+        whole: Tensor = super().postprocess(output, shared_expert_output)
+        for gates in ("probs", "local_probs"):  # of the all-to-all dispatcher, and of allgather's
+            if hasattr(self.token_dispatcher, gates):
+                setattr(self.token_dispatcher, gates, None)
+        return whole
 
 
-class EvenMoELayer(MoELayer):
+class EvenMoELayer(ReleasingMoELayer):
     """For the allgather dispatcher, whose ranks must bring equally many tokens: fills up to the largest number.
 
     Filled rows are routed to no expert and cut off again; the router never sees them.

@@ -1,0 +1,81 @@
+"""What the start of a run on GPUs decides: where ranks compute, who is beside whom, what an optimizer has counted."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from agent_rl.config import ParallelConfig, RunConfig
+from agent_rl.controller.asks import rank_ask
+from agent_rl.errors import TrainerError
+from agent_rl.train.launch import rank_device
+from agent_rl.train.layouts import rank_blocks, straddling
+
+torch = pytest.importorskip("torch", reason="needs the trainer environment")
+PAPER = ParallelConfig(world_size=32, tensor=4, expert=8)
+
+
+def config_of(world: int, device: str = "auto", gpu_memory_gb: float | None = None) -> RunConfig:
+    train = {"device": device, "parallel": {"world_size": world}}
+    data = {"name": "gpus", "model": "model", "train": train, "hardware": {"gpu_memory_gb": gpu_memory_gb}}
+    return RunConfig.model_validate(data)
+
+
+def test_a_rank_takes_the_one_gpu_that_it_sees() -> None:
+    """torch.cuda.set_device refuses a device without an index."""
+    from torch.cuda._utils import _get_device_index
+
+    from agent_rl.train.rank import device_of
+
+    assert _get_device_index(device_of("cuda")) == 0
+    assert device_of("cpu").type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("world", "device", "gpus", "found"),
+    [(2, "auto", 0, "cpu"), (2, "auto", 2, "cuda"), (2, "cpu", 2, "cpu"), (2, "cuda", 0, "cuda")],
+)
+def test_ranks_compute_where_the_config_and_the_cluster_say(world: int, device: str, gpus: int, found: str) -> None:
+    assert rank_device(config_of(world, device), gpus) == found
+
+
+@pytest.mark.parametrize(("gpus", "planned"), [(7, None), (7, 80.0), (0, 80.0)])
+def test_auto_never_takes_cpus_where_gpus_are_meant(gpus: int, planned: float | None) -> None:
+    with pytest.raises(TrainerError, match=f"auto.* and Ray has {gpus} GPUs for 8 ranks: start more nodes") as told:
+        rank_device(config_of(8, gpu_memory_gb=planned), gpus)
+    assert ("gpu_memory_gb is 80" in str(told.value)) == (planned is not None)
+
+
+def test_ranks_are_asked_for_in_blocks_that_a_machine_can_hold() -> None:
+    assert rank_blocks(PAPER) == (8, 4, 1)
+    assert rank_blocks(ParallelConfig()) == (1,)
+    config = config_of(32)
+    ask = rank_ask(config.train, "cuda")
+    uneven = [{"GPU": gpus, "CPU": 64.0} for gpus in (8, 6, 6, 6, 6)]
+    fits = {size: ask.in_blocks(size).fits("GPU", uneven) for size in rank_blocks(PAPER)}
+    assert fits == {8: False, 4: False, 1: True}
+    assert ask.in_blocks(8).fits("GPU", [{"GPU": 8}] * 4)
+
+
+def test_groups_over_several_machines_are_named_in_one_line() -> None:
+    assert straddling(PAPER, [f"host-{rank // 8}" for rank in range(32)]) is None
+    halves = straddling(PAPER, [f"host-{rank // 4}" for rank in range(32)])
+    assert halves is not None
+    assert halves.startswith("train.parallel: expert groups (expert=8) of the ranks lie over several machines")
+    odd = straddling(PAPER, [f"host-{rank // 6}" for rank in range(32)])
+    assert odd is not None
+    assert "tensor groups (tensor=4) and expert groups (expert=8)" in odd
+    assert "\n" not in odd
+
+
+@pytest.mark.megatron
+def test_an_optimizer_that_counts_in_its_groups_has_made_no_update_before_the_first(megatron_shim: None) -> None:
+    """Transformer Engine's Adam: its state holds moments, and ``step`` enters a group with the first update."""
+    from agent_rl.train.optimizer import updates_made
+
+    adam = SimpleNamespace(param_groups=[{}, {}], state={1: {"exp_avg": torch.zeros(1)}})
+    assert updates_made(adam) == 0
+    adam.param_groups[1]["step"] = 7
+    assert updates_made(adam) == 7
+    assert updates_made(SimpleNamespace(param_groups=[{}], state={1: {"step": torch.tensor(3.0)}})) == 3
