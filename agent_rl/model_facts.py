@@ -125,17 +125,21 @@ def refuse_dense(facts: ModelFacts, folder: Path) -> None:
         raise ConfigError(f"model: {folder} has no MoE layer (model_type {facts.kind}), so it has no routes to replay")
 
 
+def difference(facts: ModelFacts, others: ModelFacts) -> str | None:
+    """What first tells ``others`` from ``facts``, as "num_experts 64, not 128"; None where they differ in no more than
+    their weights."""
+    compared = [field.name for field in fields(ModelFacts) if field.name != "init_std"]
+    name = next((name for name in compared if getattr(facts, name) != getattr(others, name)), None)
+    if name is None:
+        return None
+    named = _KEYS.get(name) or _EXPERT_KEYS.get(name) or "layers with experts"
+    return f"{named} {getattr(others, name)!r}, not {getattr(facts, name)!r}"
+
+
 def check_alike(facts: ModelFacts, folder: Path, other: Path, key: str) -> None:
     """Refuse a checkpoint ``other`` of another architecture than ``facts``, those of the checkpoint in ``folder``.
 
     Raises ConfigError, which names the config key ``key``.
     """
-    others = read_facts(other)
-    compared = [field.name for field in fields(ModelFacts) if field.name != "init_std"]
-    name = next((name for name in compared if getattr(facts, name) != getattr(others, name)), None)
-    if name is not None:
-        named = _KEYS.get(name) or _EXPERT_KEYS.get(name) or "layers with experts"
-        raise ConfigError(
-            f"{key}: {other} has {named} {getattr(others, name)!r}, not {getattr(facts, name)!r} as {folder}: name a "
-            "checkpoint of the same architecture"
-        )
+    if (found := difference(facts, read_facts(other))) is not None:
+        raise ConfigError(f"{key}: {other} has {found} as {folder}: name a checkpoint of the same architecture")

@@ -26,6 +26,7 @@ from agent_rl.rollout.episode import EpisodeRules, run_episode
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.rollout.turn_log import LoggedRunner, TurnLog
 from agent_rl.types import Trajectory
+from agent_rl.weight_sync.served import refuse_others
 from envs import Environment, Task, find_interface
 from envs.context import EnvContext
 from envs.registry import load_environment
@@ -125,6 +126,13 @@ def _context(config: RunConfig, backend: SandboxBackend, agent_binds: Mapping[st
     )
 
 
+async def _refuse_other_weights(config: RunConfig, facts: ModelFacts, engine: SGLangEngine, display: Display) -> None:
+    """Raise UserError where running engines hold other weights than the config's model; note what was not compared."""
+    left = await asyncio.to_thread(refuse_others, engine.urls, config.model, facts, config.engine)
+    if left is not None:
+        display.note(left)
+
+
 @asynccontextmanager
 async def open_world(
     config: RunConfig,
@@ -165,6 +173,8 @@ async def open_world(
             rooms=rooms,
         )
         engine = await stack.enter_async_context(opening)
+        if not (publishing or config.engine.launched):
+            await _refuse_other_weights(config, facts, engine, display)
         info = await engine.info()
         display.fact("engine", f"SGLang, {info.dtype}, {', '.join(engine.urls)}")
         yield World(

@@ -46,7 +46,7 @@ from agent_rl.errors import (
     RoutesMissingError,
     UserError,
 )
-from agent_rl.model_facts import ModelFacts, read_facts
+from agent_rl.model_facts import ModelFacts, difference, read_facts
 from agent_rl.types import Completion, FinishReason, SamplingParams, TokenIds
 
 T = TypeVar("T")
@@ -343,7 +343,12 @@ class SGLangEngine:
                 f"{url}: the engine sends no routes: start it with --enable-return-routed-experts, or take the "
                 f"router away that drops them; `agent-rl r3 probe {url}` says which it is"
             )
-        read_answer(answer, asked, 0.0)
+        try:
+            read_answer(answer, asked, 0.0)
+        except RoutesMissingError as error:
+            raise UserError(
+                f"the engine at {url} serves another model than the config's, or gives wrong routes: {error}"
+            ) from None
 
     async def _refuse_options(self, url: str) -> None:
         try:
@@ -362,8 +367,10 @@ class SGLangEngine:
         kind, folder = info.get("model_type"), Path(str(info.get("tokenizer_path") or ""))
         if kind not in (None, self.facts.kind):
             raise UserError(f"the engine at {url} serves a {kind}, and the config's model is a {self.facts.kind}")
-        if (folder / "config.json").is_file() and _sizes(read_facts(folder)) != _sizes(self.facts):
-            raise UserError(f"the engine at {url} serves {folder}, which is another model than the config's")
+        if (folder / "config.json").is_file() and (found := difference(self.facts, read_facts(folder))) is not None:
+            raise UserError(
+                f"the engine at {url} serves {folder}, which is another model than the config's: it has {found}"
+            )
         self._refuse_mixed(url, "the tokenizer", folder.name)
 
     def _refuse_mixed(self, url: str, what: str, value: str) -> None:
@@ -378,11 +385,6 @@ class SGLangEngine:
             most = sum(int(load["max_running_requests"]) for load in loads)
             if most > 0:
                 self._slots[url] = asyncio.Semaphore(most)
-
-
-def _sizes(facts: ModelFacts) -> tuple[object, ...]:
-    """What tells models of one kind apart."""
-    return facts.moe, facts.hidden, facts.vocab_size, facts.num_experts, facts.top_k
 
 
 def _unattended(urls: Sequence[str], restarts: int) -> Fleet:

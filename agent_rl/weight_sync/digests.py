@@ -25,14 +25,11 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _FUSED = (
     (re.compile(r"\.self_attn\.[qkv]_proj\."), ".self_attn.qkv_proj."),
@@ -86,13 +83,14 @@ class Digests:
         self._kv_heads = kv_heads
         self._hashes: dict[DigestKind, list[dict[str, Any]]] = {kind: [{} for _ in range(kind.ranks)] for kind in kinds}
 
-    def add(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], itemsize: int, data: Tensor) -> None:
-        """A bucket: ``data`` uint8, the tensors' bytes one after the other."""
-        # Hashing lets other threads run, so a thread of its own costs an update next to nothing.
-        whole, start = data.cpu().numpy(), 0
+    def add(
+        self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], itemsize: int, data: NDArray[np.uint8]
+    ) -> None:
+        """A bucket: ``data`` ``[bytes]``, the tensors' bytes one after the other."""
+        start = 0
         for name, shape in zip(names, shapes, strict=True):
             stop = start + itemsize * math.prod(shape)
-            rows = whole[start:stop].reshape(shape[0], -1)
+            rows = data[start:stop].reshape(shape[0], -1)
             for kind, ranks in self._hashes.items():
                 for rank, hashes in enumerate(ranks):
                     digest = hashes.setdefault(engine_name(name), _HASHES[kind.prefix]())

@@ -608,3 +608,20 @@ async def test_engines_that_differ_are_one_line(path: str, key: str, values: tup
         with pytest.raises(UserError, match=f"^the engine at {second} {told}: make them alike$"):
             async with client(first, second, routes=False):
                 pass
+
+
+async def test_weights_of_different_versions_are_one_line(model: Path, tmp_path: Path) -> None:
+    """In a run that publishes none of its own."""
+
+    def engine_at(version: str) -> Handler:
+        async def handler(asked: str, request: dict[str, Any]) -> tuple[int, bytes]:
+            return 200, orjson.dumps({"weight_version": version} if asked == "/model_info" else {})
+
+        return handler
+
+    async with serving(engine_at("3")) as first, serving(engine_at("default")) as second:
+        with pytest.raises(UserError) as raised:
+            async with open_engine(EngineConfig(urls=(first, second)), model, FACTS, tmp_path, routes=False):
+                pass
+    found = f"{first} has '3', {second} has 'default'"
+    assert str(raised.value).startswith(f"engine.urls: their weights are of different versions ({found}): ")

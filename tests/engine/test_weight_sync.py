@@ -422,7 +422,7 @@ def test_the_checksum_of_a_fused_parameter_does_not_depend_on_the_buckets(model:
         digests = Digests(2, [DigestKind(1)])
         for part in (weights[:split], weights[split:]):
             data = torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in part])
-            digests.add([name for name, _ in part], [tuple(tensor.shape) for _, tensor in part], 4, data)
+            digests.add([name for name, _ in part], [tuple(tensor.shape) for _, tensor in part], 4, data.numpy())
         return digests.found()[DigestKind(1)][0]
 
     assert found(3) == found(17)

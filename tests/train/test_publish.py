@@ -65,7 +65,7 @@ def test_each_kind_of_engine_has_checksums_of_its_own_hash() -> None:
     ((name, tensor),) = [("model.norm.weight", torch.arange(6.0))]
     plain, launched = DigestKind(1), DigestKind(1, "xxh3:")
     digests = Digests(2, {plain, launched})
-    digests.add([name], [(6,)], 4, tensor.view(torch.uint8))
+    digests.add([name], [(6,)], 4, tensor.view(torch.uint8).numpy())
     data = tensor.numpy().tobytes()
     found = digests.found()
     assert found[plain] == ({name: hashlib.sha256(data).hexdigest()[:16]},)
