@@ -171,6 +171,8 @@ def _init(address: str | None, folder: Path | None, *, cpus: int) -> None:
     try:
         # Ray's processes rename themselves; SPT_NOENV keeps that from overwriting the environment that tells them.
         marks = {leftovers.MARK: str(folder), "SPT_NOENV": "1"} if folder else {}
+        # Ray's own is 15: beside anything else on the machine, the commands of boxes and the ranks would wait for it.
+        marks["RAY_worker_niceness"] = str(os.nice(0))
         with _environment(RAY_USAGE_STATS_ENABLED="0", RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0", **variables, **marks):
             ray.init(
                 address=address or "local",

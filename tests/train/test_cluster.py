@@ -21,20 +21,21 @@ from agent_rl.train.cluster import check_ray
 from agent_rl.train.ray_trainer import RayTrainer
 
 OWNER = """
+import os
 import sys
 import ray
 from agent_rl.train.cluster import ray_cluster
 
 @ray.remote(num_cpus=1)
 class Rank:
-    def ready(self):
-        return True
+    def niceness(self):
+        return os.nice(0)
 
 with ray_cluster(None, cpus=1):
     with ray_cluster(None, cpus=7):  # the same one: two would be counted below
         rank = Rank.remote()
         assert ray.cluster_resources()["CPU"] == 1
-    ray.get(rank.ready.remote())
+    assert ray.get(rank.niceness.remote()) == os.nice(0)
     print("ready", flush=True)
     sys.stdin.read()
 """
