@@ -23,7 +23,7 @@ PACKAGES = (
     "cachetools",
     "natsort",
     "voluptuous",
-    "sortedcontainers",
+    "isodate",
     "pathspec",
     "parso",
     "sqlparse",
