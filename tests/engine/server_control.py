@@ -1,9 +1,12 @@
-"""What tests ask of a server beside sampling: to pause, to flush its cache, to abort everything."""
+"""What tests ask of a server beside sampling: to pause, to flush its cache, to abort everything, to load weights."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from agent_rl.engine.http import AsyncHttp
 from agent_rl.engine.sglang import SGLangEngine
+from agent_rl.weight_sync.receivers import WeightReceivers
 
 
 async def tell(engine: SGLangEngine, endpoint: str, **body: object) -> None:
@@ -11,3 +14,13 @@ async def tell(engine: SGLangEngine, endpoint: str, **body: object) -> None:
     async with AsyncHttp(60.0) as http:
         for url in engine.urls:
             await http.post(f"{url}/{endpoint}", body)
+
+
+def load(receivers: WeightReceivers, folder: Path, weight_version: str) -> None:
+    """Load a checkpoint from disk as a run does, paused: SGLang may count a request as running for a moment after it
+    was answered, and then does not forget its prefixes."""
+    receivers.pause()
+    try:
+        receivers.load_from_disk(folder, weight_version)
+    finally:
+        receivers.resume()

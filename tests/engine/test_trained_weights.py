@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from server_control import tell
+from server_control import load, tell
 
 from agent_rl.config import EngineConfig, RunConfig
 from agent_rl.engine.sglang import SGLangEngine
@@ -29,7 +29,7 @@ async def engine(server: str, model: Path, engine_config: EngineConfig) -> Async
         await tell(client, "flush_cache")
         yield client
         with WeightReceivers([server]) as receivers:
-            receivers.load_from_disk(model, "default")
+            load(receivers, model, "default")
 
 
 async def sampled(engine: SGLangEngine, session: str, advantage: float) -> Sample:
@@ -86,8 +86,8 @@ async def test_the_engine_takes_what_the_trainer_learned(
     published = await engine.score(TOKENS)
     with WeightReceivers(engine.urls) as receivers:
         for folder in (tmp_path / "export", in_shards(tmp_path / "export", tmp_path / "shards")):
-            receivers.load_from_disk(model, "default")
-            receivers.load_from_disk(folder, "export")
+            load(receivers, model, "default")
+            load(receivers, folder, "export")
             np.testing.assert_allclose(await engine.score(TOKENS), published, atol=1e-6)
 
 

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -19,6 +18,7 @@ import numpy as np
 import orjson
 import pytest
 from engine_proxy import Fault, proxy
+from server_control import load
 
 from agent_rl.config import EngineConfig, RunConfig
 from agent_rl.engine.answer import Asked, read_answer
@@ -290,19 +290,6 @@ class TestOneEngine:
         else:
             assert differing.sum() == 0
             assert sampled[0] == (rows, "default")
-
-
-def load(receivers: WeightReceivers, folder: Path, version: str) -> None:
-    """Load ``folder`` from disk. SGLang may count a request as running for a moment after it was answered, and then
-    does not forget its prefixes."""
-    for _ in range(40):
-        try:
-            return receivers.load_from_disk(folder, version)
-        except WeightSyncError as error:
-            if "requests are still running" not in str(error):
-                raise
-        time.sleep(0.05)
-    return receivers.load_from_disk(folder, version)
 
 
 async def over_an_update(

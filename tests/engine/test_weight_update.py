@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from server_control import tell
+from server_control import load, tell
 
 from agent_rl.config import EngineConfig
 from agent_rl.engine.sglang import SGLangEngine
@@ -31,7 +31,7 @@ async def engine(server: str, model: Path, engine_config: EngineConfig) -> Async
         await tell(client, "flush_cache")
         yield client
         with WeightReceivers([server]) as receivers:
-            receivers.load_from_disk(model, "default")
+            load(receivers, model, "default")
 
 
 async def version(engine: SGLangEngine) -> str:
@@ -43,15 +43,15 @@ async def version(engine: SGLangEngine) -> str:
 async def test_weights_from_disk(engine: SGLangEngine, model: Path, other_model: Path, tmp_path: Path) -> None:
     before = await engine.score(TOKENS)
     with WeightReceivers(engine.urls) as receivers:
-        receivers.load_from_disk(other_model, "5")
+        load(receivers, other_model, "5")
         changed = await engine.score(TOKENS)
         assert np.abs(np.subtract(changed, before)).max() > 0.1
         assert await version(engine) == "5"
         with pytest.raises(WeightSyncError, match="answered 400"):
-            receivers.load_from_disk(tmp_path, "6")
+            load(receivers, tmp_path, "6")
         np.testing.assert_allclose(await engine.score(TOKENS), changed, atol=1e-6)
         assert await version(engine) == "5"
-        receivers.load_from_disk(model, "7")
+        load(receivers, model, "7")
     np.testing.assert_allclose(await engine.score(TOKENS), before, atol=1e-6)
 
 
@@ -59,7 +59,7 @@ async def test_weights_from_disk(engine: SGLangEngine, model: Path, other_model:
 async def test_weights_by_process_group(engine: SGLangEngine, model: Path, other_model: Path) -> None:
     before = await engine.score(TOKENS)
     with WeightReceivers(engine.urls) as receivers:
-        receivers.load_from_disk(other_model, "disk")
+        load(receivers, other_model, "disk")
     expected = await engine.score(TOKENS)
     assert np.abs(np.subtract(expected, before)).max() > 0.1
 
