@@ -280,13 +280,15 @@ class Forest:
 
     def _echoed(self, key: bytes, message: ChatMessage) -> Node | None:
         """The reply to the request of ``key`` that ``message`` repeats."""
-        said = [node for node in self._by_key.get(key, ()) if node.spoken is not None]
-        if message.reply:
-            said = [node for node in said if node.id == message.reply]
-        found = next((node for node in reversed(said) if node.spoken and message.echoes(node.spoken)), None)
-        if said and found is None:
+        differs = False
+        for node in reversed(self._by_key.get(key, ())):
+            if node.spoken is not None and message.reply in ("", node.id):
+                if message.echoes(node.spoken):
+                    return node
+                differs = True
+        if differs:
             self._differing.add(xxh3_128_digest(key + _digestible(message)))
-        return found
+        return None
 
     def _render(self, last: Node | None, start: int, shown: Sequence[ChatMessage], tools: Tools) -> Tokens:
         if last is None or self._rendering.begins_anew(shown[start:]):
@@ -447,5 +449,6 @@ def _common(first: Tokens, second: Tokens) -> int:
 
 def _digestible(message: ChatMessage) -> bytes:
     calls = [(call.name, dict(call.arguments)) for call in message.calls]
-    head = orjson.dumps([message.role, len(message.text), calls], option=orjson.OPT_SORT_KEYS)
-    return head + message.text.encode(errors="surrogatepass") + message.reasoning.encode(errors="surrogatepass")
+    written = orjson.dumps(calls, option=orjson.OPT_SORT_KEYS) if calls else b""
+    head = f"{message.role} {len(written)} {len(message.text)} ".encode()
+    return head + written + (message.text + message.reasoning).encode(errors="surrogatepass")

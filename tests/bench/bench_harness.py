@@ -9,8 +9,10 @@ Requests of 100 messages and 250 kB over loopback, their answers sampled at once
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import statistics
+import threading
 import time
 import tracemalloc
 from collections.abc import Sequence
@@ -73,21 +75,29 @@ class Client:
 
 
 async def request_cpu(messages: int = 100, size: int = 250_000, requests: int = 20) -> float:
-    """Milliseconds of processor time a request of a conversation that grows to ``messages`` of ``size`` bytes; the
-    client's part, writing bytes that are made before, is in it."""
-    each = "x" * (size // messages)
+    """Milliseconds of the server thread's processor time a request of a conversation that grows to ``messages`` of
+    ``size`` bytes; its client is in a thread of its own."""
     async with open_gateway() as gateway, gateway.serving(session("cpu", 0.0)) as served:
-        client = await Client.to(gateway, served.key)
-        said = [{"role": "user", "content": each * 2}]
-        costs = []
-        while len(said) < messages + requests:
-            body = json.dumps({"messages": said}).encode()
-            began = time.process_time()
-            await client.ask(body)
-            costs.append((len(said), time.process_time() - began))
-            said += [{"role": "assistant", "content": "ok"}, {"role": "user", "content": each * 2 + str(len(said))}]
-        client.writer.close()
-    return 1000 * statistics.median(cost for at, cost in costs if abs(at - messages) <= requests)
+        clock = time.pthread_getcpuclockid(threading.get_ident())
+        path = f"/s/{served.key}/v1/chat/completions"
+        costs = await asyncio.to_thread(grow, gateway.port, path, clock, messages + requests, size // messages)
+    return 1000 * statistics.median(costs[-requests:])
+
+
+def grow(port: int, path: str, clock: int, messages: int, size: int) -> list[float]:
+    """What each request of a growing conversation cost on ``clock``, in seconds. ``size``: bytes a message."""
+    client = http.client.HTTPConnection("127.0.0.1", port)
+    said = [{"role": "user", "content": "x" * 2 * size}]
+    costs = []
+    while len(said) < messages:
+        body = json.dumps({"messages": said}).encode()
+        began = time.clock_gettime(clock)
+        client.request("POST", path, body)
+        client.getresponse().read()
+        costs.append(time.clock_gettime(clock) - began)
+        said += [{"role": "assistant", "content": "ok"}, {"role": "user", "content": "x" * 2 * size + str(len(said))}]
+    client.close()
+    return costs
 
 
 async def many(sessions: int = 256, turns: int = 50, latency: float = 0.05) -> tuple[float, float]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, Literal
 
 import orjson
 
@@ -12,6 +13,9 @@ from agent_rl.rollout.forest import ChatMessage
 from tools import Spoken, ToolCall
 
 _TEXT = ("text", "refusal")
+_ROLES: Mapping[str, Literal["system", "user", "tool"]] = MappingProxyType(
+    {"system": "system", "developer": "system", "user": "user", "tool": "tool"}
+)
 
 
 class _Function(Loose):
@@ -66,7 +70,7 @@ class Chat:
         refuse_unless((asked.response_format or {}).get("type", "text") == "text", "response_format")
         refuse_unless(not asked.top_logprobs, "top_logprobs")
         return Ask(
-            messages=[_message(message, f"messages.{at}") for at, message in enumerate(asked.messages)],
+            messages=[_message(message, at) for at, message in enumerate(asked.messages)],
             tools=[
                 offered(tool.function.name, tool.function.description, tool.function.parameters)
                 for tool in asked.tools or ()
@@ -127,19 +131,22 @@ def write_arguments(call: ToolCall) -> str:
     return orjson.dumps(dict(call.arguments)).decode()
 
 
-def _message(message: _Message, where: str) -> ChatMessage:
-    text = joined(message.content, _TEXT, f"{where}.content")
-    if message.role in ("system", "developer"):
-        return ChatMessage("system", text)
-    if message.role == "user" or message.role == "tool":
-        return ChatMessage("tool" if message.role == "tool" else "user", text)
+def _message(message: _Message, at: int) -> ChatMessage:
+    text = message.content if isinstance(message.content, str) else joined(message.content, _TEXT, f"messages.{at}")
+    role = _ROLES.get(message.role)
+    if role is not None:
+        return ChatMessage(role, text)
     if message.role != "assistant":
-        raise Refusal("bad", f"{where}.role: {message.role!r}, expected system, developer, user, assistant or tool")
+        raise Refusal(
+            "bad", f"messages.{at}.role: {message.role!r}, expected system, developer, user, assistant or tool"
+        )
     calls = message.tool_calls or ()
     return ChatMessage(
         "assistant",
         text,
-        tuple(ToolCall(c.function.name, read_arguments(c.function.arguments, f"{where}.tool_calls")) for c in calls),
+        tuple(
+            ToolCall(c.function.name, read_arguments(c.function.arguments, f"messages.{at}.tool_calls")) for c in calls
+        ),
         message.reasoning_content or "",
         minted(*(call.id for call in calls)),
     )
