@@ -57,12 +57,14 @@ _BACKLOG = 1024
 
 class Gateway:
     """The sessions by their keys, and where the endpoint is: ``folder`` holds the unix socket and the bridge to it for
-    boxes, ``port`` is that on loopback."""
+    boxes, ``port`` is that on loopback. Who holds ``turn`` reads its request: of many that come at once each waits for
+    the event loop by itself, so that whatever else the loop does goes on in between."""
 
     def __init__(self, folder: Path, port: int) -> None:
         self.folder, self.port = folder, port
         self._sessions: dict[str, Session] = {}
         self._over: set[str] = set()
+        self.turn = asyncio.Lock()
         self.failures = 0
 
     def metrics(self) -> dict[str, float]:
@@ -204,11 +206,14 @@ class Endpoint:
         request = Request(scope, receive)
         try:
             session = self._gateway.session(request)
-            ask = self._dialect.read(await read_whole(request))
-            if self._counting:
+            body = await read_whole(request)
+            async with self._gateway.turn:
+                await asyncio.sleep(0)
+                ask = self._dialect.read(body)
+                node = None if self._counting else session.begin(ask)
+            if node is None:
                 await _send(send, 200, {"input_tokens": session.count_tokens(ask)})
                 return
-            node = session.begin(ask)
         except ClientDisconnect:
             return
         except Refusal as refusal:

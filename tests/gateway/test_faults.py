@@ -18,6 +18,7 @@ from agent_rl.errors import UserError
 from agent_rl.gateway import server
 from agent_rl.gateway.asked import MAX_BODY
 from agent_rl.gateway.dialects.chat import Chat
+from agent_rl.gateway.session import Session
 from agent_rl.render import ChatModel, ChatRenderer
 from agent_rl.types import BranchCause, FinishReason
 
@@ -101,6 +102,30 @@ async def test_two_calls_at_once_alike_and_unlike(renderer: ChatRenderer, kit: S
         assert said == {"one", "two", "three"}
         causes = [branch.cause for branch in served.session.forest.branches()]
         assert causes == [BranchCause.START, BranchCause.PARALLEL, BranchCause.PARALLEL]
+
+
+async def test_what_else_the_loop_does_goes_on_between_requests_that_come_at_once(
+    renderer: ChatRenderer, kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds, begun = 0, list[int]()
+    begin = Session.begin
+
+    def counted(session: Session, ask: Any) -> Any:
+        begun.append(rounds)
+        return begin(session, ask)
+
+    monkeypatch.setattr(Session, "begin", counted)
+    async with held(renderer, kit, "one") as served:
+        asking = [asyncio.create_task(served.ask(CHAT, messages=HELLO)) for _ in range(20)]
+        async with served.gateway.turn:
+            while len(served.gateway.turn._waiters or ()) < len(asking):  # noqa: ASYNC110 (the lock has no event)
+                await asyncio.sleep(0.001)
+        while len(begun) < len(asking):
+            rounds += 1
+            await asyncio.sleep(0)
+        assert len(set(begun)) == len(begun)
+        served.go.set()
+        await asyncio.gather(*asking)
 
 
 async def test_the_same_again_after_its_reply_replaces_it(renderer: ChatRenderer, kit: SimpleNamespace) -> None:
