@@ -120,6 +120,11 @@ def decode(data: bytes | memoryview, *, max_bytes: int = MAX_BYTES, where: str =
     return routing
 
 
+def header_of(data: bytes | memoryview, *, where: str = "archive") -> Header:
+    """What an archive says of itself; its rows are not unpacked. Raises RoutingError as :func:`decode`."""
+    return _parse(memoryview(data), MAX_BYTES, where)[0]
+
+
 def write(path: Path, routing: Routing, *, layer_ids: Sequence[int] | None = None, keep_order: bool = False) -> None:
     """Write :func:`encode`'s bytes to ``path``, atomically."""
     write_atomic(path, encode(routing, layer_ids=layer_ids, keep_order=keep_order))

@@ -28,7 +28,9 @@ class SampleRun:
     turns: int = 3
     turn_tokens: int = 40
     hostile: str = ""
-    config: Mapping[str, Any] = field(default_factory=lambda: {"name": "quickstart", "train": {"lr": 1e-4}})
+    config: Mapping[str, Any] = field(
+        default_factory=lambda: {"name": "quickstart", "model": "tiny-moe", "train": {"lr": 1e-4}}
+    )
     resumes: Sequence[int] = (3,)
     live: Sequence[Mapping[str, Any]] = ()
 
@@ -79,7 +81,7 @@ class SampleRun:
             "kind": "train",
             "steps": self.steps,
             "total": self.steps,
-            "state": "finished",
+            "state": "running" if self.live else "finished",
             "pass_at_1": [0.79, 0.74, 0.84],
             "guard": 1,
         }
@@ -324,12 +326,13 @@ class SampleSource:
 class Served:
     """A server of ``source`` in a thread."""
 
-    def __init__(self, source: Source) -> None:
-        self._socket = listen(0)
+    def __init__(self, source: Source, port: int = 0) -> None:
+        self._socket = listen(port)
         self._server = web_server(source)
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True)
         self._thread.start()
-        self.address = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        self.port = int(self._socket.getsockname()[1])
+        self.address = f"http://127.0.0.1:{self.port}"
 
     def __enter__(self) -> Served:
         return self

@@ -11,7 +11,7 @@ import gzip
 import hashlib
 import html
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
@@ -49,7 +49,7 @@ def export(source: Source, out: Path, trajectories: int) -> int:
     Returns the bytes written. Raises UserError for a folder that holds something.
     """
     held = {run["run"]: picked(source, run["run"], trajectories) for run in source.read("runs")["runs"]}
-    singles = (path for run, ids in held.items() for id in ids for path in (f"{run}/t/{id}", f"{run}/routes/{id}/map"))
+    singles = (path for run, ids in held.items() for path in _singles(source, run, ids))
     bodies = ((path, source.body(path)) for path in chain(source.pages(), singles))
     listed = ("exported", orjson.dumps({"notes": [], "trajectories": held}, option=orjson.OPT_NON_STR_KEYS))
     write = _write_file if out.suffix == ".html" else _write_folder
@@ -70,6 +70,15 @@ def picked(source: Source, run: int, count: int) -> list[str]:
             break
         chosen += [columns["id"][row] for row in rows]
     return chosen
+
+
+def _singles(source: Source, run: int, ids: Sequence[str]) -> Iterator[str]:
+    """The paths of trajectories, and of the layers of each of their branches."""
+    columns = source.read(f"{run}/trajectories")["columns"]
+    branches = dict(zip(columns["id"], columns["branches"], strict=True))
+    for id in ids:
+        yield f"{run}/t/{id}"
+        yield from (f"{run}/routes/{id}{f'.{branch}' if branch else ''}/map" for branch in range(branches[id]))
 
 
 def _write_folder(out: Path, bodies: Iterator[tuple[str, bytes]]) -> int:

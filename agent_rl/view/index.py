@@ -9,8 +9,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,6 @@ from agent_rl.evaluation.report import EpisodeResult
 from agent_rl.rollout.records import EVALUATIONS, FOLDER, rows_path
 from agent_rl.rollout.row_files import Place, read_rows
 from agent_rl.rollout.sidecars import COLUMNS, columns, read_sidecar, sidecar_path
-from agent_rl.rollout.token_details import details_path
 
 EVAL = "eval"
 """Where the trajectories of an ``agent-rl eval`` folder are filed."""
@@ -78,17 +79,19 @@ class Index:
     def refresh(self) -> None:
         """Take up what was added, changed or removed. A file that cannot be read makes a note, never an error."""
         with self._changing:
-            found = dict(_filed(self.folder))
-            stamps = {n: stamp(stem) for n, (_, stem) in found.items()}
+            found = _filed(self.folder)
+            stamps = {n: files.stamp for n, files in found.items()}
             if stamps == self._stamps:
                 return
             kept = {n: shelf for n, shelf in self.shelves.items() if stamps.get(n) == self._stamps.get(n)}
-            self.shelves = {n: kept[n] if n in kept else _shelf(n, *where) for n, where in found.items()}
+            self.shelves = {
+                n: kept[n] if n in kept else _shelf(n, files.step, files.stem) for n, files in found.items()
+            }
             self._stamps, self._table = stamps, None
 
     def stamps(self) -> Mapping[str, str]:
         """A stamp of the files of each shelf, by its name, as they are on the disk now."""
-        return {n: stamp(stem) for n, (_, stem) in _filed(self.folder)}
+        return {n: files.stamp for n, files in _filed(self.folder).items()}
 
     @property
     def table(self) -> Mapping[str, NDArray]:
@@ -113,15 +116,6 @@ def select(table: Mapping[str, NDArray], query: Mapping[str, str]) -> tuple[NDAr
     return rows[start : start + _whole(query, "limit", len(rows))], len(rows)
 
 
-def stamp(stem: Path) -> str:
-    """Changes whenever the files under ``stem`` do."""
-    if stem.name == EVAL:
-        files = [stem.with_name(name) for name in (RESULTS, REPORT)]
-    else:
-        files = [rows_path(stem), sidecar_path(stem), details_path(stem)]
-    return "-".join(file_stamp(path) for path in files)
-
-
 def file_stamp(path: Path) -> str:
     """Changes whenever ``path`` does; empty where it is not there."""
     try:
@@ -137,25 +131,50 @@ def evaluation_key(n: str) -> str | None:
     return None if kind != EVAL else f"step-{step}/{decoding}" if step else EVAL
 
 
-def _filed(folder: Path) -> Iterator[tuple[str, tuple[int, Path]]]:
-    """``(n, (step, stem))`` of everything that is filed in ``folder``, steps first."""
-    steps = {stem: number for stem in _stems(folder / FOLDER) if (number := _number(stem.name)) is not None}
-    yield from ((str(step), (step, stem)) for stem, step in sorted(steps.items(), key=lambda item: item[1]))
-    for stem in sorted(_stems(folder / EVALUATIONS)):
-        _, digits, decoding = (*stem.name.split("-", 2), "", "")[:3]
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """What is filed: its step, what the names of its files begin with, and a stamp that changes when they do."""
+
+    step: int
+    stem: Path
+    stamp: str
+
+
+def _filed(folder: Path) -> dict[str, _Files]:
+    """Everything that is filed in ``folder`` by its name ``n``, steps first."""
+    stamps = _stamps(folder / FOLDER)
+    steps = sorted((step, name) for name in stamps if (step := _number(name)) is not None)
+    found = {str(step): _Files(step, folder / FOLDER / name, stamps[name]) for step, name in steps}
+    for name, stamp in sorted(_stamps(folder / EVALUATIONS).items()):
+        _, digits, decoding = (*name.split("-", 2), "", "")[:3]
         if digits.isdecimal() and decoding:
-            yield f"eval-{int(digits)}-{decoding}", (int(digits), stem)
+            found[f"eval-{int(digits)}-{decoding}"] = _Files(int(digits), folder / EVALUATIONS / name, stamp)
     if (folder / RESULTS).is_file():
-        yield EVAL, (0, folder / EVAL)
+        found[EVAL] = _Files(0, folder / EVAL, "-".join(file_stamp(folder / name) for name in (RESULTS, REPORT)))
+    return found
 
 
-def _stems(folder: Path) -> set[Path]:
-    """What the names of the row files in ``folder`` begin with."""
+def _stamps(folder: Path) -> dict[str, str]:
+    """A stamp of all files that begin with the same name, for those of them that have rows. A folder has thousands of
+    files and is looked at each second, so it is listed once."""
+    parts: dict[str, list[str]] = {}
+    rows = set()
+    for entry in _entries(folder):
+        name, _, suffix = entry.name.partition(".")
+        with contextlib.suppress(OSError):  # one that goes away
+            found = entry.stat()
+            parts.setdefault(name, []).append(f"{suffix}.{found.st_mtime_ns:x}.{found.st_size:x}")
+            if suffix in ("jsonl.zst", "jsonl"):
+                rows.add(name)
+    return {name: "-".join(sorted(parts[name])) for name in rows}
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
     try:
-        names = [path.name for path in folder.iterdir()]
+        with os.scandir(folder) as entries:
+            return list(entries)
     except OSError:
-        return set()
-    return {folder / name.partition(".")[0] for name in names if name.endswith((".jsonl.zst", ".jsonl"))}
+        return []
 
 
 def _number(name: str) -> int | None:

@@ -5,7 +5,8 @@
     runs                                      all runs
     R/run  R/metrics  R/trajectories?...      of run number R
     R/steps/N  R/loads/N  R/eval/KEY          of one step, or of one evaluation
-    R/t/N-K  R/routes/N-K  R/routes/N-K/map   of one trajectory
+    R/t/N-K                                   of one trajectory
+    R/routes/N-K  R/routes/N-K/map            of its first branch; those of branch B are of N-K.B
     R/live                                    of the step that is under way
 
 N is a global step, ``eval-20-sampled`` for an evaluation of a training run, or ``eval`` in the folder of an evaluation;
@@ -23,12 +24,13 @@ from typing import Any
 import orjson
 
 from agent_rl.errors import AgentRlError, UserError
+from agent_rl.observe.folder_lock import LOCK
 from agent_rl.view import live, runs, trajectory
 from agent_rl.view.index import Index, Shelf, evaluation_key, file_stamp, select, shown
 from agent_rl.view.trajectory import Reader
 
 Answer = dict[str, Any]
-_FILES = {"run": ("state.json", "summary.json", "guard.jsonl"), "metrics": ("metrics.jsonl",)}
+_FILES = {"run": ("state.json", "summary.json", "guard.jsonl", LOCK), "metrics": ("metrics.jsonl",)}
 _BROKEN = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError, OSError)
 
 
@@ -214,18 +216,25 @@ def _evaluation(index: Index, key: str) -> Answer:
 
 
 def _routes(index: Index, reader: Reader, rest: str, query: Mapping[str, str]) -> Answer:
-    id, _, kind = rest.partition("/")
-    shelf, number = _member(index, id)
-    start, stop, branch = (_number(query, name) for name in ("from", "to", "branch"))
-    which = number, branch or 0
+    name, _, kind = rest.partition("/")
+    shelf, which = _branch(index, name)
     if kind == "map":
         return reader.layer_map(shelf, which)
     if kind:
         raise Absent(f"routes/{rest}: no such resource", "unknown")
-    found = reader.routes(shelf, which, start or 0, stop)
+    found = reader.routes(shelf, which, _number(query, "from") or 0, _number(query, "to"))
     if found is None:
-        raise Absent(f"{id}: its routes were not kept")
+        raise Absent(f"{name}: its routes were not kept")
     return found
+
+
+def _branch(index: Index, name: str) -> tuple[Shelf, trajectory.Which]:
+    id, _, branch = name.partition(".")
+    shelf, number = _member(index, id)
+    count = shelf.columns["branches"][number]
+    if branch and not (branch.isdecimal() and int(branch) < count):
+        raise Absent(f"{name}: {id} has {count} branches, numbered from 0")
+    return shelf, (number, int(branch or 0))
 
 
 def _number(query: Mapping[str, str], name: str) -> int | None:

@@ -75,11 +75,12 @@ class Changes:
             before = now
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Server-sent events: a comment at once, then a list of paths for each change."""
+        """Server-sent events: a comment at once, then a list of paths for each change. A browser whose connection was
+        cut tries again after a second."""
         listener: asyncio.Queue[list[str]] = asyncio.Queue()
         self._listeners.add(listener)
         try:
-            yield b": listening\n\n"
+            yield b": listening\nretry: 1000\n\n"
             while True:
                 yield b"data: " + orjson.dumps(await listener.get()) + b"\n\n"
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,11 +18,14 @@ from agent_rl.rollout.token_details import Differing, StoredDetail, details_path
 from agent_rl.types import Branch
 from agent_rl.view.index import EVAL, Index, Shelf, file_stamp, log_of
 from agent_rl.view.pieces import Pieces
+from r3 import archive
+from r3.routing import RoutingError
 
 Answer = dict[str, Any]
 Which = tuple[int, int]
 """The number of a trajectory in its shelf, and of its branch."""
 MOST_ROWS = 512
+_LAYOUT = ("moe_layers", "num_experts", "top_k")
 _NOTHING: Answer = {"tokens": [], "pieces": None, "sampled": [], "versions": [], "logprobs": [], "detail": None}
 
 
@@ -163,20 +167,22 @@ def loads(shelf: Shelf) -> Answer:
 
 
 def layout_of(index: Index) -> Answer:
-    """The model's MoE layers, experts and experts a token, of the newest step that has routes; None where none has."""
+    """The model's MoE layers, experts and experts a token, of the newest step that can be read; None without routes."""
     for shelf in reversed(index.shelves.values()):
         if shelf.n.isdecimal() and len(shelf):
-            try:
-                routing = _branch_of(shelf, _row(shelf, 0), 0).routing
-            except (AgentRlError, OSError):
-                continue
-            if routing is not None:
-                return {
-                    "moe_layers": routing.moe_layers,
-                    "num_experts": routing.num_experts,
-                    "top_k": routing.top_k,
-                }
-    return dict.fromkeys(("moe_layers", "num_experts", "top_k"))
+            with contextlib.suppress(AgentRlError, RoutingError, OSError, KeyError, TypeError):
+                return _layout(shelf)
+    return dict.fromkeys(_LAYOUT)
+
+
+def _layout(shelf: Shelf) -> Answer:
+    path = rows_path(shelf.stem)
+    key = next((row["arrays"]["key"] for row in read_rows(path) if row["arrays"]["routes"]), None)
+    if key is None:
+        return dict.fromkeys(_LAYOUT)
+    (routes,) = read_arrays(arrays_path(path), [f"{key}/routes"]).values()
+    header = archive.header_of(routes.data, where=str(path))
+    return {name: getattr(header, name) for name in _LAYOUT}
 
 
 def _row(shelf: Shelf, number: int) -> dict[str, Any]:

@@ -18,7 +18,9 @@ from agent_rl.gateway.episode import HarnessRun
 from agent_rl.gateway.server import Gateway
 from agent_rl.render import ChatRenderer
 from agent_rl.rollout.episode import EpisodeRules, run_episode
-from agent_rl.types import StopReason, Trajectory
+from agent_rl.rollout.records import write_trajectories
+from agent_rl.types import BranchCause, Group, StopReason, Trajectory
+from agent_rl.view.resources import Resources
 from envs import Task
 from tools import tool_format
 
@@ -136,3 +138,20 @@ async def test_the_quickstarts_agent_is_the_built_in_loop_token_by_token(
     assert [turn.observation for turn in driven.turns[:-1]] == [turn.observation for turn in native.turns[:-1]]
     assert engine.scripted.rows_sent == len(driven.tokens) - 1
     assert driven.further == ()
+
+
+async def test_the_viewer_shows_each_branch_of_a_program_that_rewrites_its_history(
+    gateway: Gateway, renderer: ChatRenderer, kit: SimpleNamespace, tmp_path: Path
+) -> None:
+    engine = kit.Saying(renderer, [kit.call("ls"), kit.call("fix")])
+    driven = await drive(gateway, kit, renderer, engine, command("talk.py", "compacts"), max_turns=5)
+    assert [branch.cause for branch in driven.branches] == [BranchCause.START, BranchCause.REWRITE]
+    write_trajectories(tmp_path, 1, [Group("t", (driven,))])
+    resources = Resources([tmp_path])
+    found = resources.read("0/t/1-0")
+    assert [turn["branch"] for turn in found["turns"]] == [0, 0, 1]
+    for number, branch in enumerate(driven.branches):
+        assert branch.routing is not None
+        assert np.array_equal(found["branches"][number]["tokens"], branch.tokens)
+        routes = resources.read(f"0/routes/1-0.{number}")
+        assert routes["experts"] == np.sort(branch.routing.experts, axis=2).tolist()

@@ -6,15 +6,14 @@
 from __future__ import annotations
 
 import os
-import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
+from playwright.sync_api import BrowserContext, Page, expect
+from view_pages import eventually, opened
 from view_samples import SampleRun, SampleSource, Served
 
 from agent_rl.rollout.records import read_trajectories, step_stem
@@ -47,16 +46,10 @@ CAPTURED_PAGES = {
 }
 
 
-OTHER = SampleRun("without-replay", metrics=6, config={"name": "without-replay", "train": {"lr": 2e-4}})
+OTHER = SampleRun(
+    "without-replay", metrics=6, config={"name": "without-replay", "model": "dense", "train": {"lr": 2e-4}}
+)
 TWO_RUNS = SampleSource(SampleRun(), OTHER)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        yield started
-        started.close()
 
 
 @pytest.fixture(scope="module")
@@ -70,42 +63,6 @@ def captured() -> Iterator[str]:
     """The address of a real run: two steps and an evaluation of a quickstart of six steps."""
     with Served(Resources([Path(os.path.relpath(CAPTURED))])) as server:  # its pictures show no one's folders
         yield server.address
-
-
-@pytest.fixture
-def context(browser: Browser) -> Iterator[BrowserContext]:
-    """A window; a test fails where the page writes an error to the console, or asks another host for something."""
-    opened = browser.new_context(viewport={"width": 1280, "height": 860})
-    wrong: list[str] = []
-    opened.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
-    opened.on("weberror", lambda error: wrong.append(str(error.error)))
-    opened.on("request", lambda request: None if _local(request.url) else wrong.append(request.url))
-    yield opened
-    opened.close()
-    assert wrong == []
-
-
-def _local(url: str) -> bool:
-    return url.startswith(("http://127.0.0.1:", "file:///", "data:", "blob:"))
-
-
-@pytest.fixture
-def page(context: BrowserContext) -> Page:
-    return context.new_page()
-
-
-def opened(page: Page, address: str, fragment: str = "#/") -> Page:
-    page.goto(f"{address}{fragment}" if address.endswith(".html") else f"{address}/{fragment}")
-    expect(page.locator("main")).to_be_visible()
-    return page
-
-
-def eventually(page: Page, condition: str) -> None:
-    """Wait until ``condition`` (JavaScript) holds. The page's policy forbids playwright's own way to wait for it."""
-    ends = time.monotonic() + 5
-    while not page.evaluate(condition):
-        assert time.monotonic() < ends, condition
-        page.wait_for_timeout(20)
 
 
 NAMELESS = """() => [...document.querySelectorAll("button, a, input, select, canvas, [tabindex='0']")]
@@ -250,34 +207,13 @@ def test_a_step_without_loads_says_so_and_shows_its_groups(page: Page, captured:
     expect(page.get_by_role("region", name="Table of groups").get_by_role("row").nth(1)).to_be_visible()
 
 
-class TwoBranches(SampleSource):
-    """Every trajectory goes on in a second branch, in which row 0 differs in layer 3 alone."""
-
-    def read(self, path: str, query: Mapping[str, str] = {}) -> dict[str, Any]:
-        found = super().read(path, query)
-        if "/t/" in path:
-            found["branches"] *= 2
-        if query.get("branch") == "1":
-            found["native_differs"] = [[0, 3]]
-        return found
-
-
-def test_the_layers_of_a_branch_are_its_own(context: BrowserContext) -> None:
-    with Served(TwoBranches(SampleRun())) as server:
-        page = opened(context.new_page(), server.address, "#/t/0/1-3?token=1")
-        layers = page.locator("[data-value=native_layers]")
-        expect(layers).to_have_text("none")
-        page.goto(f"{server.address}/#/t/0/1-3?token=1&branch=1")
-        expect(layers).to_have_text("3")
-        context.close()
-
-
 def test_runs_with_other_metrics_are_laid_over_each_other(page: Page, served: Served) -> None:
     opened(page, served.address)
     expect(page.get_by_role("group", name="reward/mean")).to_contain_text("quickstart 0.")
     expect(page.get_by_role("group", name="reward/mean")).to_contain_text("without-replay 0.")
     expect(page.get_by_role("group", name="extra_0/metric_1")).to_contain_text("last")
     expect(page.get_by_role("row", name="train.lr")).to_contain_text("0.0002")
+    expect(page.get_by_role("row", name="model")).to_contain_text("dense")
     page.get_by_role("checkbox", name="without-replay").uncheck()
     expect(page.get_by_role("group", name="extra_0/metric_1")).to_have_count(0)
     page.get_by_role("combobox", name="by", exact=True).select_option("time")

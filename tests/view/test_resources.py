@@ -12,107 +12,39 @@ from typing import Any
 
 import numpy as np
 import pytest
-import yaml
-from evaluations import eval_report
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
+from view_runs import EXPERTS, GROUPS, LAYERS, branched, damage, episode, evaluation, write_run, write_step
 
 from agent_rl.errors import UserError
-from agent_rl.evaluation.finished import report_path
-from agent_rl.evaluation.folder import EvalFolder
-from agent_rl.evaluation.report import EpisodeResult
 from agent_rl.observe.metrics_log import MetricsLog
 from agent_rl.rollout.frames import as_frame
 from agent_rl.rollout.records import (
     encode_trajectory,
-    evaluation_stem,
     read_trajectories,
     rows_path,
     step_stem,
-    write_records,
     write_trajectories,
 )
 from agent_rl.rollout.row_files import read_rows
 from agent_rl.rollout.token_details import details_path, read_detail
 from agent_rl.types import (
-    Branch,
     BranchCause,
     Fate,
     Group,
     StopReason,
-    TokenDetail,
-    Trajectory,
-    Turn,
     Verdict,
-    VersionSpan,
 )
 from agent_rl.view.resources import Resources
-from r3.routing import Routing, Span, SpanKind
 from tests.trajectories import trajectory
 
 CAPTURED = Path(__file__).parent.parent / "captured"
-LAYERS, EXPERTS, GROUPS = 7, 8, 3
-VERSIONS = VersionSpan(5, 9, "6"), VersionSpan(11, 14, "7")
-
-
-def episode(number: int, *, routes: bool = True) -> Trajectory:
-    """Two turns of 4 and 3 sampled tokens after a prompt of 5, an observation of 2 between them."""
-    random = np.random.default_rng(number)
-    mask = np.array([0] * 5 + [1] * 4 + [0] * 2 + [1] * 3, bool)
-    experts = np.argsort(random.random((14, LAYERS, EXPERTS)), axis=2)[:, :, :2].astype(np.uint8)
-    spans = (Span(0, 13, "6", "http://e", SpanKind.SAMPLED), Span(13, 14, "", "", SpanKind.MISSING))
-    turns = (
-        Turn("look", "bash", {"cmd": "ls"}, None, "a.py", 5, 4, 2, 0, "6", 0.5, 0.25, 0, 0.5),
-        Turn("done", "submit", {}, None, "", 11, 3, 0, 8, "7", 0.25, 0.0, 0, 1.25),
-    )
-    said = [("user", "fix it"), ("assistant", "look"), ("tool", "a.py\n[1 turn left]"), ("assistant", "done")]
-    return replace(
-        trajectory(float(number % 2), sampled=11, task_id=f"task-{number // 2}"),
-        tokens=random.integers(0, 50, 14).astype(np.int32), loss_mask=mask,
-        logprobs=np.where(mask, random.normal(-1, 0.5, 14), 0).astype(np.float32), turns=turns,
-        messages=tuple({"role": role, "content": text} for role, text in said), versions=VERSIONS,
-        routing=Routing(experts, np.arange(14) < 13, spans, EXPERTS) if routes else None, tests={"t": "PASSED"},
-        test_log="log\n", began=1.8e9, start_seconds=0.5, grade_began=1.5, grade_seconds=0.5, seconds=2.0,
-    )  # fmt: skip
-
-
-def detail(seed: int) -> TokenDetail:
-    random = np.random.default_rng(100 + seed)
-    bits = np.packbits(random.random((14, LAYERS)) < 0.1, axis=1)
-    gaps = random.normal(0, 0.1, (2, 7)).astype(np.float32)
-    entropy, flags = random.random(7).astype(np.float16), random.integers(0, 8, 7).astype(np.uint8)
-    return TokenDetail(gaps[0], gaps[1], entropy, flags, LAYERS, np.zeros_like(bits), bits)
-
-
-def write_step(folder: Path, step: int, *, routes: bool = True, details: bool = True) -> None:
-    """Three groups of two: one trained on, one uniform, one discarded."""
-    groups = [Group(f"task-{at}", tuple(episode(2 * at + n, routes=routes) for n in (0, 1))) for at in range(GROUPS)]
-    fates = [Fate.TRAINED, Fate.TRAINED, Fate.UNIFORM, Fate.UNIFORM, Fate.DISCARDED, Fate.DISCARDED]
-    verdicts = [Verdict(fate, 0.5 if fate is Fate.TRAINED else None) for fate in fates]
-    kept = {(number, 0): detail(number) for number in (0, 1)} if details else None
-    write_trajectories(folder, step, groups, verdicts=verdicts, details=kept)
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run of two steps, with an evaluation after the second."""
-    folder = tmp_path / "demo"
-    folder.mkdir()
-    config = {"name": "demo", "model": "m", "train": {"steps": 4}, "rollout": {"group_size": 2, "tasks_per_step": 3}}
-    (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    log = MetricsLog(folder)
-    for step in (1, 2):
-        write_step(folder, step)
-        log.append(step, {"reward/mean": step / 4, "rollout/trajectories": 6, "rollout/sampled_tokens_mean": 7})
-    log.close()
-    report = {"pass_at_1": 0.5, "interval": [0.1, 0.9], "graded": 2, "tasks": 2, "stops": {"submitted": 2}}
-    state = {"run_id": "x", "resumes": [1], "evaluations": {"step-2/sampled": report}}
-    (folder / "state.json").write_text(json.dumps(state))
-    stem = evaluation_stem(folder, "step-2/sampled")
-    write_records(stem, [Group("a", (trajectory(1.0, task_id="a"),))])
-    eval_report(0.5).write(report_path(folder, "step-2/sampled"))
-    return folder
+    return write_run(tmp_path / "demo")
 
 
 def read(folder: Path, path: str, **query: str) -> dict[str, Any]:
@@ -335,10 +267,6 @@ def test_a_run_of_format_2_is_shown() -> None:
     assert read(CAPTURED, "trajectories")["total"] == 32
 
 
-def damage(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2 - 9])
-
-
 @pytest.mark.parametrize(
     ("name", "path"),
     [
@@ -410,14 +338,6 @@ def test_infrastructure_failures_only(tmp_path: Path) -> None:
     assert any("infrastructure failures only" in note for note in read(tmp_path, "run")["notes"])
 
 
-def evaluation(folder: Path) -> Path:
-    results = EvalFolder(folder, {"env": "mini"})
-    solved = EpisodeResult("a/b", 0, True, "submitted", 2, 1.0, patch="diff", suspected_hack=("x",))
-    results.record(solved, episode(1))
-    results.record(EpisodeResult("c", 0, None, "", 0, 0.0, failures=3, error="SandboxError: gone"), None)
-    return folder
-
-
 def test_the_folder_of_an_evaluation_is_shown(tmp_path: Path) -> None:
     folder = evaluation(tmp_path)
     found = read(folder, "run")
@@ -481,23 +401,28 @@ def test_hostile_text_is_json(tmp_path: Path) -> None:
     assert "error" not in read(tmp_path, "trajectories")
 
 
-def test_a_turn_is_of_the_branch_that_sampled_it(tmp_path: Path) -> None:
-    """The second branch shares a prompt of 5 with the first and samples other 4 tokens after it."""
-    first = episode(0)
-    mask = np.arange(9) >= 5
-    own = np.where(mask, -1, 0).astype(np.float32)
-    spans = (VersionSpan(5, 9, "7"),)
-    other = Branch(first.tokens[:9] + 1, mask, own, None, spans, 0, 5, BranchCause.RETRY)
-    turns = (*first.turns, replace(first.turns[0], text="again"))
-    write_trajectories(tmp_path, 1, [Group("t", (replace(first, further=(other,), turns=turns),))])
-    found = read(tmp_path, "t/1-0")
+def test_each_branch_has_its_own_turns_detail_and_routes(tmp_path: Path) -> None:
+    """The second branch shares 5 tokens with the first, and samples other 7 after 7."""
+    folder = branched(tmp_path)
+    found = read(folder, "t/1-0")
     assert [turn["branch"] for turn in found["turns"]] == [0, 0, 1]
     root, retry = found["branches"]
     assert (root["parent"], root["cause"], len(root["tokens"])) == (None, "start", 14)
-    assert (retry["parent"], retry["shared"], retry["cause"], retry["sampled"]) == (0, 5, "retry", [[5, 9]])
-    assert retry["versions"] == [[5, 9, "7"]]
-    assert read(tmp_path, "trajectories", branches="2..")["columns"]["tokens"] == [23]
-    assert error(tmp_path, "routes/1-0", branch="1") == "absent: 1-0: its routes were not kept"
+    assert (retry["parent"], retry["shared"], retry["cause"], retry["sampled"]) == (0, 5, "rewrite", [[7, 14]])
+    assert retry["versions"] == [[7, 14, "7"]]
+    assert read(folder, "trajectories", branches="2..")["columns"]["tokens"] == [28]
+    (whole,) = read_trajectories(folder, 1)[0].trajectories
+    for number, name in enumerate(("1-0", "1-0.1")):
+        kept, routing = read_detail(step_stem(folder, 1), 0, number), whole.branches[number].routing
+        assert kept is not None
+        assert kept.native_differs is not None
+        assert kept.native_differs.layers is not None
+        assert routing is not None
+        assert np.array_equal(np.array(found["branches"][number]["detail"]["native_gap"], np.float16), kept.native_gap)  # type: ignore[arg-type]
+        assert read(folder, f"routes/{name}/map")["native_differs"] == np.argwhere(kept.native_differs.layers).tolist()
+        assert read(folder, f"routes/{name}")["experts"] == routing.experts.tolist()
+    for name in ("1-0.2", "1-0.x"):
+        assert error(folder, f"routes/{name}/map") == f"absent: {name}: 1-0 has 2 branches, numbered from 0"
 
 
 def test_a_trajectory_of_no_turn(tmp_path: Path) -> None:

@@ -32,7 +32,9 @@ def main(how: str) -> int:
         return 1
     if how == "killed":
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    for _ in range(3 if how != "limit" else 100):
+    for turn in range(3 if how != "limit" else 100):
+        if how == "compacts" and turn == 2:
+            messages = [*messages[:1], {"role": "user", "content": "so far: ls"}]
         try:
             message = ask(messages)
         except urllib.error.HTTPError as error:

@@ -1,8 +1,8 @@
 /** One metric of one or more runs as curves, drawn by uPlot once it comes near the window. */
 
-import { useEffect, useRef, useState } from "preact/hooks";
+import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import uPlot from "uplot";
-import { css, scheme } from "./scheme";
+import { colours, scheme } from "./scheme";
 import { number } from "./text";
 
 export interface Mark {
@@ -30,25 +30,24 @@ export interface ChartProps {
 }
 
 const HEIGHT = 170;
+const FONT = "11px sans-serif";
 /** Distances between the marks of an axis that counts. */
 const WHOLE = [1, 2, 5].flatMap((one) => [0, 1, 2, 3, 4, 5].map((power) => one * 10 ** power)).sort((a, b) => a - b);
 
 export function Chart(props: ChartProps) {
   const place = useRef<HTMLDivElement>(null);
-  const [near, setNear] = useState(false);
+  const [width, setWidth] = useState(0); // until it comes near the window
   const [reading, setReading] = useState("");
   const plot = useRef<uPlot | null>(null);
-  useEffect(() => whenNear(place.current!, () => setNear(true)), []);
-  useEffect(() => {
-    if (!near) return;
-    plot.current = draw(place.current!, props, (index) => setReading(readingAt(plot.current, props, index)));
-    const resize = new ResizeObserver(() => plot.current?.setSize({ width: place.current!.clientWidth, height: HEIGHT }));
-    resize.observe(place.current!);
-    return () => {
-      resize.disconnect();
-      plot.current?.destroy();
-    };
-  }, [near, props.lines, props.xName, scheme.value]);
+  useEffect(() => whenNear(place.current!, setWidth), []);
+  useLayoutEffect(() => {
+    if (!width) return;
+    plot.current = draw(place.current!, width, props, (index) => setReading(readingAt(plot.current, props, index)));
+    return () => plot.current?.destroy();
+  }, [width > 0, props.lines, props.xName, scheme.value]);
+  useLayoutEffect(() => {
+    if (plot.current && plot.current.width !== width) plot.current.setSize({ width, height: HEIGHT }); // it draws anew
+  }, [width]);
   return (
     <figure class="chart" tabIndex={0} role="group" aria-label={summary(props)} onKeyDown={(e) => onKey(e, plot.current)}>
       <figcaption title={props.explain}>
@@ -60,12 +59,24 @@ export function Chart(props: ChartProps) {
   );
 }
 
-function whenNear(element: Element, found: () => void): () => void {
-  const observer = new IntersectionObserver((entries) => entries.some((e) => e.isIntersecting) && found(), {
-    rootMargin: "300px",
-  });
-  observer.observe(element);
-  return () => observer.disconnect();
+/** Tells the width of an element from when it comes near the window on. To ask for it would lay the page out each time. */
+function whenNear(element: Element, found: (width: number) => void): () => void {
+  const sizes = new ResizeObserver(([{ contentRect }]) => found(Math.round(contentRect.width)));
+  const near = new IntersectionObserver(
+    (entries) => {
+      const entry = entries.find(({ isIntersecting }) => isIntersecting);
+      if (!entry) return;
+      near.disconnect();
+      sizes.observe(element);
+      found(Math.round(entry.boundingClientRect.width));
+    },
+    { rootMargin: "300px" },
+  );
+  near.observe(element);
+  return () => {
+    near.disconnect();
+    sizes.disconnect();
+  };
 }
 
 function last(line: Line): number | null {
@@ -117,9 +128,9 @@ function table(lines: Line[]): uPlot.AlignedData {
   return tables.length === 1 ? tables[0] : uPlot.join(tables);
 }
 
-function draw(place: HTMLElement, props: ChartProps, onCursor: (index: number | null | undefined) => void): uPlot {
-  const [ink, grid] = [css("--dim"), css("--line")];
-  const axis = { stroke: ink, grid: { stroke: grid, width: 1 }, ticks: { stroke: grid, width: 1 }, font: "11px sans-serif" };
+function draw(place: HTMLElement, width: number, props: ChartProps, onCursor: (index: number | null | undefined) => void): uPlot {
+  const { ink, line } = colours.value;
+  const axis = { stroke: ink, grid: { stroke: line, width: 1 }, ticks: { stroke: line, width: 1 }, font: FONT };
   const series = props.lines.flatMap((line): uPlot.Series[] => [
     { stroke: line.colour, width: 1.5, spanGaps: true, points: { size: 4, show: line.x.length < 60 } },
     ...columnsOf(line).slice(1).map((): uPlot.Series => ({ width: 0, points: { show: false } })),
@@ -129,12 +140,15 @@ function draw(place: HTMLElement, props: ChartProps, onCursor: (index: number | 
     low ? [{ series: [places[i] + 2, places[i] + 1], fill: `${colour}33` }] : [],
   );
   const options: uPlot.Options = {
-    width: place.clientWidth,
+    width,
     height: HEIGHT,
     legend: { show: false },
     cursor: { drag: { x: true, y: false } },
     scales: { x: { time: false, range: (_, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) } },
-    axes: [{ ...axis, incrs: props.xName === "step" ? WHOLE : undefined }, { ...axis, size: 58, values: (_, ticks) => ticks.map((tick) => number(tick)) }],
+    axes: [
+      { ...axis, size: 30, label: props.xName, labelFont: FONT, labelSize: 15, labelGap: 0, incrs: props.xName === "step" ? WHOLE : undefined },
+      { ...axis, size: 58, values: (_, ticks) => ticks.map((tick) => number(tick)) },
+    ],
     series: [{}, ...series],
     bands,
     hooks: { setCursor: [(u) => onCursor(u.cursor.idx)], draw: [(u) => drawMarks(u, props.lines)] },

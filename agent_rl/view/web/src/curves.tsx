@@ -57,9 +57,10 @@ function useRead(line: RunLine): Read {
   const metrics = useResource<Metrics>(`${line.run}/metrics`);
   const errors = [run.error, metrics.error].filter((error) => error !== null);
   const notes = [...errors, ...(run.value?.notes ?? []), ...(metrics.value?.notes ?? [])];
+  const known = run.value !== null || run.error !== null; // its marks: without them, each chart would be drawn twice
   return useMemo(
-    () => ({ line, run: run.value, metrics: metrics.value, notes: notes.map((note) => `${line.name}: ${note}`) }),
-    [line, run.value, metrics.value, notes.join("\n")],
+    () => ({ line, run: run.value, metrics: known ? metrics.value : null, notes: notes.map((note) => `${line.name}: ${note}`) }),
+    [line, run.value, known, metrics.value, notes.join("\n")],
   );
 }
 

@@ -46,15 +46,20 @@ async function embedded(path: string): Promise<unknown> {
   return new Response(plain).json();
 }
 
+/** The step or evaluation that trajectory `id` is part of. */
+export function stepOf(run: string, id: string): string {
+  return `${run}/steps/${id.slice(0, id.lastIndexOf("-"))}`;
+}
+
 interface Held<T> extends Loaded<T> {
   path: string | null;
 }
 
-/** The resource at `path` (none while null), read again when it changes; what it was stays until then, and after a
- * failure. */
-export function useResource<T>(path: string | null): Loaded<T> {
+/** The resource at `path` (none while null), read again when it changes, or when what it is `part` of does; what it was
+ * stays until then, and after a failure. */
+export function useResource<T>(path: string | null, part = path): Loaded<T> {
   const [held, hold] = useState<Held<T>>({ path: null, value: null, error: null });
-  const revision = path === null ? 0 : (revisions.value.get(path) ?? 0);
+  const revision = part === null ? 0 : (revisions.value.get(part) ?? 0);
   useEffect(() => {
     if (path === null) return;
     let wanted = true;

@@ -59,6 +59,14 @@ function pixel(heat: Heat, row: number, [first, end]: [number, number], dark: bo
   return most == null ? [0, 0, 0, 0] : [...ramp(most / heat.limit, dark), 255];
 }
 
+const MOST_TICKS = 8;
+
+/** Columns whose names are written below the picture, from the first to the last. */
+function ticks(columns: number): number[] {
+  const count = Math.min(MOST_TICKS, columns);
+  return Array.from({ length: count }, (_, i) => Math.round((i * (columns - 1)) / Math.max(1, count - 1)));
+}
+
 /** The cell with the largest value. */
 function largest(heat: Heat): { row: number; column: number; value: number } | null {
   let found: { row: number; column: number; value: number } | null = null;
@@ -113,17 +121,26 @@ export function HeatMap({ heat, onPick }: { heat: Heat; onPick?: (column: number
             <li key={row}>{row}</li>
           ))}
         </ol>
-        <canvas
-          ref={canvas}
-          style={{ height: `${Math.min(420, Math.max(60, 18 * heat.rows.length))}px` }}
-          role="img"
-          tabIndex={0}
-          aria-label={`${heat.name}, ${heat.rows.length} rows, ${heat.columns} columns. ${summary} The arrow keys read a cell.`}
-          onMouseMove={(event) => setCell(at(event))}
-          onMouseLeave={() => setCell(null)}
-          onClick={(event) => onPick?.(at(event).column)}
-          onKeyDown={onKeyDown}
-        />
+        <div class="heat-picture">
+          <canvas
+            ref={canvas}
+            style={{ height: `${Math.min(420, Math.max(60, 18 * heat.rows.length))}px` }}
+            role="img"
+            tabIndex={0}
+            aria-label={`${heat.name}, ${heat.rows.length} rows, ${heat.columns} columns. ${summary} The arrow keys read a cell.`}
+            onMouseMove={(event) => setCell(at(event))}
+            onMouseLeave={() => setCell(null)}
+            onClick={(event) => onPick?.(at(event).column)}
+            onKeyDown={onKeyDown}
+          />
+          <ol class={`heat-columns ${heat.columns > MOST_TICKS ? "many" : ""}`} aria-hidden="true">
+            {ticks(heat.columns).map((column) => (
+              <li key={column} style={{ left: `${(100 * (column + 0.5)) / heat.columns}%` }}>
+                {heat.columnName(column)}
+              </li>
+            ))}
+          </ol>
+        </div>
       </div>
       <div class="heat-foot">
         <span class="ramp" aria-hidden="true" /> <span>0 to {number(heat.limit)} {heat.unit}</span>

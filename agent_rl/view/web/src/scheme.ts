@@ -1,12 +1,14 @@
 /** Whether the reader's system asks for light or dark. */
 
-import { signal } from "@preact/signals";
+import { computed, signal } from "@preact/signals";
 
 const asked = matchMedia("(prefers-color-scheme: dark)");
 export const scheme = signal<"light" | "dark">(asked.matches ? "dark" : "light");
 asked.addEventListener("change", () => (scheme.value = asked.matches ? "dark" : "light"));
 
-/** The value of a custom property of the page, for what is drawn on a canvas. */
-export function css(name: string): string {
-  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-}
+/** The page's colours for what is drawn on a canvas: read once, since reading lays the page's styles out anew. */
+export const colours = computed(() => {
+  void scheme.value;
+  const style = getComputedStyle(document.documentElement);
+  return { ink: style.getPropertyValue("--dim").trim(), line: style.getPropertyValue("--line").trim() };
+});

@@ -1,7 +1,7 @@
 /** One step: its groups, and how many tokens each expert of each layer got. */
 
 import { useMemo } from "preact/hooks";
-import { useResource } from "./data";
+import { stepOf, useResource } from "./data";
 import { type Heat, HeatMap } from "./heat";
 import { Outcome, Resource } from "./parts";
 import { link, route } from "./route";
@@ -123,7 +123,7 @@ export function GroupPage() {
 }
 
 function Member({ run, id }: { run: string; id: string }) {
-  const loaded = useResource<Trajectory>(`${run}/t/${id}`);
+  const loaded = useResource<Trajectory>(`${run}/t/${id}`, stepOf(run, id));
   return (
     <article class="member-card">
       <h2>
@@ -142,7 +142,7 @@ function Member({ run, id }: { run: string; id: string }) {
                   {Object.entries(turn.arguments).map(([name, argument]) => (
                     <pre key={name}>{visible(`${name}: ${clip(typeof argument === "string" ? argument : JSON.stringify(argument))}`)}</pre>
                   ))}
-                  <pre class={turn.parse_failure ? "bad" : "dim"}>{visible(clip(turn.observation))}</pre>
+                  {turn.observation && <pre class={turn.parse_failure ? "bad" : "dim"}>{visible(clip(turn.observation))}</pre>}
                 </li>
               ))}
             </ol>

@@ -13,8 +13,8 @@ interface Panel {
   token: number | null;
   map: Loaded<RouteMap>;
   run: string;
+  /** The trajectory's, and where it is of a further branch, that branch's number. */
   id: string;
-  branch: number;
 }
 
 export function TokenPanel(props: Panel) {
@@ -74,7 +74,7 @@ function value(found: number | null): string {
 }
 
 /** The layers whose experts differ in the row that made the token. */
-function Layers({ tokens, token, map, run, id, branch }: Panel & { token: number }) {
+function Layers({ tokens, token, map, run, id }: Panel & { token: number }) {
   const row = token - 1;
   if (row < 0) return <p class="dim">No row of routes made the first token.</p>;
   const named = (pairs: [number, number][] | null | undefined, counts: Float64Array | null) => {
@@ -93,7 +93,7 @@ function Layers({ tokens, token, map, run, id, branch }: Panel & { token: number
           <span data-value="layers">{named(map.value?.differs, tokens.differs)}</span>
         </Fact>
       </dl>
-      {live && <Experts key={row} path={`${run}/routes/${id}?from=${row}&to=${row + 1}&branch=${branch}`} />}
+      {live && <Experts key={row} path={`${run}/routes/${id}?from=${row}&to=${row + 1}`} />}
     </>
   );
 }

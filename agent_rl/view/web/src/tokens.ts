@@ -108,3 +108,12 @@ export function bySize(values: Float64Array): number[] {
   const tokens = Array.from(values.keys()).filter((token) => !Number.isNaN(values[token]));
   return tokens.sort((a, b) => Math.abs(values[b]) - Math.abs(values[a]) || a - b);
 }
+
+/** Where the gap without replay is largest over all branches; null where none of them has any. */
+export function worstNativeGap(branches: Branch[]): { branch: number; token: number } | null {
+  const found = branches.flatMap(({ sampled, detail, tokens }, branch) => {
+    const gaps = spreadOver(detail?.native_gap ?? [], sampled, tokens.length);
+    return bySize(gaps).slice(0, 1).map((token) => ({ branch, token, size: Math.abs(gaps[token]) }));
+  });
+  return found.sort((a, b) => b.size - a.size)[0] ?? null;
+}

@@ -54,7 +54,7 @@ export function TrajectoriesPage({ runs }: { runs: RunLine[] }) {
           ))}
         </nav>
       )}
-      {live && <Running run={run} />}
+      {live && <Running run={run} goesOn={runs[run]?.state === "running"} />}
       <Resource of={index}>{(value) => <List run={run} index={value} />}</Resource>
     </main>
   );
@@ -201,14 +201,15 @@ function Head({ column: { key, name, explain }, sort }: { column: Column; sort: 
   );
 }
 
-function Running({ run }: { run: number }) {
+/** The episodes of a step that has not ended: of a run that was killed, those that its next start takes up. */
+function Running({ run, goesOn }: { run: number; goesOn: boolean }) {
   const { value } = useResource<Live>(`${run}/live`);
   if (!value || value.step === null) return null;
   const resolved = value.episodes.filter((episode) => episode.resolved).length;
   return (
     <details class="episodes">
       <summary>
-        Step {value.step} is running: {plural(value.episodes.length, "episode")}
+        Step {value.step} {goesOn ? "is running" : "was under way"}: {plural(value.episodes.length, "episode")}
         {value.expected !== null && ` of ${value.expected}`} ended, {resolved} resolved
       </summary>
       <Notes notes={value.notes} />

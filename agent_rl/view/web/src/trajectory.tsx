@@ -1,7 +1,7 @@
 /** One trajectory: its conversation with coloured tokens, where its time went, its patch, its tests. */
 
 import { useCallback, useEffect, useMemo, useRef } from "preact/hooks";
-import { useResource } from "./data";
+import { stepOf, useResource } from "./data";
 import { mark, paint, type Shown, tokenAt } from "./highlights";
 import { binColour, binsOf, flagNames, limitOf, type Measure, measureOf, MEASURES, setPalette } from "./measures";
 import { Fact, LongText, Notes, Outcome, Resource } from "./parts";
@@ -11,12 +11,12 @@ import { scheme } from "./scheme";
 import { number, plural, seconds, visible } from "./text";
 import { TimeBar } from "./timebar";
 import { TokenPanel } from "./token_panel";
-import { bySize, type BranchTokens, type Part, partsOf, tokensOf } from "./tokens";
+import { bySize, type BranchTokens, type Part, partsOf, tokensOf, worstNativeGap } from "./tokens";
 import type { Branch, RouteMap, Run, Trajectory, Turn } from "./types";
 
 export function TrajectoryPage() {
   const [, run, id] = route.value.path;
-  const loaded = useResource<Trajectory>(`${run}/t/${id}`);
+  const loaded = useResource<Trajectory>(`${run}/t/${id}`, stepOf(run, id));
   const facts = useResource<Run>(`${run}/run`).value?.facts;
   return (
     <main id="main" class="page">
@@ -107,18 +107,19 @@ function Conversation({ run, value, branch, index, layers }: Place) {
   const measure = measureOf(query.get("by"));
   const values = useMemo(() => measure.values(tokens), [measure, tokens]);
   const token = query.has("token") ? Number(query.get("token")) : null;
-  const map = useResource<RouteMap>(`${run}/routes/${value.id}/map${index ? `?branch=${index}` : ""}`);
+  const id = index ? `${value.id}.${index}` : value.id;
+  const map = useResource<RouteMap>(`${run}/routes/${id}/map`, stepOf(run, value.id));
   const select = useCallback((next: number | null) => setQuery({ token: next === null ? "" : String(next) }), []);
   return (
     <section aria-label="Conversation" class="conversation">
-      <Toolbar {...{ measure, tokens, values, token, select }} />
+      <Toolbar {...{ measure, tokens, values, token, select }} branches={value.branches} />
       <div class="columns">
         {parts ? (
           <TokenText {...{ parts, tokens, measure, values, token, select }} />
         ) : (
           <PlainText trajectory={value} />
         )}
-        <TokenPanel {...{ tokens, token, map, select, run, id: value.id }} branch={index} />
+        <TokenPanel {...{ tokens, token, map, run, id }} />
       </div>
       {map.value && <Mismatch map={map.value} onPick={(row) => select(Math.min(row + 1, tokens.count - 1))} />}
     </section>
@@ -133,14 +134,12 @@ interface Colouring {
   select: (token: number | null) => void;
 }
 
-function Toolbar({ measure, tokens, values, token, select }: Colouring) {
+function Toolbar({ measure, tokens, values, token, select, branches }: Colouring & { branches: Branch[] }) {
   const order = useMemo(() => (values ? bySize(values) : []), [values]);
   const at = token === null ? -1 : order.indexOf(token);
   const go = (place: number) => select(order[Math.min(order.length - 1, Math.max(0, place))] ?? null);
-  const worstNative = () => {
-    setQuery({ by: "native_gap" });
-    select(bySize(tokens.nativeGap!)[0] ?? null);
-  };
+  const worst = useMemo(() => worstNativeGap(branches), [branches]);
+  const goToWorst = () => setQuery({ by: "native_gap", branch: worst?.branch ? String(worst.branch) : "", token: String(worst?.token) });
   return (
     <div class="toolbar" role="toolbar" aria-label="Colours of tokens">
       <label>
@@ -166,7 +165,7 @@ function Toolbar({ measure, tokens, values, token, select }: Colouring) {
         </button>
         {at >= 0 && <span class="dim"> number {(at + 1).toLocaleString("en")} of {order.length.toLocaleString("en")}</span>}
       </span>
-      {tokens.nativeGap && <button onClick={worstNative}>Largest gap without replay</button>}
+      {worst && <button onClick={goToWorst}>Largest gap without replay</button>}
       <p class="dim explain">{measure.explain}</p>
     </div>
   );
