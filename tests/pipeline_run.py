@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -38,6 +39,7 @@ from agent_rl.types import Completion, FinishReason, Sample, StopReason, Traject
 from envs import Task
 
 TASKS = [Task(f"task-{index:02d}", "memory", {}) for index in range(40)]
+HELD_OUT = [Task(f"held-out-{index}", "memory", {}) for index in range(4)]
 POINTS = ("taken", "trained", "published", "begun", "episode")
 TURN_POINTS = (*POINTS, "turn", "turn", "turn")
 
@@ -88,6 +90,7 @@ class HashTrainer:
     async def _save(self, folder: Path, run: Mapping[str, object]) -> None:
         checkpoint.begin(folder)
         await asyncio.sleep(0)
+        self.deaths.passed("checkpoint")
         layout = ParallelConfig().model_dump()
         checkpoint.commit(folder, Manifest(checkpoint.FORMAT, 0, {}, layout, "float32", (), run))
 
@@ -104,22 +107,26 @@ class HashTrainer:
 @dataclass
 class MemoryWorld:
     """Episodes of tasks whose groups end as their name says. ``given`` has every episode that ended, in all lives,
-    ``sampled`` every turn."""
+    ``sampled`` every turn. Those ``held`` end when their event comes; ``alike``: each task's that are in flight."""
 
     config: RunConfig
     given: list[tuple[str, int]]
     deaths: Deaths
-    sampled: list[tuple[str, int, int]] = field(default_factory=list)
+    sampled: list[tuple[str, int, int]]
+    tasks: Sequence[Task]
     version: str = ""
     running: int = 0
+    alike: Counter[str] = field(default_factory=Counter)
     left: dict[str, list[int]] = field(default_factory=dict)
+    held: dict[tuple[str, int], asyncio.Event] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.limiter = Limiter(self.config.rollout.concurrency)
         self.engine = SimpleNamespace(fleet=Fleet(), gate=TurnGate(), until=_never, facts=SimpleNamespace(vocab_size=8))
         env = SimpleNamespace(prepare=_nothing)
         backend = SimpleNamespace(name="none")
-        self.workshop = SimpleNamespace(env=env, tasks=lambda split: TASKS, backend=backend)
+        tasks = {"train": self.tasks, "heldout": HELD_OUT}
+        self.workshop = SimpleNamespace(env=env, tasks=tasks.__getitem__, backend=backend)
 
     def metrics(self) -> dict[str, float]:
         return {}
@@ -127,21 +134,32 @@ class MemoryWorld:
     def runner(self, rules: EpisodeRules) -> LoggedRunner:
         """Gives the episodes that no journal holds yet, those of which it holds turns last."""
         size, journals = self.config.rollout.group_size, (self.config.run_dir / "journal").glob("step-*")
+        numbers = range(size * (len(TASKS) // len(self.tasks)))  # of few tasks, those of all epochs
         held = {trajectory.tokens.tobytes() for journal in journals for trajectory in read_journal(journal)}
         self.left = {
-            task.id: [number for number in range(size) if _tokens(task, number).tobytes() not in held] for task in TASKS
+            task.id: [number for number in numbers if _tokens(task, number).tobytes() not in held] for task in TASKS
         }
         begun = {(task, number) for task, number, _ in self.sampled}
-        for name, numbers in self.left.items():
-            numbers.sort(key=lambda number: (name, number) in begun)
+        for name, left in self.left.items():
+            left.sort(key=lambda number: (name, number) in begun)
         return self.run
 
     async def run(self, task: Task, log: TurnLog | None = None) -> Trajectory:
         self.running += 1
+        self.alike[task.id] += 1
         try:
-            return await self._run(task, log)
+            return await (self.evaluated(task) if task in HELD_OUT else self._run(task, log))
         finally:
             self.running -= 1
+            self.alike[task.id] -= 1
+
+    async def evaluated(self, task: Task) -> Trajectory:
+        """An episode of an evaluation."""
+        first = self.version
+        for _ in range(random.randrange(12)):
+            await asyncio.sleep(0)
+        self.deaths.passed("evaluation")
+        return _episode(task, 0, 1.0, first, self.version)
 
     async def _run(self, task: Task, log: TurnLog | None) -> Trajectory:
         turns = [] if log is None else list(await log.kept())
@@ -155,6 +173,8 @@ class MemoryWorld:
             if log is not None:
                 await log.keep(turns[-1])
                 self.deaths.passed("turn")
+        if (task.id, number) in self.held:
+            await self.held[task.id, number].wait()
         self.given.append((task.id, number))
         self.deaths.passed("episode")
         first, last = (turn.completions[0].weight_version for turn in turns)
@@ -172,7 +192,7 @@ def _reward(task: Task, number: int) -> float:
 
 
 def _tokens(task: Task, number: int) -> NDArray[np.int32]:
-    return np.arange(7, dtype=np.int32) + np.int32(number + 10 * TASKS.index(task))
+    return np.arange(7, dtype=np.int32) + np.int32(number + 100 * (*TASKS, *HELD_OUT).index(task))
 
 
 def _episode(task: Task, number: int, reward: float, first: str, last: str) -> Trajectory:
@@ -192,10 +212,14 @@ async def _never(look: Any) -> Any:
     await asyncio.Event().wait()
 
 
-def run_config(runs: Path, *, depth: int, staleness: int | None = None, steps: int = 8, **rollout: Any) -> RunConfig:
+def run_config(
+    runs: Path, *, depth: int, staleness: int | None = None, steps: int = 8, evaluate_every: int = 0, **rollout: Any
+) -> RunConfig:
+    """A run of small steps; one that evaluates does so before and after as well."""
+    evaluation = {"tasks": len(HELD_OUT) if evaluate_every else 0, "every": evaluate_every, "greedy": False}
     return RunConfig.model_validate(
         {
-            "name": "run", "runs_dir": runs, "model": "m", "eval": {"tasks": 0}, "guard": {"action": "off"},
+            "name": "run", "runs_dir": runs, "model": "m", "eval": evaluation, "guard": {"action": "off"},
             "pipeline": {"depth": depth, "max_staleness": staleness}, "observe": {"token_detail": False},
             "rollout": {"group_size": 3, "tasks_per_step": 2, "concurrency": 5, **rollout},
             "train": {
@@ -215,10 +239,11 @@ class Life:
         given: list[tuple[str, int]],
         deaths: Deaths | None = None,
         sampled: list[tuple[str, int, int]] | None = None,
+        tasks: Sequence[Task] = TASKS,
     ) -> None:
         self.deaths = deaths or Deaths()
         self.trainer = HashTrainer(self.deaths)
-        self.world: Any = MemoryWorld(config, given, self.deaths, [] if sampled is None else sampled)
+        self.world: Any = MemoryWorld(config, given, self.deaths, [] if sampled is None else sampled, tasks)
         self.notes = Console(quiet=True)
         display = Display(config.name, self.notes)
         self.run = TrainingRun(config, RunState(config), display, self.world, self.trainer)  # type: ignore[arg-type]

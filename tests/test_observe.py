@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import threading
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -143,3 +144,29 @@ def test_a_step_taken_up_from_the_journal_is_not_in_the_times(tmp_path: Path, mo
     bars = figure.axes[2].patches
     assert [round(bar.get_x() + bar.get_width() / 2) for bar in bars] == [1, 3]
     assert [bar.get_height() for bar in bars] == [9.0, 9.0]
+
+
+def test_a_log_that_is_closed_while_a_row_is_written_closes_its_sinks_after_it(tmp_path: Path) -> None:
+    """A run that was stopped closed TensorBoard's files while a thread wrote to them, which then waited for ever."""
+    writing, go_on, order = threading.Event(), threading.Event(), list[str]()
+
+    class Slow:
+        def log(self, step: int, values: Mapping[str, float]) -> None:
+            writing.set()
+            go_on.wait(10)
+            order.append("written")
+
+        def close(self) -> None:
+            order.append("closed")
+
+    log = MetricsLog(tmp_path, {"slow": Slow})
+    append = threading.Thread(target=log.append, args=(1, {"reward/mean": 1.0}))
+    close = threading.Thread(target=log.close)
+    append.start()
+    assert writing.wait(10)
+    close.start()
+    close.join(0.05)
+    go_on.set()
+    append.join()
+    close.join()
+    assert order == ["written", "closed"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -33,6 +34,7 @@ class MetricsLog:
         self._rows: list[dict[str, float]] = read_metrics(run_dir)
         self._unopened, self._note = dict(sinks or {}), note
         self._sinks: dict[str, Sink] = {}
+        self._writing = threading.Lock()  # a run that is stopped closes it while a thread may still write a row
 
     @property
     def rows(self) -> list[dict[str, float]]:
@@ -51,14 +53,16 @@ class MetricsLog:
         self._rows.append(row)
         self._flush()
         written = {name: value for name, value in row.items() if name != "step"}
-        for name in list(self._unopened):
-            self._try(name, partial(self._open, name))
-        for name, sink in list(self._sinks.items()):
-            self._try(name, partial(sink.log, step, written))
+        with self._writing:
+            for name in list(self._unopened):
+                self._try(name, partial(self._open, name))
+            for name, sink in list(self._sinks.items()):
+                self._try(name, partial(sink.log, step, written))
 
     def close(self) -> None:
-        for name in list(self._sinks):
-            self._try(name, self._sinks.pop(name).close)
+        with self._writing:
+            for name in list(self._sinks):
+                self._try(name, self._sinks.pop(name).close)
 
     def _open(self, name: str) -> None:
         self._sinks[name] = self._unopened.pop(name)()

@@ -1,9 +1,9 @@
 """What the episode loop costs: many concurrent episodes against an engine and a sandbox that take fixed times.
 
 ``python tests/bench/bench_loop.py`` runs 256 episodes of 50 turns, 50 ms an answer and 5 ms a tool call, and prints one
-JSON object:
+JSON object (``--episodes 2048 --answer 2 --tool 0.2`` is a large rollout at the pace of a large model):
 
-- ``wall_over_ideal``: wall time over 50 * (50 ms + 5 ms), what an infinitely fast loop would take (goal: 1.15);
+- ``wall_over_ideal``: wall time over that of an episode's waits, what an infinitely fast loop would take (goal: 1.15);
 - ``wall_over_sleeps``: the same over the wall time of nothing but those sleeps, measured just before, so that what a
   busy machine adds to both is not put down to the loop;
 - ``lag_p99_ms``: how late the event loop wakes a task that sleeps 10 ms, 99th percentile;
@@ -29,6 +29,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from agent_rl.aio import collect_rarely
 from agent_rl.config import RolloutConfig
 from agent_rl.engine.scripted import ScriptedEngine
 from agent_rl.rollout.episode import EpisodeRules, run_episode
@@ -41,7 +42,6 @@ from r3.codec import RouteLayout
 from tools import FunctionToolSet, ToolCall, ToolSet
 from tools.formats import tool_format
 
-ANSWER_SECONDS, TOOL_SECONDS = 0.05, 0.005
 OUTPUT = "x" * 80
 LAYOUT = RouteLayout(num_layers=12, moe_layer_ids=tuple(range(12)), top_k=4, num_experts=64)
 
@@ -111,13 +111,13 @@ async def watch_lag(lags: list[float], interval: float = 0.01) -> None:
         lags.append(time.perf_counter() - due)
 
 
-async def sleeps(episodes: int, turns: int) -> float:
+async def sleeps(episodes: int, turns: int, answer: float, tool: float) -> float:
     """Seconds that the engine's and the sandbox's sleeps alone take."""
 
     async def episode() -> None:
         for _ in range(turns):
-            await asyncio.sleep(ANSWER_SECONDS)
-            await asyncio.sleep(TOOL_SECONDS)
+            await asyncio.sleep(answer)
+            await asyncio.sleep(tool)
 
     began = time.perf_counter()
     async with asyncio.TaskGroup() as scope:
@@ -126,16 +126,16 @@ async def sleeps(episodes: int, turns: int) -> float:
     return time.perf_counter() - began
 
 
-async def measure_wall(episodes: int, turns: int) -> dict[str, float]:
+async def measure_wall(episodes: int, turns: int, answer: float, tool: float) -> dict[str, float]:
     lags: list[float] = []
-    bare = await sleeps(episodes, turns)
+    bare = await sleeps(episodes, turns, answer, tool)
     async with asyncio.TaskGroup() as scope:
         watching = scope.create_task(watch_lag(lags))
         wall, processor = time.perf_counter(), time.process_time()
-        await collect(episodes, turns, ANSWER_SECONDS, TOOL_SECONDS)
+        await collect(episodes, turns, answer, tool)
         wall, processor = time.perf_counter() - wall, time.process_time() - processor
         watching.cancel()
-    ideal = turns * (ANSWER_SECONDS + TOOL_SECONDS)
+    ideal = turns * (answer + tool)
     return {
         "wall_seconds": wall,
         "ideal_seconds": ideal,
@@ -191,11 +191,12 @@ async def measure_scaling(short: int = 50, long: int = 400) -> dict[str, float]:
     return {"long_over_short": per_turn[long] / per_turn[short]}
 
 
-async def bench(episodes: int, turns: int) -> dict[str, float]:
+async def bench(episodes: int, turns: int, answer: float, tool: float) -> dict[str, float]:
+    collect_rarely()  # as the commands do
     return {
         "episodes": episodes,
         "turns": turns,
-        **await measure_wall(episodes, turns),
+        **await measure_wall(episodes, turns, answer, tool),
         **await measure_memory(16, turns),
         **await measure_scaling(),
     }
@@ -205,5 +206,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--episodes", type=int, default=256)
     parser.add_argument("--turns", type=int, default=50)
-    chosen = parser.parse_args()
-    print(json.dumps(asyncio.run(bench(chosen.episodes, chosen.turns)), indent=1))
+    parser.add_argument("--answer", type=float, default=0.05, help="seconds that the engine takes for a turn")
+    parser.add_argument("--tool", type=float, default=0.005, help="seconds that a tool call takes")
+    print(json.dumps(asyncio.run(bench(**vars(parser.parse_args()))), indent=1))

@@ -7,18 +7,23 @@ import os
 import random
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pipeline_run import POINTS, TURN_POINTS, Deaths, Life, run_config
+from pipeline_run import POINTS, TASKS, TURN_POINTS, Deaths, Life, run_config
 
 from agent_rl.config import RunConfig
 from agent_rl.controller.pipeline.history import faults, gaps, read_history
+from agent_rl.controller.pipeline.ledger import Outcome
 from agent_rl.controller.restarts import Restarts
+from agent_rl.controller.schedule import task_at
 from agent_rl.controller.train import TrainingRun, run_to_the_end
 from agent_rl.errors import TrainerDied, UserError
 from agent_rl.observe.metrics_log import read_metrics
+from agent_rl.types import StopReason, Trajectory
+from envs import Task
 
 BY_TIME = re.compile(r"^time/|seconds|per_second|^staleness/|^off_policy/|^pipeline/|^recover/")
 SHAPES = [(0, 0, False), (0, 0, True), (1, 1, True), (1, 3, False)]
@@ -89,12 +94,12 @@ async def test_with_turns_kept_an_episode_goes_on_from_its_last_one(
     assert sum(row["recover/differed"] + row["recover/too_old"] for row in rows) == 0
 
 
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("point", [*POINTS, "checkpoint", "evaluation"])
 async def test_ctrl_c_at_any_point_leaves_no_episode_and_loses_nothing(tmp_path: Path, point: str) -> None:
-    config, given = run_config(tmp_path, depth=1), list[tuple[str, int]]()
+    config, given = run_config(tmp_path, depth=1, evaluate_every=2), list[tuple[str, int]]()
     life = Life(config, given)
     living = asyncio.create_task(life.live())
-    life.deaths.point, life.deaths.nth, life.deaths.die = point, 3, living.cancel
+    life.deaths.point, life.deaths.nth, life.deaths.die = point, 2, living.cancel
     with pytest.raises(asyncio.CancelledError):
         await living
     await lived(config, [])
@@ -121,6 +126,82 @@ async def test_a_trainer_that_dies_with_work_buffered_is_started_again_and_nothi
 
 async def _nothing() -> None:
     """The ranks are back."""
+
+
+@pytest.mark.parametrize(("staleness", "overtaken"), [(1, 0), (3, 2)])
+async def test_a_straggler_is_waited_for_when_the_window_is_full_and_then_trained(
+    tmp_path: Path, staleness: int, overtaken: int
+) -> None:
+    """An episode of the first position ends only when nothing else goes on, however many means of them that takes."""
+    config = run_config(tmp_path, depth=1, staleness=staleness)
+    life, ends = Life(config, []), asyncio.Event()
+    life.world.held[task_at(TASKS, 0, config.seed).id, 2] = ends
+    living = asyncio.create_task(life.live())
+    while life.world.running > 1 or life.run.progress.step < overtaken:  # noqa: ASYNC110  (no event tells it)
+        await asyncio.sleep(0)
+    for _ in range(2000):
+        await asyncio.sleep(0)
+    assert (life.run.progress.step, life.world.running) == (overtaken, 1)
+    ends.set()
+    assert await living
+    assert max(life.trainer.lags) <= staleness
+    assert 0 in read_history(config.run_dir)[overtaken].outcomes
+    check_whole(config.run_dir)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+async def test_steps_whose_every_group_is_uniform_go_on_without_an_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dynamic: bool
+) -> None:
+    """With dynamic sampling each draws as many tasks as it may, and is then short of all."""
+    monkeypatch.setattr("pipeline_run._reward", lambda task, number: 0.0)
+    config = run_config(tmp_path, depth=1, steps=4, dynamic_sampling={"enabled": dynamic, "max_draws": 2})
+    await lived(config, [Deaths("episode", 5), Deaths("begun", 3)])
+    check_whole(config.run_dir, steps=4)
+    rows = read_history(config.run_dir)
+    outcome = Outcome.DISCARDED if dynamic else Outcome.KEPT
+    assert [list(row.outcomes.values()) for row in rows] == [[outcome] * (4 if dynamic else 2)] * 4
+    assert all(row.get("train/updates", 0) == 0 for row in read_metrics(config.run_dir))
+
+
+@pytest.mark.parametrize("recover", ["off", "turns"])
+async def test_all_tasks_of_an_epoch_s_edge_in_flight_twice_end_once_each(tmp_path: Path, recover: str) -> None:
+    """Two epochs of four tasks are alive at once; the run is killed and goes on. The first episode of every task ends
+    only when one more of its task is in flight than a group has."""
+    config, given, twice = run_config(tmp_path, depth=3, concurrency=24, recover=recover), [], asyncio.Event()
+    first = Life(config, given, Deaths("episode", 9), tasks=TASKS[:4])
+    first.world.held |= {(task.id, 0): twice for task in TASKS[:4]}
+    living = asyncio.create_task(first.live())
+    alike = first.world.alike
+    while min(alike[task.id] for task in TASKS[:4]) <= config.rollout.group_size:  # noqa: ASYNC110  (as above)
+        await asyncio.sleep(0)
+    twice.set()
+    assert not await living
+    assert not await Life(config, given, Deaths("trained", 2), tasks=TASKS[:4]).live()
+    assert await Life(config, given, tasks=TASKS[:4]).live()
+    check_whole(config.run_dir)
+
+
+async def test_engine_failures_within_an_evaluation_are_run_again_and_it_is_of_one_version(tmp_path: Path) -> None:
+    """The engine that ran two of its episodes dies; training goes on beside it, and is published after it."""
+    config = run_config(tmp_path, depth=2, evaluate_every=2)
+    life, evaluated, failed = Life(config, []), list[tuple[str, ...]](), list[str]()
+    whole = life.world.evaluated
+
+    async def dying(task: Task) -> Trajectory:
+        ended = await whole(task)
+        if len(failed) < 2:
+            failed.append(task.id)
+            return replace(ended, stop=StopReason.ENGINE_FAILURE, reward=None, resolved=False, error="the engine died")
+        evaluated.append(ended.weight_versions)
+        return ended
+
+    life.world.evaluated = dying
+    assert await life.live()
+    check_whole(config.run_dir)
+    assert len(failed) == 2
+    assert evaluated == [(str(step),) for step in (0, 2, 4, 6, 8) for _ in range(4)]
+    assert {report["graded"] for report in life.run.state.evaluations.values()} == {4}
 
 
 async def test_a_full_disk_ends_the_run_in_one_line(tmp_path: Path) -> None:
