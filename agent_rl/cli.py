@@ -273,6 +273,35 @@ def plan(
 
 
 @app.command()
+def rehearse(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    rank: Annotated[
+        list[int] | None, typer.Option(min=0, help="Ranks to rehearse; the first, and the last of a pipeline.")
+    ] = None,
+    skew: Annotated[float, typer.Option(help="How often a rank's experts are chosen, over the mean rank's.")] = 1.0,
+    layers: Annotated[
+        str, typer.Option(help="Layers of each model chunk: one number, or two, which say what all take; or all.")
+    ] = "2,4",
+) -> None:
+    """Run the trainer's own code for a rank on a GPU that is not there: what it would hold, compute and send.
+
+    Exit code 1: a call would fail on a GPU; the last line names it. docs/gpu.md says what this can't see.
+    """
+    from agent_rl.config_files import load_config
+    from agent_rl.rehearsal.report import print_rehearsal
+    from agent_rl.rehearsal.run import rehearse as rehearse_ranks
+
+    loaded = load_config(config, overrides or ())
+    results = rehearse_ranks(loaded, ranks=rank or (), skew=skew, layers=layers)
+    print_rehearsal(loaded, results)
+    for result in results:
+        if result.fault is not None:
+            print(f"error: rank {result.rank}: {result.fault}", file=sys.stderr)
+            raise typer.Exit(1)
+
+
+@app.command()
 def setup(config: ConfigPath, overrides: Overrides = None) -> None:
     """Make what a config needs and is not there yet: sandbox image, verified tasks."""
     from agent_rl.commands.setup import prepare

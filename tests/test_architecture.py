@@ -48,12 +48,14 @@ INSIDE_AGENT_RL = {
     "train": BASE | {"weight_sync"},
     "model": BASE | {"render", "train", "packaged"},
     "capacity": BASE | {"train"},
+    "rehearsal": BASE | {"train", "capacity"},
     "controller": BASE | {"packaged", "render", "engine", "rollout", "gateway", "evaluation", "weight_sync", "train"},
     "commands": BASE
     | {"config_files", "render", "engine", "rollout", "gateway", "evaluation", "train", "model", "capacity"}
     | {"controller", "view"},
     "cli": BASE
-    | {"bootstrap", "packaged", "config_files", "engine", "train", "model", "capacity", "controller", "commands"},
+    | {"bootstrap", "packaged", "config_files", "engine", "train", "model", "capacity", "rehearsal", "controller"}
+    | {"commands"},
 }
 """What each part of ``agent_rl`` may import of the others; ``rollout`` and ``train`` meet only in the controller."""
 

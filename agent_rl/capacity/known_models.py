@@ -9,12 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from agent_rl.errors import UserError
 from agent_rl.model_facts import ModelFacts, read_facts
 
 _QWEN3_MOE = {
     "model_type": "qwen3_moe",
+    "norm_topk_prob": True,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
     "head_dim": 128,
     "num_key_value_heads": 4,
     "num_experts": 128,
@@ -31,21 +35,19 @@ _235B = _QWEN3_MOE | {
 }  # fmt: skip
 _LONG = {"max_position_embeddings": 262144}
 
-KNOWN: Mapping[str, ModelFacts] = MappingProxyType(
+CONFIGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        name: ModelFacts.of(config)
-        for name, config in {
-            "Qwen3-30B-A3B": _30B,
-            "Qwen3-30B-A3B-Base": _30B | {"max_position_embeddings": 32768},
-            "Qwen3-30B-A3B-Instruct-2507": _30B | _LONG,
-            "Qwen3-30B-A3B-Thinking-2507": _30B | _LONG,
-            "Qwen3-Coder-30B-A3B-Instruct": _30B | _LONG,
-            "Qwen3-235B-A22B": _235B,
-            "Qwen3-235B-A22B-Instruct-2507": _235B | _LONG,
-            "Qwen3-235B-A22B-Thinking-2507": _235B | _LONG,
-        }.items()
+        "Qwen3-30B-A3B": _30B,
+        "Qwen3-30B-A3B-Base": _30B | {"max_position_embeddings": 32768},
+        "Qwen3-30B-A3B-Instruct-2507": _30B | _LONG,
+        "Qwen3-30B-A3B-Thinking-2507": _30B | _LONG,
+        "Qwen3-Coder-30B-A3B-Instruct": _30B | _LONG,
+        "Qwen3-235B-A22B": _235B,
+        "Qwen3-235B-A22B-Instruct-2507": _235B | _LONG,
+        "Qwen3-235B-A22B-Thinking-2507": _235B | _LONG,
     }
 )
+KNOWN: Mapping[str, ModelFacts] = MappingProxyType({name: ModelFacts.of(config) for name, config in CONFIGS.items()})
 
 
 def planned_model(folder: Path) -> ModelFacts:

@@ -126,6 +126,10 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
         "agent-rl train configs/two-nodes.yaml model=PATH train.ray_address=FIRST:6379",
         "agent-rl train configs/paper-swe.yaml train.ray_address=FIRST:6379 engine.urls_file=engines.txt",
     ),
+    "takes a minute: tests/rehearsal runs it smaller": (
+        "agent-rl rehearse configs/paper-swe.yaml --layers 2,4",
+        "agent-rl rehearse configs/two-nodes.yaml --rank 0 --rank 7 --skew 2 --layers all",
+    ),
     "needs the trajectories of a finished run": (
         "agent-rl eval configs/quickstart.yaml --policy replay:runs/quickstart/trajectories/step-000010.jsonl.zst",
     ),

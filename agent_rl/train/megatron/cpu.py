@@ -42,7 +42,7 @@ def install_cpu_shim() -> None:
     if "megatron.core" in sys.modules:
         raise TrainerError("the CPU shim must be installed before megatron.core is imported")
     _patch_torch_cuda()
-    with _without_compile(), warnings.catch_warnings():
+    with without_compile(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that Transformer Engine and Apex are absent is why this module exists
         importlib.import_module("megatron.core")
         importlib.import_module("megatron.core.optimizer")
@@ -50,7 +50,7 @@ def install_cpu_shim() -> None:
     _patch_megatron()
 
 
-class _Stream:
+class Stream:
     """Stands for a CUDA stream or event: everything on a CPU is already done when it is asked for."""
 
     def __init__(self, *_args: object, **_kwargs: object) -> None: ...
@@ -65,7 +65,7 @@ class _Stream:
 
     def record(self, _stream: object = None) -> None: ...
 
-    def record_event(self, _event: object = None) -> _Stream:
+    def record_event(self, _event: object = None) -> Stream:
         return self
 
     def query(self) -> bool:
@@ -74,14 +74,14 @@ class _Stream:
 
 def _patch_torch_cuda() -> None:
     cuda: Any = torch.cuda
-    stream = _Stream()
+    stream = Stream()
 
     def current_device() -> torch.device:
         return _CPU
 
     current_device.agent_rl_shim = True  # type: ignore[attr-defined]
     cuda.current_device = current_device
-    cuda.Stream = cuda.Event = _Stream
+    cuda.Stream = cuda.Event = Stream
     cuda.current_stream = cuda.default_stream = lambda *_args, **_kwargs: stream
     cuda.stream = lambda *_args, **_kwargs: contextlib.nullcontext()
     cuda.synchronize = lambda *_args, **_kwargs: None
@@ -147,7 +147,7 @@ class _CpuTorch(ModuleType):
 
 
 @contextlib.contextmanager
-def _without_compile() -> Iterator[None]:
+def without_compile() -> Iterator[None]:
     """Import megatron with its fused functions left as plain ones: compiling them for a CPU costs minutes."""
     compile_ = torch.compile
     torch.compile = lambda model=None, **_kwargs: model if model is not None else (lambda f: f)  # type: ignore

@@ -1,0 +1,70 @@
+"""Answers what Python asks of CUDA in a process that has none. For a rehearsed rank's process alone."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from agent_rl.rehearsal.ledger import Ledger
+from agent_rl.train.megatron.cpu import Stream, without_compile
+
+
+def install(ledger: Ledger) -> None:
+    """Must come before anything of ``megatron.core`` is imported, which it does."""
+    _patch_torch(ledger)
+    tensor: Any = torch.Tensor
+    tensor.record_stream = lambda self, stream: None
+    with without_compile(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        importlib.import_module("megatron.core")
+        importlib.import_module("megatron.core.optimizer")
+        importlib.import_module("megatron.core.models.gpt")
+    from megatron.core.jit import disable_jit_fuser
+    from megatron.core.tensor_parallel import random
+
+    disable_jit_fuser()
+    for name, function in (("_get_cuda_rng_state", _state), ("_set_cuda_rng_state", _set_state)):
+        setattr(random, name, function)
+
+
+def _state(*_: Any, **__: Any) -> torch.Tensor:
+    return torch.zeros(16, dtype=torch.uint8)
+
+
+def _set_state(*_: Any, **__: Any) -> None:
+    """No random number is drawn."""
+
+
+def _patch_torch(ledger: Ledger) -> None:
+    cuda: Any = torch.cuda
+    runtime: Any = torch._C
+    stream = Stream()
+    runtime._cuda_setDevice = lambda index: None  # torch.cuda.set_device itself stays, with its checks
+    cuda._lazy_init = lambda: None
+    cuda.is_available, cuda.device_count, cuda.current_device = _true, lambda: 1, lambda: 0
+    cuda.get_device_capability = lambda *_: (9, 0)
+    cuda.Stream = cuda.Event = Stream
+    cuda.current_stream = cuda.default_stream = lambda *_, **__: stream
+    cuda.stream = lambda *_, **__: contextlib.nullcontext()
+    cuda.synchronize = lambda *_, **__: ledger.waited()
+    cuda.empty_cache = _set_state
+    cuda.get_rng_state, cuda.set_rng_state, cuda.manual_seed = _state, _set_state, _set_state
+    cuda.cudart = functools.partial(SimpleNamespace, cudaHostRegister=_lock(ledger), cudaHostUnregister=_set_state)
+
+
+def _true() -> bool:
+    return True
+
+
+def _lock(ledger: Ledger) -> Any:
+    def register(start: int, size: int, flags: int) -> int:
+        ledger.pinned += size
+        return 0
+
+    return register

@@ -1,0 +1,58 @@
+"""Makes a CPU build of torch accept tensors that name a GPU: a small library is built once and loaded before torch."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from agent_rl.errors import UserError
+
+_SOURCE = Path(__file__).with_name("guard.cpp")
+
+
+def build_guard() -> Path:
+    """The library for this torch, built where it is not there yet (2 s). Raises UserError where it can't be."""
+    compiler, torch = shutil.which("c++") or shutil.which("g++"), _torch_folder()
+    if compiler is None:
+        raise UserError("agent-rl rehearse builds a small library and finds no C++ compiler: install g++")
+    version = (torch / "version.py").read_bytes()
+    key = hashlib.sha256(_SOURCE.read_bytes() + version + str(torch).encode()).hexdigest()[:16]
+    library = Path(tempfile.gettempdir()) / f"agent-rl-rehearsal-{os.getuid()}" / f"{key}.so"
+    if not library.exists():
+        library.parent.mkdir(mode=0o700, exist_ok=True)
+        partial = library.with_suffix(f".{os.getpid()}")
+        options = ["-O0", "-std=c++20", "-shared", "-fPIC", f"-I{torch}/include", f"-L{torch}/lib"]
+        command = [compiler, *options, str(_SOURCE), "-o", str(partial), "-lc10", "-ltorch_cpu"]
+        done = subprocess.run([*command, f"-Wl,-rpath,{torch}/lib"], capture_output=True, text=True, check=False)
+        if done.returncode:
+            reason = _first_error(done.stderr)
+            raise UserError(f"agent-rl rehearse: {compiler} could not build {_SOURCE.name}: {reason}")
+        partial.rename(library)
+    return library
+
+
+def load_guard(library: Path) -> None:
+    """Load it into this process. Must come before torch, which asks for it while it is imported."""
+    assert "torch" not in sys.modules, "torch is there already, and has found no GPU"
+    ctypes.CDLL(str(library))
+
+
+def _torch_folder() -> Path:
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        raise UserError("not installed: torch; `agent-rl install trainer` installs it")
+    folder = Path(found.origin).parent
+    if (folder / "lib" / "libtorch_cuda.so").exists():
+        raise UserError("agent-rl rehearse needs a CPU build of torch, and this one has CUDA: use another environment")
+    return folder
+
+
+def _first_error(text: str) -> str:
+    return next((line for line in text.splitlines() if "error" in line), text.strip().splitlines()[-1] if text else "")

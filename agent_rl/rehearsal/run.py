@@ -1,0 +1,136 @@
+"""``agent-rl rehearse``: what is checked before anything starts, a process for each rank and depth, the results."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agent_rl.capacity.known_models import CONFIGS, planned_model
+from agent_rl.capacity.sizes import RankBytes, rank_bytes
+from agent_rl.config import RunConfig
+from agent_rl.errors import TrainerError, UserError
+from agent_rl.model_facts import ModelFacts
+from agent_rl.rehearsal.checkpoint import check_checkpoint
+from agent_rl.rehearsal.guard import build_guard
+from agent_rl.rehearsal.job import RankJob, RankRecord
+from agent_rl.train.layouts import layout_problems, refuse
+
+_SECONDS = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsed:
+    """One rank at one depth or two; ``depth`` is the whole model's, in layers."""
+
+    rank: int
+    depth: int
+    records: tuple[RankRecord, ...]
+
+    @property
+    def fault(self) -> str | None:
+        return next((record.fault for record in self.records if record.fault is not None), None)
+
+    def whole(self, of: Callable[[RankRecord], float]) -> float:
+        """``of`` a record, at the model's depth: what it says of one depth, or the line through those of two."""
+        first, last = self.records[0], self.records[-1]
+        if first is last:
+            return of(first)
+        slope = (of(last) - of(first)) / (last.layers - first.layers)
+        return of(last) + slope * (self.depth - last.layers)
+
+    def a_layer(self, of: Callable[[RankRecord], float]) -> float:
+        """How much of ``of`` each layer of this rank's stage brings; of one depth, its mean."""
+        first, last = self.records[0], self.records[-1]
+        if first is last:
+            return of(first) / first.layers
+        return (of(last) - of(first)) / (last.layers - first.layers)
+
+
+def rehearse(config: RunConfig, *, ranks: Sequence[int], skew: float, layers: str) -> list[Rehearsed]:
+    """Rehearse ``ranks`` (none: the first, and the last of a pipeline). ``layers``: so many a model chunk, one number
+    or two with a comma, or ``all``. Raises UserError or ConfigError, one line, before anything heavy is started."""
+    facts = check(config, ranks=ranks, skew=skew)
+    depths, library = _depths(layers, config, facts), build_guard()
+    parallel = config.train.parallel
+    chosen = ranks or sorted({0, parallel.world_size - 1 if parallel.pipeline > 1 else 0})
+    with tempfile.TemporaryDirectory(prefix="agent-rl-rehearsal-") as folder, ThreadPoolExecutor(2) as pool:
+        models = {depth: _write_model(config, depth, Path(folder) / str(depth)) for depth in depths}
+        jobs = [RankJob(config, models[depth], rank, skew, library) for rank in chosen for depth in depths]
+        records = list(pool.map(_run, jobs))
+    return [
+        Rehearsed(rank, facts.num_layers, tuple(records[at * len(depths) : (at + 1) * len(depths)]))
+        for at, rank in enumerate(chosen)
+    ]
+
+
+def check(config: RunConfig, *, ranks: Sequence[int], skew: float) -> ModelFacts:
+    """The model's facts. Raises UserError or ConfigError, one line, for what can't be rehearsed or would not start."""
+    facts, parallel, hardware = planned_model(config.model), config.train.parallel, config.hardware
+    refuse(layout_problems(config, facts))
+    gpus = (hardware.trainer_hosts or 0) * hardware.gpus_per_host
+    if gpus and gpus < parallel.world_size:
+        raise UserError(
+            f"train.parallel.world_size is {parallel.world_size} and hardware has {hardware.trainer_hosts} hosts of "
+            f"{hardware.gpus_per_host} GPUs: name more hosts, or fewer ranks"
+        )
+    if outside := [rank for rank in ranks if not 0 <= rank < parallel.world_size]:
+        raise UserError(f"--rank {outside[0]}: train.parallel.world_size is {parallel.world_size}")
+    if not 0 < skew <= parallel.expert:
+        raise UserError(
+            f"--skew {skew:g}: with train.parallel.expert={parallel.expert} it is at most {parallel.expert}"
+        )
+    if config.train.balance.enabled or config.train.kl.coefficient:
+        raise UserError("train.balance and train.kl are not rehearsed: turn them off for the rehearsal")
+    if (config.model / "config.json").is_file() and any(config.model.glob("*.safetensors*")):
+        check_checkpoint(config.model, facts)
+    return facts
+
+
+def planned(config: RunConfig) -> RankBytes:
+    """What ``agent-rl plan`` says of the fullest rank, for the step that is rehearsed."""
+    return rank_bytes(
+        planned_model(config.model), config.train, microbatches=config.train.parallel.pipeline, device="cuda"
+    )
+
+
+def _depths(layers: str, config: RunConfig, facts: ModelFacts) -> list[int]:
+    """Depths in layers of the whole model."""
+    chunks = config.train.parallel.pipeline * config.train.parallel.virtual_pipeline
+    if layers == "all":
+        return [facts.num_layers]
+    parts = layers.split(",")
+    if not all(part.strip().isdigit() and int(part) for part in parts) or not 1 <= len(set(parts)) <= 2:
+        raise UserError(f"--layers {layers}: write one number or two (2,4), or all")
+    depths = sorted({int(part) * chunks for part in parts})
+    if depths[-1] > facts.num_layers:
+        raise UserError(
+            f"--layers {layers}: {depths[-1]} layers in {chunks} model chunks, and the model has {facts.num_layers}"
+        )
+    return depths
+
+
+def _write_model(config: RunConfig, depth: int, folder: Path) -> Path:
+    """A folder with the model's config.json, so many layers deep."""
+    path = config.model / "config.json"
+    known: Mapping[str, Any] = json.loads(path.read_text()) if path.is_file() else CONFIGS[config.model.name]
+    raw = {key: value for key, value in known.items() if key != "layer_types"}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(raw | {"num_hidden_layers": depth}))
+    return folder
+
+
+def _run(job: RankJob) -> RankRecord:
+    command = [sys.executable, "-m", "agent_rl.rehearsal.worker"]
+    done = subprocess.run(command, input=job.dump(), capture_output=True, timeout=_SECONDS, check=False)
+    lines = done.stdout.splitlines()
+    if done.returncode or not lines:
+        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+        raise TrainerError(f"the rehearsal of rank {job.rank} broke off: {last[0]}")
+    return RankRecord.load(lines[-1])

@@ -1,0 +1,21 @@
+"""The process of one rehearsed rank: a job on its standard input, a record as the last line of its standard output."""
+
+from __future__ import annotations
+
+import sys
+
+from agent_rl.rehearsal.guard import load_guard
+from agent_rl.rehearsal.job import RankJob
+
+
+def main() -> None:
+    job = RankJob.load(sys.stdin.buffer.read())
+    load_guard(job.library)
+    from agent_rl.rehearsal.rank import rehearse  # imports torch
+
+    record = rehearse(job)
+    sys.stdout.buffer.write(b"\n" + record.dump() + b"\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""A rank's own code on a GPU that is not there: what is refused first, what a small layout does, and six large ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agent_rl.config import RunConfig
+from agent_rl.errors import ConfigError, UserError
+from agent_rl.model_facts import read_facts
+from agent_rl.rehearsal.batch import routes
+from agent_rl.rehearsal.checkpoint import check_checkpoint, expected_shapes
+from agent_rl.rehearsal.job import PhaseRecord, RankRecord
+from agent_rl.rehearsal.run import Rehearsed, check, planned, rehearse
+
+TINY = {
+    "model_type": "qwen3_moe", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "max_position_embeddings": 4096, "norm_topk_prob": True, "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+}  # fmt: skip
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(TINY))
+    return folder
+
+
+def config_of(model: Path | str, tokens: int = 256, **parallel: int) -> RunConfig:
+    train = {"dtype": "bfloat16", "recompute": "full", "microbatch_tokens": tokens, "parallel": parallel}
+    data = {"name": "rehearsed", "model": str(model), "train": train, "rollout": {"max_tokens": tokens}}
+    return RunConfig.model_validate(data)
+
+
+def write_shard(folder: Path, shapes: dict[str, tuple[int, ...]], name: str = "model.safetensors") -> None:
+    """A safetensors file's head; nobody reads further."""
+    head = json.dumps({n: {"dtype": "BF16", "shape": shape, "data_offsets": [0, 0]} for n, shape in shapes.items()})
+    (folder / name).write_bytes(len(head).to_bytes(8, "little") + head.encode())
+
+
+def test_a_checkpoint_of_another_shape_or_without_a_shard_is_one_line(model: Path) -> None:
+    facts = read_facts(model)
+    shapes = expected_shapes(facts)
+    write_shard(model, shapes)
+    check_checkpoint(model, facts)
+    write_shard(model, shapes | {"model.norm.weight": (65,)})
+    with pytest.raises(
+        ConfigError, match=r"model\.norm\.weight is \[65\] in the checkpoint and \[64\] by config\.json$"
+    ):
+        check_checkpoint(model, facts)
+    write_shard(model, {name: shape for name, shape in shapes.items() if name != "lm_head.weight"})
+    with pytest.raises(ConfigError, match=r"no tensor lm_head\.weight, of shape \[512, 64\]$"):
+        check_checkpoint(model, facts)
+    index = {"weight_map": dict.fromkeys(shapes, "model-00002-of-00002.safetensors")}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=r"1 of 1 shards are missing, first model-00002-of-00002\.safetensors$"):
+        check(config_of(model, world_size=1), ranks=(), skew=1.0)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "ranks", "skew", "line"),
+    [
+        ({"world_size": 6, "tensor": 4}, (), 1.0, "world_size 6 is not a multiple"),
+        ({"world_size": 3, "tensor": 3}, (), 1.0, "tensor=3 does not divide"),
+        ({"world_size": 4, "expert": 2}, (4,), 1.0, "--rank 4: train.parallel.world_size is 4"),
+        ({"world_size": 4, "expert": 2}, (), 3.0, "--skew 3: with train.parallel.expert=2 it is at most 2"),
+    ],
+)
+def test_what_can_not_be_is_one_line(
+    model: Path, parallel: dict[str, int], ranks: tuple[int, ...], skew: float, line: str
+) -> None:
+    with pytest.raises((ConfigError, UserError)) as told:
+        check(config_of(model, **parallel), ranks=ranks, skew=skew)
+    assert line in str(told.value)
+    assert "\n" not in str(told.value)
+
+
+def test_too_few_hosts_are_one_line(model: Path) -> None:
+    hosts = config_of(model, world_size=32, expert=8).model_copy(
+        update={"hardware": RunConfig.model_fields["hardware"].default.model_copy(update={"trainer_hosts": 2})}
+    )
+    with pytest.raises(UserError, match="world_size is 32 and hardware has 2 hosts of 8 GPUs"):
+        check(hosts, ranks=(), skew=1.0)
+
+
+@pytest.mark.parametrize("skew", [1.0, 2.0, 3.5])
+def test_a_ranks_experts_are_chosen_as_often_as_asked(model: Path, skew: float) -> None:
+    chosen = routes(read_facts(model), 1000, 4, 2, skew)
+    assert chosen.shape == (1000, 2, 2)
+    assert (np.diff(np.sort(chosen, axis=2), axis=2) > 0).all(), "different experts"
+    own = np.isin(chosen, [4, 5]).mean()
+    assert own == pytest.approx(skew / 4, abs=0.01)
+
+
+def test_two_depths_say_what_the_whole_takes() -> None:
+    def record(layers: int) -> RankRecord:
+        return RankRecord(0, layers, {"update": PhaseRecord(100 + 10 * layers, 0, {}, 3 * layers)}, 0, 0, 0, {}, 0.0)
+
+    result = Rehearsed(0, 48, (record(2), record(4)))
+    assert result.whole(lambda each: each.peak) == 100 + 10 * 48
+    assert result.a_layer(lambda each: each.phases["update"].syncs) == 3
+    assert Rehearsed(0, 4, (record(4),)).whole(lambda each: each.peak) == 140
+
+
+@pytest.mark.megatron
+@pytest.mark.timeout(300)
+def test_the_first_smoke_test_of_a_gpu_runs(model: Path) -> None:
+    """bfloat16 on one GPU. It would see a device without an index, router weights on the CPU, graphs that outlive a
+    step, host memory in powers of two, and an optimizer that can't be saved before its first update."""
+    config = config_of(model, world_size=1)
+    ((record,),) = (result.records for result in rehearse(config, ranks=(), skew=1.0, layers="2"))
+    assert record.fault is None
+    plan = planned(config)
+    assert record.static == pytest.approx(plan.weights + plan.gradients + plan.optimizer, rel=0.05)
+    assert record.pinned == plan.optimizer
+    assert record.left < 1 << 20
+    assert record.phases["update"].flops > record.phases["old log-probs"].flops > 0
+
+
+SIX: dict[str, dict[str, Any]] = {
+    "one GPU": {"world_size": 1},
+    "EP8": {"world_size": 8, "expert": 8},
+    "TP4 EP8": {"world_size": 32, "tensor": 4, "expert": 8},
+    "CP4 EP8": {"world_size": 32, "context": 4, "expert": 8},
+    "TP2 EP4": {"world_size": 8, "tensor": 2, "expert": 4},
+    "TP2 CP2 PP2 EP8": {"world_size": 64, "tensor": 2, "context": 2, "pipeline": 2, "expert": 8},
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.megatron
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", SIX)
+def test_six_layouts_of_qwen3_30b_run_two_layers(name: str) -> None:
+    config = config_of("models/Qwen3-30B-A3B", 4096, **SIX[name])
+    for result in rehearse(config, ranks=(), skew=1.0, layers="2"):
+        (record,) = result.records
+        assert record.fault is None
+        assert record.left < 64 << 20
