@@ -21,6 +21,7 @@ from agent_rl.engine.fleet import Fleet
 from agent_rl.engine.gate import TurnGate
 from agent_rl.errors import AgentRlError
 from agent_rl.gateway.server import Gateway
+from agent_rl.observe.loop_lag import LoopLag
 from agent_rl.observe.metrics import METRICS, NAMES, with_tables
 from agent_rl.observe.metrics_log import MetricsLog, read_metrics
 from agent_rl.rollout.audit import audit_metrics
@@ -62,6 +63,7 @@ def made_by_calling() -> Mapping[str, set[str]]:
         "agent_rl/controller/advantages.py": set(samples_of([group]).metrics),
         "agent_rl/engine/fleet.py": set(Fleet().metrics()),
         "agent_rl/engine/gate.py": set(TurnGate().metrics()),
+        "agent_rl/observe/loop_lag.py": set(lag().metrics()),
         "agent_rl/controller/journal.py": set(Journal(Path("none"), "run", turns=True).metrics()),
         "agent_rl/controller/pipeline/history.py": set(History(Path("none")).figures()),
         "agent_rl/controller/guard.py": set(Guard(GuardConfig(), Path("none"), print).judge(1, {}, [])),
@@ -70,6 +72,12 @@ def made_by_calling() -> Mapping[str, set[str]]:
         "agent_rl/train/balance_report.py": set(balance_metrics([balanced()])),
         "agent_rl/train/step_metrics.py": set(step_metrics([report()], routes(), routes(), Clip(0.2, 0.2))),
     }
+
+
+def lag() -> LoopLag:
+    measured = LoopLag()
+    measured.late.append(0.001)
+    return measured
 
 
 def report() -> RankReport:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import asyncio
 import io
 import threading
+import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -10,10 +12,12 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
+from agent_rl.aio import beside
 from agent_rl.config import RunConfig
 from agent_rl.errors import UserError
 from agent_rl.observe.display import Display, sparkline
 from agent_rl.observe.files import read_json, replacing, write_atomic, write_json
+from agent_rl.observe.loop_lag import EVERY, LoopLag
 from agent_rl.observe.metrics_log import MetricsLog, read_metrics
 from agent_rl.observe.picture import draw_run
 from agent_rl.observe.sinks import Sink, TensorBoard, check_sinks
@@ -170,3 +174,13 @@ def test_a_log_that_is_closed_while_a_row_is_written_closes_its_sinks_after_it(t
     append.join()
     close.join()
     assert order == ["written", "closed"]
+
+
+async def test_a_loop_that_is_held_up_tells_for_how_long() -> None:
+    lag = LoopLag()
+    async with beside(lag.watch()):
+        await asyncio.sleep(0)
+        time.sleep(EVERY + 0.2)  # noqa: ASYNC251  (what the loop must not do)
+        await asyncio.sleep(0.01)
+    assert lag.metrics()["loop/lag_p99_ms"] >= 200
+    assert lag.metrics() == {}

@@ -12,7 +12,7 @@ from agent_rl.rollout.filters import filter_metrics
 from agent_rl.rollout.group import DroppedGroup, Rollout
 from agent_rl.rollout.rescore import rescore_metrics
 from agent_rl.rollout.stats import rollout_metrics
-from agent_rl.types import Fate, Group, StopReason, Verdict
+from agent_rl.types import Fate, Group, Sample, StopReason, Verdict
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,6 +62,13 @@ def batch_metrics(batch: Batch, seconds: float, masked: Collection[StopReason]) 
     """``reward/*`` and ``rollout/*`` of all episodes, discarded ones included, which took ``seconds``; ``filter/*``."""
     rollout = Rollout(batch.sampled, batch.dropped, seconds)
     return rollout_metrics(rollout) | filter_metrics(batch.groups, batch.discarded, masked)
+
+
+def goodput(trained: Sequence[Sample], groups: Sequence[Group], seconds: float) -> dict[str, float]:
+    """``goodput/*`` of a step of ``seconds`` that sampled ``groups``: the sampled tokens that it ``trained`` on."""
+    tokens = sum(int(sample.loss_mask.sum()) for sample in trained)
+    sampled = sum(trajectory.sampled_tokens for group in groups for trajectory in group.trajectories)
+    return {"goodput/tokens_per_second": tokens / seconds, "goodput/fraction": tokens / sampled if sampled else 0.0}
 
 
 def rescore_values(groups: Sequence[Group], failed: int, tail: float) -> dict[str, float]:

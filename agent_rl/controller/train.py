@@ -23,11 +23,11 @@ from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
-from agent_rl.aio import cancel_on_signals
+from agent_rl.aio import beside, cancel_on_signals
 from agent_rl.config import RunConfig
 from agent_rl.controller import preflight
 from agent_rl.controller.advantages import GroupSamples, overlong_penalty, samples_of
-from agent_rl.controller.batch import Batch, batch_metrics, batch_of, check_filled, rescore_values
+from agent_rl.controller.batch import Batch, batch_metrics, batch_of, check_filled, goodput, rescore_values
 from agent_rl.controller.checkpoints import Checkpoints, Progress
 from agent_rl.controller.cluster import Rooms, needs_ray, open_rooms
 from agent_rl.controller.guard import Guard
@@ -51,6 +51,7 @@ from agent_rl.evaluation.quarantine import Quarantine
 from agent_rl.model_facts import ModelFacts
 from agent_rl.observe.display import Display
 from agent_rl.observe.folder_lock import hold_folder
+from agent_rl.observe.loop_lag import LoopLag
 from agent_rl.observe.metrics_log import MetricsLog
 from agent_rl.observe.sinks import SinkRun, check_sinks, openers
 from agent_rl.rollout.episode import EpisodeRules
@@ -163,6 +164,7 @@ class TrainingRun:
         self.quarantine = Quarantine(state.dir / "quarantine.json")
         self.masked = masked_stops(config.train.filter)
         self.rescorer = _rescorer(config, world.engine)
+        self.loop_lag = LoopLag()
         self.lane = "rollout" if config.pipeline.depth else ""
         told = partial(self._on_event, lane="evaluation" if config.pipeline.depth else "")
         self.evaluations = Evaluations(config, state, display, world, self.newcomers, self.quarantine, told)
@@ -182,7 +184,7 @@ class TrainingRun:
         check_enough(tasks, self.config.rollout.tasks_per_step)
         buffer = WorkBuffer(self._rules(), Ledger(self.progress.position, self.progress.ahead), done)
         pump = self._pump(buffer, tasks)
-        async with pump.running():
+        async with beside(self.loop_lag.watch()), pump.running():
             for step in range(done + 1, total + 1):
                 await self._step(step, buffer, pump)
                 await self._checkpoint(step)
@@ -275,7 +277,8 @@ class TrainingRun:
                 details=None if details is None else {prepared.origins[at]: own for at, own in details.items()},
             )
         values |= clock.values | self.world.metrics() | self.world.engine.fleet.metrics()
-        values |= self.world.engine.gate.metrics() | self.journal.metrics()
+        values |= self.world.engine.gate.metrics() | self.journal.metrics() | self.loop_lag.metrics()
+        values |= goodput(prepared.samples, batch.sampled, values["time/step"])
         values["pipeline/trainer_idle"] = values["time/rollout"] / values["time/step"]
         values |= self.history.append(StepRow(step, batch.outcomes, tuple(group.task_id for group in batch.sampled)))
         values |= self.guard.judge(step, values, self.metrics.rows)

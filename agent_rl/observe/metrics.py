@@ -180,6 +180,15 @@ METRICS: tuple[Metric, ...] = (
         ("time/rescore_tail", "seconds", "The part of `time/rollout` after the last episode, which rescoring took."),
     ),
     *_of(
+        _BATCH,
+        ("goodput/tokens_per_second", "tokens/s", "Sampled tokens that the step trained on, over `time/step`."),
+        ("goodput/fraction", "share", "The same over all tokens that its groups sampled, those discarded included."),
+    ),
+    *_of(
+        "agent_rl/observe/loop_lag.py",
+        ("loop/lag_p99_ms", "ms", "How late the controller's event loop woke in the step, the 99th percentile."),
+    ),
+    *_of(
         _TRAIN,
         ("time/step", "seconds", "The whole step, without its checkpoint and evaluation."),
         ("time/rollout", "seconds", "Waiting for the step's episodes, with their grading and rescoring."),

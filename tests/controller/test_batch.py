@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from trajectories import trajectory
 
 from agent_rl.config import RunConfig
-from agent_rl.controller.batch import Batch, batch_metrics, batch_of, check_filled, rescore_values
+from agent_rl.controller.advantages import samples_of
+from agent_rl.controller.batch import Batch, batch_metrics, batch_of, check_filled, goodput, rescore_values
 from agent_rl.controller.journal import Journal
 from agent_rl.controller.pipeline.buffer import BufferRules, WorkBuffer
 from agent_rl.controller.pipeline.ledger import Ledger
@@ -28,6 +29,7 @@ from agent_rl.rollout.filters import masked_stops
 from agent_rl.rollout.group import DroppedGroup, RolloutEvent
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.rollout.rescore import Rescorer
+from agent_rl.rollout.turn_log import TurnLog
 from agent_rl.types import Group, StopReason, TokenIds, Trajectory
 from envs import Task
 
@@ -48,7 +50,7 @@ class Ends:
         self._delays = delays
         self.run: list[str] = []
 
-    async def __call__(self, task: Task) -> Trajectory:
+    async def __call__(self, task: Task, log: TurnLog | None = None) -> Trajectory:
         outcome, number = self._outcome[task.id], len(self.run)
         self.run.append(task.id)
         for _ in range(self._delays[number % len(self._delays)]):
@@ -204,6 +206,8 @@ async def test_what_is_thrown_away_is_counted_with_its_lengths() -> None:
     assert batch.values["filter/discarded_tokens_mean"] == 2
     assert batch.values["reward/mean"] == pytest.approx(0.5), "the policy's, over all that was sampled"
     assert len(batch.batch.sampled) == 5
+    trained = samples_of(batch.batch.groups).samples
+    assert goodput(trained, batch.batch.sampled, 2.0) == {"goodput/tokens_per_second": 6.0, "goodput/fraction": 0.6}
 
 
 async def test_a_step_that_stays_short_goes_on_or_ends_by_policy() -> None:
@@ -226,7 +230,7 @@ async def test_a_group_that_broke_is_replaced_and_never_kept() -> None:
 
 async def test_a_group_whose_every_trajectory_is_masked_is_not_enough() -> None:
     class OutOfTurns(Ends):
-        async def __call__(self, task: Task) -> Trajectory:
+        async def __call__(self, task: Task, log: TurnLog | None = None) -> Trajectory:
             ended = await super().__call__(task)
             return replace(ended, stop=StopReason.MAX_TURNS) if task.id == ids(0, 1)[0] else ended
 

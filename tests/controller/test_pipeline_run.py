@@ -25,7 +25,7 @@ from agent_rl.observe.metrics_log import read_metrics
 from agent_rl.types import StopReason, Trajectory
 from envs import Task
 
-BY_TIME = re.compile(r"^time/|seconds|per_second|^staleness/|^off_policy/|^pipeline/|^recover/")
+BY_TIME = re.compile(r"^time/|seconds|per_second|^staleness/|^off_policy/|^pipeline/|^recover/|^loop/")
 SHAPES = [(0, 0, False), (0, 0, True), (1, 1, True), (1, 3, False)]
 ALL_SHAPES = [(*shape, dynamic) for shape in ((0, 0), (1, 1), (3, 3), (1, 3), (3, 5)) for dynamic in (False, True)]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import random
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -84,6 +86,53 @@ async def test_what_runs_is_cut_with_its_rows_and_what_comes_waits(lost_aborts: 
     assert server.prompts == [3, 5]
     assert engine.gate.metrics() == {"pipeline/cut_turns": 1, "pipeline/reprefilled_tokens": 5}
     assert engine.gate.metrics()["pipeline/cut_turns"] == 0
+
+
+class Versioned:
+    """A server whose weights change by themselves only between requests, if nothing of ours runs then."""
+
+    def __init__(self) -> None:
+        self.version, self.running, self.answered = 0, dict[str, asyncio.Event](), list[tuple[int, int]]()
+
+    async def handle(self, path: str, request: dict[str, Any]) -> tuple[int, bytes]:
+        if path == "/abort_request":
+            self.running[request["rid"]].set()
+            return 200, b""
+        begun, aborted = self.version, asyncio.Event()
+        self.running[request["rid"]] = aborted
+        with suppress(TimeoutError):
+            async with asyncio.timeout(random.uniform(0, 0.01)):
+                await aborted.wait()
+        self.answered.append((begun, self.version))
+        return 200, _answer(request, "abort" if aborted.is_set() else "length")
+
+
+async def test_of_200_updates_none_falls_within_a_completion() -> None:
+    server, cut = Versioned(), 0
+    async with serving(server.handle) as url:
+        engine = SGLangEngine(url, FACTS, EngineConfig(request_timeout=30))
+
+        async def asks() -> None:
+            nonlocal cut
+            while True:
+                got = await engine.generate([1, 2, 3], SamplingParams(), routes_from=0, session="s")
+                cut += got.cut
+
+        asking = [asyncio.create_task(asks()) for _ in range(4)]
+        for _ in range(200):
+            before = len(server.answered)
+            while len(server.answered) < before + 2:  # noqa: ASYNC110  (the server tells it by no event)
+                await asyncio.sleep(0)
+            async with engine.gate.closed():
+                server.version += 1
+                await asyncio.sleep(0)
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+        await engine.close()
+    assert cut > 0
+    assert {end - begun for begun, end in server.answered} == {0}
+    assert {begun for begun, _ in server.answered} >= set(range(200)), "every version answered something"
 
 
 async def test_a_request_that_does_not_end_is_left_alone_after_a_while() -> None:
