@@ -134,6 +134,14 @@ def refuse_unless(allowed: bool, what: str) -> None:
         raise Refusal("bad", f"{what}: not supported by this endpoint, which samples one plain reply for training")
 
 
+def bounded(max_tokens: int | None) -> int | None:
+    """The tokens that a request allows its reply. Raises Refusal for less than one, which an engine would fail at: an
+    episode that the infrastructure ended is run again, and who is in it could have it so."""
+    if max_tokens is not None and max_tokens < 1:
+        raise Refusal("bad", f"max_tokens: {max_tokens}, expected 1 or more")
+    return max_tokens
+
+
 def offered(name: str, description: str | None, parameters: Mapping[str, Any] | None) -> dict[str, Any]:
     """An OpenAI function schema with all that a description of tools needs. Raises Refusal for parameters by which no
     call could be read."""

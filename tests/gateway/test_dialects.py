@@ -198,6 +198,8 @@ async def test_a_full_context_and_an_ended_episode_are_told_in_each_dialects_own
         ("tool_choice", "required"),
         ("response_format", {"type": "json_object"}),
         ("top_logprobs", 3),
+        ("max_tokens", -1),
+        ("max_completion_tokens", 0),
         ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
         ("messages", [{"role": "user", "content": "u"}, {"role": "assistant", "content": "I"}]),
         ("messages", [{"role": "robot", "content": "u"}]),

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from agent_rl.config import HarnessConfig, RolloutConfig
-from agent_rl.errors import EngineUnreachable, RoutesMissingError
+from agent_rl.errors import EngineOverloaded, EngineUnreachable, RoutesMissingError
 from agent_rl.gateway.episode import HarnessRun
 from agent_rl.gateway.server import Gateway
 from agent_rl.render import ChatRenderer
@@ -80,6 +80,32 @@ async def test_a_policy_that_ends_its_program_is_graded_and_not_run_again(
     assert trajectory.sampled_tokens == sum(turn.completion_tokens for turn in trajectory.turns) > 0
 
 
+async def test_what_the_policy_asks_of_the_endpoint_itself_is_counted_and_ends_nothing_but_its_turns(
+    gateway: Gateway, renderer: ChatRenderer, kit: SimpleNamespace
+) -> None:
+    """It has its program's environment. What it asks for that cannot be is refused, and no failure of the engine."""
+    url, head = "$OPENAI_BASE_URL/chat/completions", "-s -H 'content-type: application/json'"
+    bodies = [f'{{"messages": [{{"role": "user", "content": "{n}"}}], "max_tokens": {n}}}' for n in (-1, 5, 6, 7, 8, 9)]
+    asking = "; ".join(f"curl {head} -d {shlex.quote(body)} {url}" for body in bodies)
+    engine = kit.Saying(renderer, [kit.call(asking), "hi"])
+    trajectory = await drive(gateway, kit, renderer, engine, command("talk.py", "obeys"), max_turns=4)
+    assert (trajectory.stop, trajectory.reward, len(trajectory.turns)) == (StopReason.MAX_TURNS, 0.0, 4)
+    assert engine.asked == 4
+
+
+async def test_weights_that_change_between_turns_are_told_by_token(
+    gateway: Gateway, renderer: ChatRenderer, kit: SimpleNamespace
+) -> None:
+    async def before(number: int) -> None:
+        engine.scripted.weight_version = f"v{number}"
+
+    engine = kit.Saying(renderer, [kit.call("ls")], before)
+    trajectory = await drive(gateway, kit, renderer, engine, command("talk.py", "ends"))
+    assert trajectory.weight_versions == ("v1", "v2", "v3")
+    assert [turn.weight_version for turn in trajectory.turns] == ["v1", "v2", "v3"]
+    assert len(trajectory.branches) == 1
+
+
 async def test_a_program_killed_within_a_request_ends_what_is_sampled(
     gateway: Gateway, renderer: ChatRenderer, kit: SimpleNamespace
 ) -> None:
@@ -94,17 +120,18 @@ async def test_a_program_killed_within_a_request_ends_what_is_sampled(
     assert (engine.asked, engine.cancelled) == (1, 1)
 
 
-async def test_an_engine_that_dies_ends_the_episode_at_once(
-    gateway: Gateway, renderer: ChatRenderer, kit: SimpleNamespace
+@pytest.mark.parametrize("failure", [EngineUnreachable, EngineOverloaded])
+async def test_an_engine_that_dies_or_has_no_room_ends_the_episode_at_once(
+    gateway: Gateway, renderer: ChatRenderer, kit: SimpleNamespace, failure: type[Exception]
 ) -> None:
     async def before(number: int) -> None:
         if number == 2:
-            raise EngineUnreachable("it is gone")
+            raise failure("it is gone")
 
     engine = kit.Saying(renderer, [kit.call("ls")], before)
     trajectory = await drive(gateway, kit, renderer, engine, command("talk.py", "hangs"))
     assert (trajectory.stop, trajectory.reward) == (StopReason.ENGINE_FAILURE, None)
-    assert trajectory.error == "EngineUnreachable: it is gone"
+    assert trajectory.error == f"{failure.__name__}: it is gone"
 
 
 async def test_routes_that_are_missing_stop_the_run(

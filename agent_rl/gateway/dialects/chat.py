@@ -8,7 +8,18 @@ from typing import Any, Literal
 
 import orjson
 
-from agent_rl.gateway.asked import Ask, Loose, Refusal, Reply, joined, minted, offered, read_body, refuse_unless
+from agent_rl.gateway.asked import (
+    Ask,
+    Loose,
+    Refusal,
+    Reply,
+    bounded,
+    joined,
+    minted,
+    offered,
+    read_body,
+    refuse_unless,
+)
 from agent_rl.rollout.forest import ChatMessage
 from tools import Spoken, ToolCall
 
@@ -76,7 +87,9 @@ class Chat:
                 for tool in asked.tools or ()
                 if tool.function is not None
             ],
-            max_tokens=asked.max_completion_tokens or asked.max_tokens,
+            max_tokens=bounded(
+                asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
+            ),
             stream=bool(asked.stream),
             model=asked.model,
             usage_wanted=bool((asked.stream_options or {}).get("include_usage")),

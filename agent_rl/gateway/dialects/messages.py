@@ -7,7 +7,18 @@ from typing import Any
 
 import orjson
 
-from agent_rl.gateway.asked import Ask, Loose, Refusal, Reply, joined, minted, offered, read_body, refuse_unless
+from agent_rl.gateway.asked import (
+    Ask,
+    Loose,
+    Refusal,
+    Reply,
+    bounded,
+    joined,
+    minted,
+    offered,
+    read_body,
+    refuse_unless,
+)
 from agent_rl.rollout.forest import ChatMessage
 from tools import ToolCall
 
@@ -53,7 +64,7 @@ class Messages:
         for at, message in enumerate(asked.messages):
             messages += _messages(message, later, f"messages.{at}")
         return Ask(
-            messages, list(tools.values()), asked.max_tokens, bool(asked.stream), asked.model,
+            messages, list(tools.values()), bounded(asked.max_tokens), bool(asked.stream), asked.model,
             later=list(later.values()),
         )  # fmt: skip
 

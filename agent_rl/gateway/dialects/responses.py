@@ -7,7 +7,18 @@ from typing import Any
 
 import orjson
 
-from agent_rl.gateway.asked import Ask, Loose, Refusal, Reply, joined, minted, offered, read_body, refuse_unless
+from agent_rl.gateway.asked import (
+    Ask,
+    Loose,
+    Refusal,
+    Reply,
+    bounded,
+    joined,
+    minted,
+    offered,
+    read_body,
+    refuse_unless,
+)
 from agent_rl.gateway.dialects.chat import Chat, read_arguments, write_arguments
 from agent_rl.rollout.forest import ChatMessage
 from tools import ToolCall
@@ -53,7 +64,7 @@ class Responses:
             for tool in asked.tools or ()
             if tool.type == "function"
         ]
-        return Ask(messages, tools, asked.max_output_tokens, bool(asked.stream), asked.model)
+        return Ask(messages, tools, bounded(asked.max_output_tokens), bool(asked.stream), asked.model)
 
     def reply(self, reply: Reply) -> dict[str, Any]:
         cut = {"reason": "max_output_tokens"} if reply.finish == "length" else None

@@ -1,0 +1,53 @@
+"""Real tasks over the harness endpoint: an agent program that makes the true fix, and one that submits at once."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from agent_rl.commands.policy import Policy, pick_tasks
+from agent_rl.config import HarnessConfig
+from agent_rl.config_files import load_config
+from agent_rl.controller.world import open_workshop
+from agent_rl.engine.scripted import ScriptedEngine
+from agent_rl.gateway.episode import HarnessRun
+from agent_rl.gateway.server import open_gateway
+from agent_rl.observe.display import Display
+from agent_rl.render import ChatRenderer
+from agent_rl.rollout.episode import EpisodeRules
+from agent_rl.rollout.solvers import SOLVERS
+from agent_rl.types import Trajectory
+from envs import Task
+from r3.codec import RouteLayout
+from tools import tool_format
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = ROOT / "tests" / "gateway" / "programs" / "quickstart_agent.py"
+
+LAYOUT = RouteLayout(2, (0, 1), 32, 2)
+pytestmark = [pytest.mark.bubblewrap, pytest.mark.exhaustive]
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("policy", "reward"), [("gold", 1.0), ("noop", 0.0)])
+async def test_real_tasks(tmp_path: Path, policy: str, reward: float) -> None:
+    config = load_config(ROOT / "configs" / "real.yaml", [f"runs_dir={tmp_path}"])
+    harness = HarnessConfig(command=shlex.join([sys.executable, str(PROGRAM)]), place="host")
+    rules = EpisodeRules.of(config).limited(harness=harness, max_tokens=1 << 20, max_new_tokens=1 << 20)
+    renderer, fmt = ChatRenderer(ROOT / "agent_rl" / "model" / "data"), tool_format("hermes")
+    async with open_workshop(config, Display("real")) as workshop, open_gateway() as gateway:
+
+        async def run(task: Task) -> Trajectory:
+            calls = SOLVERS[policy](workshop.env, task)
+            said = [[*renderer._encoder.encode(fmt.render(call)), renderer.end_of_turn_id] for call in calls]
+            engine = ScriptedEngine(lambda session, turn, tokens: said[turn], layout=LAYOUT)
+            return await HarnessRun(gateway, 1 << 20, workshop.env, task, engine, renderer, fmt, rules).run()
+
+        tasks = await pick_tasks(Policy(workshop, run), "train", None)
+        ended = [await run(task) for task in tasks]
+    print(policy, len(ended), [trajectory.reward for trajectory in ended])
+    assert {trajectory.reward for trajectory in ended} == {reward}, [trajectory.error for trajectory in ended]
+    assert all(len(trajectory.branches) == 1 for trajectory in ended)
