@@ -103,6 +103,8 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
         "agent-rl eval configs/quickstart.yaml --samples 8",
         "agent-rl eval configs/quickstart.yaml --harness python3 agents/mine/agent.py --tasks 8",
         "agent-rl serve configs/quickstart.yaml --port 8377",
+        "agent-rl train configs/quickstart.yaml train.steps=14 eval.tasks=64 eval.every=7 "
+        "rollout.harness={command: python tests/gateway/programs/quickstart_agent.py, place: host}",
         "agent-rl r3 compare configs/quickstart.yaml --tasks 96 --out runs/compare",
         "agent-rl r3 compare runs/quickstart",
         "agent-rl r3 compare configs/quickstart.yaml train.dtype=bfloat16 --trajectories runs/compare "
