@@ -16,6 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import orjson
 
 from agent_rl.errors import UserError
@@ -60,7 +61,7 @@ def picked(source: Source, run: int, count: int) -> list[str]:
     """At least ``count`` trajectories of a run, where it has them: whole groups, those with the largest gap between
     trainer and engine first, then the newest."""
     columns = source.read(f"{run}/trajectories")["columns"]
-    gaps = [gap or 0.0 for gap in columns["worst_native_gap"]]
+    gaps = np.nan_to_num(np.array(columns["worst_native_gap"], np.float64))
     groups: dict[tuple[str, int], list[int]] = {}
     for row, group in enumerate(zip(columns["n"], columns["group"], strict=True)):
         groups.setdefault(group, []).append(row)

@@ -21,7 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
+from numpy.typing import NDArray
 
 from agent_rl.errors import AgentRlError, UserError
 from agent_rl.observe.folder_lock import LOCK
@@ -177,7 +179,7 @@ def _trajectories(index: Index, query: Mapping[str, str]) -> Answer:
     return {
         "total": len(table["id"]),
         "found": found,
-        "columns": {name: _listed(name, values[rows].tolist()) for name, values in table.items()},
+        "columns": {name: _listed(name, values[rows]) for name, values in table.items()},
         "notes": [note for shelf in index.shelves.values() for note in shelf.notes],
     }
 
@@ -185,9 +187,12 @@ def _trajectories(index: Index, query: Mapping[str, str]) -> Answer:
 _COUNTS = ("step", "turns", "tokens", "sampled", "hacks", "branches", "versions", "group")
 
 
-def _listed(name: str, values: list[Any]) -> list[Any]:
-    """Counts as whole numbers, None where there is none."""
-    return [None if value != value else int(value) for value in values] if name in _COUNTS else values
+def _listed(name: str, values: NDArray) -> NDArray | list[Any]:
+    """Counts as whole numbers, None where there is none; other numbers as they are, of which JSON makes NaN null."""
+    if name in _COUNTS:
+        counted = not np.isnan(values).any()
+        return values.astype(np.int64) if counted else [None if value != value else int(value) for value in values]
+    return values.tolist() if values.dtype == object else values
 
 
 def _step(shelf: Shelf) -> Answer:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -176,6 +178,7 @@ def test_a_click_selects_the_token_below_it(page: Page, served: Served) -> None:
     opened(page, served.address, "#/t/0/1-3")
     page.locator(".prompt .text").click(position={"x": 16, "y": 14})
     expect(page.locator("aside h2")).to_contain_text("Token 0 ")
+    assert page.evaluate("CSS.highlights.get('selected').priority > CSS.highlights.get('bin-15').priority")
 
 
 def test_filters_and_order_stay_in_the_address(page: Page, served: Served) -> None:
@@ -218,6 +221,42 @@ def test_runs_with_other_metrics_are_laid_over_each_other(page: Page, served: Se
     expect(page.get_by_role("group", name="extra_0/metric_1")).to_have_count(0)
     page.get_by_role("combobox", name="by", exact=True).select_option("time")
     expect(page.get_by_role("group", name="reward/mean").locator("canvas")).to_be_visible()
+
+
+class Spike(SampleSource):
+    """The reward of step 500 of 1,000 is far above the others; the guard said nothing."""
+
+    def read(self, path: str, query: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
+        found = super().read(path, query)
+        if path == "0/metrics":
+            found["columns"]["reward/mean"][499] = 5.0
+        return {**found, "guard": []} if path == "0/run" else found
+
+
+DRAWN = """(canvas) => {
+    const { width, height } = canvas;
+    const { data } = canvas.getContext("2d").getImageData(0, 0, width, height);
+    const blue = (x, y) => data[4 * (y * width + x) + 2] > data[4 * (y * width + x)] + 60;
+    const columns = (from, to) => [...Array(width).keys()].filter((x) => {
+        for (let y = from; y < to; y++) if (blue(x, y)) return true;
+    });
+    return [columns(0, height), columns(0, height / 2)];
+}"""
+
+
+def test_a_curve_of_more_points_than_pixels_is_whole(context: BrowserContext) -> None:
+    with Served(Spike(SampleRun(steps=1000, groups=0, resumes=()))) as server:
+        page = opened(context.new_page(), server.address, "#/?metric=reward/mean")
+        canvas = page.get_by_role("group", name="reward/mean").locator("canvas")
+        page.set_viewport_size({"width": 420, "height": 860})
+        expect(canvas).to_be_visible()
+        eventually(page, "document.querySelector('.chart canvas').width < 400")
+        every, high = canvas.evaluate(DRAWN)
+        assert len(every) > 250
+        assert every == list(range(every[0], every[-1] + 1))
+        assert len(high) < 6
+        assert abs(np.mean(high) - np.mean([every[0], every[-1]])) < 3
+        context.close()
 
 
 def test_a_finished_step_shows_and_the_place_stays(context: BrowserContext) -> None:

@@ -132,7 +132,7 @@ function draw(place: HTMLElement, width: number, props: ChartProps, onCursor: (i
   const { ink, line } = colours.value;
   const axis = { stroke: ink, grid: { stroke: line, width: 1 }, ticks: { stroke: line, width: 1 }, font: FONT };
   const series = props.lines.flatMap((line): uPlot.Series[] => [
-    { stroke: line.colour, width: 1.5, spanGaps: true, points: { size: 4, show: line.x.length < 60 } },
+    { stroke: line.colour, width: 1.5, spanGaps: true, points: { size: 4, show: line.x.length < 60 }, paths: line.low ? joined : curve },
     ...columnsOf(line).slice(1).map((): uPlot.Series => ({ width: 0, points: { show: false } })),
   ]);
   const places = starts(props.lines);
@@ -154,6 +154,37 @@ function draw(place: HTMLElement, width: number, props: ChartProps, onCursor: (i
     hooks: { setCursor: [(u) => onCursor(u.cursor.idx)], draw: [(u) => drawMarks(u, props.lines)] },
   };
   return new uPlot(options, table(props.lines), place);
+}
+
+const joined = uPlot.paths.linear!();
+
+/** All points joined by lines. Where there are several a pixel, each column of pixels is filled from the least to the
+ * most of its points instead, which looks the same: without a GPU, a thousand joined lines take 5 ms to draw. */
+function curve(plot: uPlot, series: number, from: number, to: number): uPlot.Series.Paths | null {
+  if (to - from < 2 * plot.bbox.width) return joined(plot, series, from, to);
+  const stroke = new Path2D();
+  const line = (x: number, y: number, toX: number, toY: number) => {
+    stroke.moveTo(x, y);
+    stroke.lineTo(toX, toY);
+  };
+  let [column, last, least, most] = [NaN, NaN, NaN, NaN];
+  for (let i = from; i <= to; i++) {
+    const value = plot.data[series][i];
+    if (value == null) continue;
+    const x = Math.round(plot.valToPos(plot.data[0][i], "x", true));
+    const y = plot.valToPos(value, "y", true);
+    if (x !== column) {
+      line(column, least - 0.5, column, most + 0.5);
+      if (x > column + 1) line(column, last, x, y);
+      column = x;
+      least = most = Number.isNaN(last) ? y : last;
+    }
+    least = Math.min(least, y);
+    most = Math.max(most, y);
+    last = y;
+  }
+  line(column, least - 0.5, column, most + 0.5);
+  return { stroke };
 }
 
 /** A dashed line where a run was resumed or its guard spoke, with the word beside it. */

@@ -45,6 +45,7 @@ function paintStretch({ first, end, offsets }: Stretch, node: Text, bins: Int8Ar
 /** Mark one token (none while null), and return where it stands in the page. */
 export function mark(shown: Iterable<Shown>, token: number | null): Range | null {
   const highlight = named("selected");
+  highlight.priority = 1; // over the colours, whichever were laid first
   highlight.clear();
   for (const { stretch, node } of shown) {
     if (token === null || token < stretch.first || token >= stretch.end) continue;
