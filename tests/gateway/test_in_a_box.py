@@ -78,3 +78,13 @@ async def test_a_box_without_python_is_told(
     trajectory = await kit.drive(gateway, renderer, kit.Saying(renderer, ["x"]), harness, pool)
     assert (trajectory.stop, trajectory.reward) == (StopReason.HARNESS_FAILURE, None)
     assert "python3" in trajectory.error
+
+
+@pytest.mark.parametrize("killing", ["kill -9 -1", "pkill -9 -f bridge.py"])
+async def test_a_policy_that_kills_all_in_its_box_is_graded(
+    gateway: Gateway, renderer: ChatRenderer, kit: SimpleNamespace, pool: Watched, killing: str
+) -> None:
+    """The program, or its way to the endpoint: no failure of the infrastructure, which would be run again."""
+    harness = HarnessConfig(command=f"python3 {BOX_HARNESS}/talk.py obeys", folder=PROGRAMS)
+    trajectory = await kit.drive(gateway, renderer, kit.Saying(renderer, [kit.call(killing)]), harness, pool)
+    assert (trajectory.stop, trajectory.reward) == (StopReason.PROGRAM_FAILED, 0.0)
