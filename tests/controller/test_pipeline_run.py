@@ -128,20 +128,22 @@ async def _nothing() -> None:
     """The ranks are back."""
 
 
-@pytest.mark.parametrize(("staleness", "overtaken"), [(1, 0), (3, 2)])
+@pytest.mark.parametrize(("staleness", "overtaken", "groups"), [(1, 0, 4), (3, 2, 8)])
 async def test_a_straggler_is_waited_for_when_the_window_is_full_and_then_trained(
-    tmp_path: Path, staleness: int, overtaken: int
+    tmp_path: Path, staleness: int, overtaken: int, groups: int
 ) -> None:
-    """An episode of the first position ends only when nothing else goes on, however many means of them that takes."""
-    config = run_config(tmp_path, depth=1, staleness=staleness)
-    life, ends = Life(config, []), asyncio.Event()
+    """An episode of the first position ends only when nothing else goes on, however many means of them that takes: when
+    all others have ended of the ``groups`` that there is room for."""
+    config, given = run_config(tmp_path, depth=1, staleness=staleness), list[tuple[str, int]]()
+    life, ends = Life(config, given), asyncio.Event()
     life.world.held[task_at(TASKS, 0, config.seed).id, 2] = ends
     living = asyncio.create_task(life.live())
-    while life.world.running > 1 or life.run.progress.step < overtaken:  # noqa: ASYNC110  (no event tells it)
+    others = groups * config.rollout.group_size - 1
+    while len(given) < others or life.run.progress.step < overtaken:  # noqa: ASYNC110  (no event tells it)
         await asyncio.sleep(0)
-    for _ in range(2000):
+    for _ in range(500):
         await asyncio.sleep(0)
-    assert (life.run.progress.step, life.world.running) == (overtaken, 1)
+    assert (len(given), life.run.progress.step, life.world.running) == (others, overtaken, 1)
     ends.set()
     assert await living
     assert max(life.trainer.lags) <= staleness
