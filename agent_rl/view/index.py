@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +100,8 @@ class Index:
         """All shelves' columns, one behind the other: numbers as float64 (NaN: none), all others as objects."""
         with self._changing:
             if self._table is None:
-                self._table = {name: _column(name, list(self.shelves.values())) for name in SHOWN}
+                parts = [shown(shelf) for shelf in self.shelves.values()]
+                self._table = {name: _column(name, [part[name] for part in parts]) for name in SHOWN}
             return self._table
 
 
@@ -195,9 +198,16 @@ def _of_rows(n: str, step: int, stem: Path) -> Shelf:
     rows_stamp = path.stat().st_mtime_ns
     sidecar = sidecar_path(stem)
     if sidecar.is_file() and sidecar.stat().st_mtime_ns >= rows_stamp and (found := read_sidecar(stem)) is not None:
-        return Shelf(n, step, stem, found[0], tuple(found[1]))
+        columns_of, places = found
+        columns_of |= {name: [_once(value) for value in columns_of[name]] for name in ("task", "stop", "fate")}
+        return Shelf(n, step, stem, columns_of, tuple(places))
     rows = list(read_rows(path))
     return Shelf(n, step, stem, columns(rows), None)
+
+
+def _once(value: Any) -> Any:
+    """A text that many rows have, held once."""
+    return sys.intern(value) if isinstance(value, str) else value
 
 
 def _evaluation(stem: Path) -> Shelf:
@@ -235,8 +245,8 @@ def shown(shelf: Shelf) -> Columns:
     return {name: own[name] if name in own else shelf.columns[name] for name in SHOWN}
 
 
-def _column(name: str, shelves: Sequence[Shelf]) -> NDArray:
-    values = [value for shelf in shelves for value in shown(shelf)[name]]
+def _column(name: str, parts: Sequence[Sequence[Any]]) -> NDArray:
+    values = list(chain.from_iterable(parts))
     if name in RANGES:
         return np.array([np.nan if value is None else value for value in values], np.float64)
     return np.array(values, object) if values else np.zeros(0, object)

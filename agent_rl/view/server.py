@@ -33,7 +33,7 @@ from agent_rl.errors import UserError
 HOST = "127.0.0.1"
 STATIC = Path(__file__).parent / "static"
 FILES = {"/": "index.html", "/app.js": "app.js", "/app.css": "app.css"}
-POLL_SECONDS = 0.7
+POLL_SECONDS = 0.4
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
