@@ -168,14 +168,14 @@ async def test_steps_whose_every_group_is_uniform_go_on_without_an_update(
 
 @pytest.mark.parametrize("recover", ["off", "turns"])
 async def test_all_tasks_of_an_epoch_s_edge_in_flight_twice_end_once_each(tmp_path: Path, recover: str) -> None:
-    """Two epochs of four tasks are alive at once; the run is killed and goes on. The first episode of every task ends
-    only when one more of its task is in flight than a group has."""
+    """Two epochs of four tasks are alive at once: no episode ends before all of both are in flight. The run is killed
+    and goes on."""
     config, given, twice = run_config(tmp_path, depth=3, concurrency=24, recover=recover), [], asyncio.Event()
     first = Life(config, given, Deaths("episode", 9), tasks=TASKS[:4])
-    first.world.held |= {(task.id, 0): twice for task in TASKS[:4]}
+    first.world.held |= {(task.id, number): twice for task in TASKS[:4] for number in range(6)}
     living = asyncio.create_task(first.live())
     alike = first.world.alike
-    while min(alike[task.id] for task in TASKS[:4]) <= config.rollout.group_size:  # noqa: ASYNC110  (as above)
+    while min(alike[task.id] for task in TASKS[:4]) < 2 * config.rollout.group_size:  # noqa: ASYNC110  (as above)
         await asyncio.sleep(0)
     twice.set()
     assert not await living
