@@ -25,6 +25,7 @@ from rich.console import Console
 from trajectories import trajectory
 
 from agent_rl.config import ParallelConfig, RunConfig
+from agent_rl.controller.journal import EpisodeLog
 from agent_rl.controller.state import RunState
 from agent_rl.controller.train import TrainingRun
 from agent_rl.engine.fleet import Fleet
@@ -162,9 +163,9 @@ class MemoryWorld:
         return _episode(task, 0, 1.0, first, self.version)
 
     async def _run(self, task: Task, log: TurnLog | None) -> Trajectory:
+        number = self._taken(task, log)  # before any await: another that begins afresh could take it
         turns = [] if log is None else list(await log.kept())
-        replayed, left = len(turns), self.left[task.id]
-        number = left.pop(left.index(int(turns[0].opening)) if turns else 0)
+        replayed = len(turns)
         for turn in range(len(turns), 2):
             for _ in range(random.randrange(6)):
                 await asyncio.sleep(0)
@@ -179,6 +180,12 @@ class MemoryWorld:
         self.deaths.passed("episode")
         first, last = (turn.completions[0].weight_version for turn in turns)
         return replace(_episode(task, number, _reward(task, number), first, last), replayed_turns=replayed)
+
+    def _taken(self, task: Task, log: TurnLog | None) -> int:
+        """The number of an episode that goes on, or the next that is left."""
+        held = log._journal._read_turns(log.episode.turns) if isinstance(log, EpisodeLog) else ()
+        left = self.left[task.id]
+        return left.pop(left.index(int(held[0].opening)) if held else 0)
 
 
 def _turn(number: int, version: str) -> LoggedTurn:
