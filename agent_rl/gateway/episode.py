@@ -26,6 +26,7 @@ from agent_rl.config import HarnessConfig
 from agent_rl.engine.gate import TurnGate
 from agent_rl.engine.types import Engine
 from agent_rl.errors import HarnessError
+from agent_rl.gateway.host_program import LONGEST, run_on_host
 from agent_rl.gateway.server import BRIDGE, MODEL, SOCKET, Gateway
 from agent_rl.gateway.session import ExtendingRenderer, HarnessRenderer, Session
 from agent_rl.rollout.episode import EpisodeRules, EpisodeRun
@@ -33,15 +34,11 @@ from agent_rl.types import StopReason, Trajectory
 from envs import Boxed, Environment, Episode, Grade, Task
 from sandbox import ExecResult, Sandbox, printable
 from sandbox.pool import PooledBox
-from sandbox.process import run_process
 from tools import ToolCallFormat, ToolSet
 
 BOX_GATEWAY = "/opt/agent-rl/gateway"
 BOX_HARNESS = "/opt/agent-rl/harness"
 BOX_PORT = 8377
-_LONGEST = 30 * 86400.0
-"""Seconds a program may run; ``rollout.time_limit`` ends it before, and does not pass while weights change."""
-_OUTPUT_BYTES = 1 << 20
 _OUTPUT_SHOWN = 600
 
 
@@ -131,19 +128,12 @@ class HarnessRun(EpisodeRun):
         bridge = ["python3", f"{BOX_GATEWAY}/{BRIDGE}", f"{BOX_GATEWAY}/{SOCKET}", str(BOX_PORT)]
         argv = [*bridge, "bash", "-c", self.harness.command]
         run = box.exec_beside if isinstance(box, PooledBox) else box.exec
-        return await run(argv, timeout=_LONGEST, env=self._env(BOX_PORT), stdin=self._prompt())
+        return await run(argv, timeout=LONGEST, env=self._env(BOX_PORT), stdin=self._prompt())
 
     async def _on_host(self) -> ExecResult:
         with tempfile.TemporaryDirectory(prefix="agent-rl-home-", ignore_cleanup_errors=True) as home:
             env = {"PATH": os.environ.get("PATH", os.defpath), "HOME": home, "LANG": "C.UTF-8"}
-            done = await run_process(
-                ["bash", "-c", self.harness.command],
-                timeout=_LONGEST,
-                limit=_OUTPUT_BYTES,
-                stdin=self._prompt(),
-                env={**env, **self._env(self.gateway.port)},
-            )
-        return ExecResult(done.returncode, done.stdout, done.stderr, done.seconds, done.timed_out, done.truncated)
+            return await run_on_host(self.harness.command, {**env, **self._env(self.gateway.port)}, self._prompt())
 
     def _env(self, port: int) -> dict[str, str]:
         return {**environment(self.served.key, port), "PYTHONDONTWRITEBYTECODE": "1", **self.harness.env}
