@@ -80,13 +80,21 @@ async def test_a_policy_that_ends_its_program_is_graded_and_not_run_again(
     assert trajectory.sampled_tokens == sum(turn.completion_tokens for turn in trajectory.turns) > 0
 
 
+ASKING = """
+import contextlib, json, os, urllib.error, urllib.request
+for tokens in (-1, 5, 6, 7, 8, 9):
+    body = {"messages": [{"role": "user", "content": str(tokens)}], "max_tokens": tokens}
+    url, head = os.environ["OPENAI_BASE_URL"] + "/chat/completions", {"content-type": "application/json"}
+    with contextlib.suppress(urllib.error.HTTPError):
+        urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), head)).read()
+"""
+
+
 async def test_what_the_policy_asks_of_the_endpoint_itself_is_counted_and_ends_nothing_but_its_turns(
     gateway: Gateway, renderer: ChatRenderer, kit: SimpleNamespace
 ) -> None:
     """It has its program's environment. What it asks for that cannot be is refused, and no failure of the engine."""
-    url, head = "$OPENAI_BASE_URL/chat/completions", "-s -H 'content-type: application/json'"
-    bodies = [f'{{"messages": [{{"role": "user", "content": "{n}"}}], "max_tokens": {n}}}' for n in (-1, 5, 6, 7, 8, 9)]
-    asking = "; ".join(f"curl {head} -d {shlex.quote(body)} {url}" for body in bodies)
+    asking = f"python3 -c {shlex.quote(ASKING)}"
     engine = kit.Saying(renderer, [kit.call(asking), "hi"])
     trajectory = await drive(gateway, kit, renderer, engine, command("talk.py", "obeys"), max_turns=4)
     assert (trajectory.stop, trajectory.reward, len(trajectory.turns)) == (StopReason.MAX_TURNS, 0.0, 4)
