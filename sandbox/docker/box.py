@@ -30,6 +30,7 @@ _HASTE = 15.0
 _WRAPPER_KILLED = 137
 _GVISOR_PANIC = 2
 """Exit code of a container whose kernel is gVisor's and died: where runc's boxes bump into a limit, that may happen."""
+_OOM_LOOKS, _OOM_LOOK_SECONDS = 10, 0.1
 _PROGRAMS = ("/bin", "/lib", "/sbin", "/usr", "/etc/ld.so")
 _FIRST_PROCESS = {"/usr", "/usr/sbin", "/usr/sbin/docker-init"}  # what the engine itself puts into every box
 _NOTHING_RAN = ExecResult(OVERGROWN, b"", b"", 0.0)
@@ -93,9 +94,13 @@ class DockerBox(BaseBox):
             return _NOTHING_RAN
         if self._closed or not isinstance(lost, SandboxLostError):
             raise lost
-        found = await self._owner.call(partial(self._api.inspect_container, self._container), SandboxLostError)
-        state = found["State"]
-        if state["Running"] or not (state["OOMKilled"] or state["ExitCode"] == _GVISOR_PANIC):
+        for _ in range(_OOM_LOOKS):
+            found = await self._owner.call(partial(self._api.inspect_container, self._container), SandboxLostError)
+            state = found["State"]
+            if not state["Running"] and (state["OOMKilled"] or state["ExitCode"] == _GVISOR_PANIC):
+                break
+            await asyncio.sleep(_OOM_LOOK_SECONDS)  # the engine hears of the memory apart from the container's end
+        else:
             raise lost
         why = f"box {self.id}: it ended as a whole, as it ran out of memory or processes\n"
         return ExecResult(137, b"", why.encode(), seconds, oom_killed=bool(state["OOMKilled"]))
