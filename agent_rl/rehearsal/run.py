@@ -127,7 +127,7 @@ def _write_model(config: RunConfig, depth: int, folder: Path) -> Path:
 
 
 def _run(job: RankJob) -> RankRecord:
-    command = [sys.executable, "-m", "agent_rl.rehearsal.worker"]
+    command = [sys.executable, "-m", "agent_rl.rehearsal"]
     done = subprocess.run(command, input=job.dump(), capture_output=True, timeout=_SECONDS, check=False)
     lines = done.stdout.splitlines()
     if done.returncode or not lines:
