@@ -169,9 +169,10 @@ class EpisodeRun:
 
     async def _act(self, tools: ToolSet) -> StopReason:
         kept = [] if self.log is None else await self.log.kept()
-        for logged in kept:
-            if stop := await self._take_again(tools, logged):
-                return stop
+        async with bounded(self.limits.time_limit, "calling the tools again"):
+            for logged in kept:
+                if stop := await self._take_again(tools, logged):
+                    return stop
         limit = asyncio.timeout(kept[-1].left if kept else self.limits.time_limit)
         try:
             async with limit:

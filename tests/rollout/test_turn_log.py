@@ -175,6 +175,20 @@ async def test_the_time_limit_counts_what_was_spent_before_and_not_the_calls_mad
     assert (ended.stop, ended.reward, len(ended.turns)) == (StopReason.TIME_LIMIT, 1.0, 3)
 
 
+async def test_calls_made_again_that_do_not_end_are_given_up_like_a_box_that_failed(
+    env: Any, task: Task, kit: SimpleNamespace
+) -> None:
+    _, kept = await whole(env, task, kit)
+    env.on_call = asyncio.Event().wait
+    rules = replace(RULES, rollout=RULES.rollout.model_copy(update={"time_limit": 0.01}))
+    parts: Any = (env, task, kit.ToldEngine([]), ByteRenderer(), tool_format("hermes"), rules)
+    async with asyncio.timeout(10):
+        ended = await run_episode(*parts, log=ListLog(kept[:1]))
+    assert ended.stop is StopReason.SANDBOX_FAILURE
+    assert "calling the tools again took longer than 0.01 s" in ended.error
+    assert env.open == 0
+
+
 def opened(folder: Path) -> Journal:
     journal = Journal(folder, "run", turns=True)
     journal.recover(5, {}, lambda position: True)
