@@ -5,7 +5,8 @@
     frame   a payload with its length and checksum (agent_rl.rollout.frames)
     file    a frame with the header, as JSON, then one a trajectory, in the order they finished, one that says what
             the step's batch took and, with ``rollout.recover: turns``, one a turn of every episode and one for each
-            episode that was given up; a payload is a line of JSON and, of a trajectory or a turn, its bytes
+            episode that was given up; a payload is a line of JSON and, of a trajectory or a turn, its bytes. The
+            line of an episode that went on has how many turns were taken again, that of one begun anew why
 
 A file is only ever appended to, a frame in one write. A kill tears at most the last frame; reading stops there, and the
 next writer cuts the tear off. Frames are not synced to the disk: a killed process loses none of what it wrote, and a
@@ -104,7 +105,7 @@ class Journal:
         self._given: dict[int, list[_Frame]] = defaultdict(list)
         self._holds: dict[int, set[int]] = defaultdict(set)
         self._episodes: dict[int, dict[str, _Episode]] = defaultdict(dict)
-        self._counts: Counter[str] = Counter()
+        self._counts: dict[int, Counter[str]] = defaultdict(Counter)
         self._settled = Pulse()
         self._step = 0
         self._file: IO[bytes] | None = None
@@ -166,7 +167,8 @@ class Journal:
     def record(self, step: int, positions: Sequence[int]) -> None:
         """Write down what the batch of ``step`` takes."""
         if not self.recorded(step):
-            self._append(json.dumps({"batch": list(positions)}).encode() + b"\n")
+            with self._writing:
+                self._put(as_frame(json.dumps({"batch": list(positions)}).encode() + b"\n"))
 
     def runner(self, position: int, run: LoggedRunner, oldest: int = 0) -> EpisodeRunner:
         """``run``, but giving what was found of ``position`` first, and writing down what finishes afresh.
@@ -187,7 +189,6 @@ class Journal:
             log = EpisodeLog(self, position, oldest) if self._turns else None
             trajectory = await run(task, log)
             if not trajectory.stop.infrastructure:
-                self._counts.update(episodes=bool(trajectory.replayed_turns), turns=trajectory.replayed_turns)
                 async with turn:
                     written = await asyncio.to_thread(self._write, position, trajectory, log.key if log else None)
                     self._given[position].append(written)
@@ -197,10 +198,10 @@ class Journal:
 
         return journaled
 
-    def metrics(self) -> dict[str, float]:
-        """``recover/*``: what became of episodes that did not end, since this was last asked; none where turns are not
-        written down."""
-        counts, self._counts = self._counts, Counter()
+    def metrics(self, step: int) -> dict[str, float]:
+        """``recover/*``: what the file of ``step`` says of episodes that did not end, also what an earlier start of the
+        run wrote there; none where turns are not written down."""
+        counts = self._counts.pop(step, Counter())
         return {f"recover/{name}": float(counts[name]) for name in _COUNTED} if self._turns else {}
 
     def finished(self, position: int) -> Iterator[Trajectory]:
@@ -216,6 +217,7 @@ class Journal:
             at = int(path.stem.removeprefix("step-"))
             if at <= step and not any(map(is_open, tuple(self._holds[at]))):
                 path.unlink()
+                self._holds.pop(at, None)
 
     def close(self) -> None:
         with self._writing:
@@ -239,32 +241,40 @@ class Journal:
             if not {**self._header, "step": step}.items() <= header.items():
                 return False
             for payload, after in frames:
-                line, _, encoded = payload.partition(b"\n")
-                told = _json(line)
-                if "batch" in told:
-                    found.batch = tuple(told["batch"])
+                first, _, encoded = payload.partition(b"\n")
+                line = _json(first)
+                if "batch" in line:
+                    found.batch = tuple(line["batch"])
                 else:
-                    self._note(told, _Frame(step, after - len(encoded), len(encoded)))
+                    self._note(line, _Frame(step, after - len(encoded), len(encoded)))
                 found.end = after
         return True
 
-    def _note(self, told: Mapping[str, Any], frame: _Frame) -> None:
+    def _note(self, line: Mapping[str, Any], frame: _Frame) -> None:
         """Take up a frame that is of an episode: a turn, its end, or that it was given up."""
-        position, key = told["position"], told.get("episode")
+        position, key = line["position"], line.get("episode")
         self._holds[frame.step].add(position)
+        self._count(frame.step, line)
         if key is not None:
             episode = self._episodes[position].setdefault(key, _Episode(key))
-            if "turn" not in told:
+            if "turn" not in line:
                 episode.over = frame.step
-            elif told["turn"] == len(episode.turns):
+            elif line["turn"] == len(episode.turns):
                 episode.turns.append(frame)
-        if "turn" not in told and frame.length:
+        if "turn" not in line and frame.length:
             self._frames[position].append(frame)
+
+    def _count(self, step: int, line: Mapping[str, Any]) -> None:
+        if replayed := line.get("replayed"):
+            self._counts[step].update(episodes=1, turns=replayed)
+        if why := line.get("anew"):
+            self._counts[step][why] += 1
 
     def _forget(self, step: int) -> None:
         self._path(step).unlink(missing_ok=True)
         self._found.pop(step, None)
         self._holds.pop(step, None)
+        self._counts.pop(step, None)
         for position, frames in self._frames.items():
             if any(frame.step == step for frame in frames):  # of others episodes may be given out meanwhile
                 self._frames[position] = [frame for frame in frames if frame.step != step]
@@ -285,27 +295,27 @@ class Journal:
 
     def _write(self, position: int, trajectory: Trajectory, episode: str | None) -> _Frame:
         """Write a trajectory down; with it its ``episode``, if its turns were, is over."""
-        named = {"position": position} if episode is None else {"position": position, "episode": episode}
-        return self._put_down(position, named, encode_trajectory(trajectory))
+        line: dict[str, Any] = {"position": position}
+        if episode is not None:
+            line |= {"episode": episode, "replayed": trajectory.replayed_turns}
+        return self._put_down(line, encode_trajectory(trajectory))
 
     def _write_turn(self, position: int, episode: _Episode, turn: LoggedTurn) -> None:
-        named = {"position": position, "episode": episode.key, "turn": len(episode.turns)}
-        episode.turns.append(self._put_down(position, named, encode_turn(turn)))
+        line = {"position": position, "episode": episode.key, "turn": len(episode.turns)}
+        episode.turns.append(self._put_down(line, encode_turn(turn)))
 
-    def _give_up(self, position: int, episode: _Episode) -> None:
-        self._put_down(position, {"position": position, "episode": episode.key}, b"")
+    def _give_up(self, position: int, episode: _Episode, anew: str = "") -> None:
+        """Write down that ``episode`` is over, and why it is begun anew, if it is."""
+        self._put_down({"position": position, "episode": episode.key, "anew": anew})
 
-    def _put_down(self, position: int, named: Mapping[str, object], data: bytes) -> _Frame:
-        step, end = self._append(json.dumps(named).encode() + b"\n" + data, position)
-        return _Frame(step, end - len(data), len(data))
-
-    def _append(self, payload: bytes, position: int | None = None) -> tuple[int, int]:
-        """Returns the step whose file it went to, and where it ends there."""
-        data = as_frame(payload)
+    def _put_down(self, line: Mapping[str, Any], data: bytes = b"") -> _Frame:
+        payload = as_frame(json.dumps(line).encode() + b"\n" + data)
         with self._writing:
-            if position is not None:
-                self._holds[self._step].add(position)
-            return self._step, self._put(data)
+            step = self._step
+            self._holds[step].add(line["position"])
+            end = self._put(payload)
+            self._count(step, line)
+        return _Frame(step, end - len(data), len(data))
 
     def _put(self, frame: bytes) -> int:
         """Append to the file of the step; where it then ends."""
@@ -357,8 +367,7 @@ class EpisodeLog:
             await asyncio.to_thread(self._journal._give_up, self._position, self.episode)
 
     async def _begin_anew(self, why: str) -> None:
-        self._journal._counts[why] += 1
-        await asyncio.to_thread(self._journal._give_up, self._position, self.episode)
+        await asyncio.to_thread(self._journal._give_up, self._position, self.episode, why)
         self.episode = _Episode()
 
 
@@ -382,7 +391,7 @@ def _write_whole(file: IO[bytes], data: bytes) -> None:
 def _json(line: bytes) -> dict[str, Any]:
     """The object in ``line``; an empty one where there is none."""
     try:
-        told = json.loads(line)
+        parsed = json.loads(line)
     except (ValueError, RecursionError):
         return {}
-    return told if isinstance(told, dict) else {}
+    return parsed if isinstance(parsed, dict) else {}

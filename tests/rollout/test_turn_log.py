@@ -217,7 +217,7 @@ async def test_an_episode_whose_host_is_lost_goes_on_in_another_box(
     assert [event.trajectory.stop for event in events if event.trajectory] == ["host_lost", "host_lost", "submitted"]
     assert (len(ended.turns), ended.replayed_turns, ended.reward) == (4, 2, 1.0)
     assert len(engine.prompts) == 5, "of all turns only the one that was lost with the box was sampled again"
-    metrics = journal.metrics()
+    metrics = journal.metrics(6)
     assert (metrics["recover/episodes"], metrics["recover/turns"], metrics["recover/differed"]) == (1, 2, 0)
 
 
@@ -238,7 +238,7 @@ async def test_one_whose_box_broke_is_begun_anew(tmp_path: Path, env: Any, task:
     journal.close()
     again = opened(tmp_path)
     await again.begin(6, "w5")
-    assert again.metrics()["recover/turns"] == 0
+    assert again.metrics(6)["recover/turns"] == 0
     found = [await again.runner(0, lambda task, log=None: drive(env, task, kit.ToldEngine([kit.SUBMIT]), log))(task)
              for _ in range(2)]  # fmt: skip
     assert [(each.recovered, each.replayed_turns) for each in found] == [(True, 0), (False, 0)]
@@ -256,10 +256,15 @@ async def test_one_whose_first_tokens_are_too_old_for_its_batch_is_begun_anew(
     ended = await journal.runner(0, lambda task, log=None: drive(env, task, engine, log), oldest)(task)
     assert ended.replayed_turns == turns
     assert alike(ended, uninterrupted)
-    assert journal.metrics() == {
+    counts = {
         "recover/episodes": float(turns > 0), "recover/turns": turns, "recover/differed": 0,
         "recover/too_old": float(turns == 0),
     }  # fmt: skip
+    assert journal.metrics(6) == counts
+    journal.close()
+    again = opened(tmp_path)
+    await again.begin(6, "w5")
+    assert again.metrics(6) == counts, "a run that was killed before it wrote its step's row tells it in the next start"
 
 
 async def killed_after(folder: Path, env: Any, task: Task, kit: SimpleNamespace, turns: int) -> Path:
