@@ -223,13 +223,18 @@ def test_runs_with_other_metrics_are_laid_over_each_other(page: Page, served: Se
     expect(page.get_by_role("group", name="reward/mean").locator("canvas")).to_be_visible()
 
 
-class Spike(SampleSource):
-    """The reward of step 500 of 1,000 is far above the others; the guard said nothing."""
+class Rewards(SampleSource):
+    """1,000 steps whose rewards are ``rewards`` where it has one; the guard said nothing."""
+
+    def __init__(self, rewards: Mapping[int, float | None]) -> None:
+        super().__init__(SampleRun(steps=1000, groups=0, resumes=()))
+        self._rewards = rewards
 
     def read(self, path: str, query: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
         found = super().read(path, query)
         if path == "0/metrics":
-            found["columns"]["reward/mean"][499] = 5.0
+            column = found["columns"]["reward/mean"]
+            column[:] = [self._rewards.get(step, reward) for step, reward in enumerate(column, 1)]
         return {**found, "guard": []} if path == "0/run" else found
 
 
@@ -244,19 +249,32 @@ DRAWN = """(canvas) => {
 }"""
 
 
-def test_a_curve_of_more_points_than_pixels_is_whole(context: BrowserContext) -> None:
-    with Served(Spike(SampleRun(steps=1000, groups=0, resumes=()))) as server:
+def drawn(context: BrowserContext, rewards: Mapping[int, float | None]) -> tuple[list[int], list[int]]:
+    """The columns of pixels that a narrow chart of ``rewards`` fills, and those that it fills in its upper half."""
+    with Served(Rewards(rewards)) as server:
         page = opened(context.new_page(), server.address, "#/?metric=reward/mean")
         canvas = page.get_by_role("group", name="reward/mean").locator("canvas")
         page.set_viewport_size({"width": 420, "height": 860})
         expect(canvas).to_be_visible()
         eventually(page, "document.querySelector('.chart canvas').width < 400")
         every, high = canvas.evaluate(DRAWN)
-        assert len(every) > 250
-        assert every == list(range(every[0], every[-1] + 1))
-        assert len(high) < 6
-        assert abs(np.mean(high) - np.mean([every[0], every[-1]])) < 3
         context.close()
+    assert len(every) > 250
+    assert every == list(range(every[0], every[-1] + 1))
+    return every, high
+
+
+def test_a_curve_of_more_points_than_pixels_is_whole(context: BrowserContext) -> None:
+    every, high = drawn(context, {500: 5.0})
+    assert len(high) < 6
+    assert abs(np.mean(high) - np.mean([every[0], every[-1]])) < 3
+
+
+def test_a_curve_of_more_points_than_pixels_leads_straight_over_a_gap(context: BrowserContext) -> None:
+    """The first column after the gap reached up to the last value before it."""
+    before, gap = dict.fromkeys(range(1, 401), 1.0), dict.fromkeys(range(401, 600))
+    _, high = drawn(context, {**before, **gap, **dict.fromkeys(range(600, 1001), 0.0)})
+    assert high == list(range(high[0], high[-1] + 1))
 
 
 def test_a_finished_step_shows_and_the_place_stays(context: BrowserContext) -> None:

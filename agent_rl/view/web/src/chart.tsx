@@ -176,8 +176,8 @@ function curve(plot: uPlot, series: number, from: number, to: number): uPlot.Ser
     if (x !== column) {
       line(column, least - 0.5, column, most + 0.5);
       if (x > column + 1) line(column, last, x, y);
+      least = most = x === column + 1 ? last : y;
       column = x;
-      least = most = Number.isNaN(last) ? y : last;
     }
     least = Math.min(least, y);
     most = Math.max(most, y);
