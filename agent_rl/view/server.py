@@ -92,10 +92,10 @@ def affected(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     changed = {path for path in before.keys() | now.keys() if before.get(path) != now.get(path)}
     for path in tuple(changed):
         run, _, kind = path.partition("/")
-        if kind in ("run", "metrics"):  # a line of the list of runs has the last step of its metrics
+        if kind in ("run", "metrics") or kind.startswith("steps/"):  # the list of runs has the last step, and Pass@1
             changed |= {"runs", f"{run}/run"}
-        elif kind.startswith("steps/"):
-            changed |= {f"{run}/trajectories", f"{run}/run", f"{run}/loads/{kind.removeprefix('steps/')}"}
+        if kind.startswith("steps/"):
+            changed |= {f"{run}/trajectories", f"{run}/loads/{kind.removeprefix('steps/')}"}
     return sorted(changed)
 
 

@@ -84,11 +84,13 @@ def test_a_listener_that_leaves_is_forgotten() -> None:
 
 
 def test_a_step_changes_the_lists_that_it_is_in() -> None:
+    """That of the runs too: an evaluation's folder has its Pass@1 there, which each sample changes."""
     assert affected({"0/steps/1": "a"}, {"0/steps/1": "a", "0/steps/2": "b"}) == [
         "0/loads/2",
         "0/run",
         "0/steps/2",
         "0/trajectories",
+        "runs",
     ]
     assert affected({"1/run": "a"}, {"1/run": "b"}) == ["1/run", "runs"]
     assert affected({"0/metrics": "a"}, {"0/metrics": "b"}) == ["0/metrics", "0/run", "runs"]
