@@ -64,10 +64,13 @@ class Changes:
         self._listeners: set[asyncio.Queue[list[str]]] = set()
 
     async def watch(self) -> None:
-        """Look again and again, until cancelled."""
+        """Look again and again while someone listens, until cancelled. Who is the first to listen hears of all that
+        changed since the last look."""
         before = await run_in_threadpool(self._source.stamps)
         while True:
             await asyncio.sleep(POLL_SECONDS)
+            if not self._listeners:
+                continue
             now = await run_in_threadpool(self._source.stamps)
             if paths := affected(before, now):
                 for listener in self._listeners:

@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -29,6 +28,8 @@ from agent_rl.packaged import MODELS
 from agent_rl.rollout.frames import as_frame
 from agent_rl.rollout.records import encode_trajectory, write_trajectories
 from agent_rl.types import Fate, Group, StopReason, TokenDetail, Trajectory, Turn, Verdict, VersionSpan
+from agent_rl.view.resources import Resources
+from agent_rl.view.server import POLL_SECONDS
 from r3.routing import Routing, Span, SpanKind
 
 PAINTED = "await new Promise((done) => requestAnimationFrame(() => setTimeout(done)));"
@@ -99,8 +100,8 @@ class Run:
         self._step += 1
         first = self._step * GROUPS
         groups = [Group("t", tuple(short_trajectory(first + at) for _ in range(GROUP))) for at in range(GROUPS)]
-        gaps = [replace(Verdict(Fate.TRAINED, float(gap))) for gap in self._random.random(GROUPS * GROUP)]
-        write_trajectories(self.folder, self._step, groups, verdicts=gaps)
+        verdicts = [Verdict(Fate.TRAINED, float(advantage)) for advantage in self._random.random(GROUPS * GROUP)]
+        write_trajectories(self.folder, self._step, groups, verdicts=verdicts)
         values = dict(zip(NAMES, self._random.random(len(NAMES)).tolist(), strict=True))
         with (self.folder / "metrics.jsonl").open("ab") as file:
             file.write(orjson.dumps({"step": self._step, **values, "time/ended": 1.7e9 + self._step}) + b"\n")
@@ -199,6 +200,15 @@ def following(page: Page, address: str, run: Run) -> None:
     report("a finished step shows in the curves, the latest of 3", max(steps), 2.0)
 
 
+def looks(folder: Path) -> None:
+    """What a server does again and again while a page is open."""
+    source, began = Resources([folder]), time.process_time()
+    for _ in range(REPEATS):
+        source.stamps()
+    spent = (time.process_time() - began) / REPEATS
+    print(f"a look at the run's files: {spent * 1000:.1f} ms of processor time, each {POLL_SECONDS} s", flush=True)
+
+
 @contextmanager
 def serving(folder: Path) -> Iterator[tuple[str, Callable[[], float]]]:
     """The address of a server, and what tells the most memory that it has held, in MiB."""
@@ -214,6 +224,7 @@ def serving(folder: Path) -> Iterator[tuple[str, Callable[[], float]]]:
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         run = Run(Path(folder))
+        looks(run.folder)
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         page = browser.new_page()
         with serving(run.folder) as (address, held):

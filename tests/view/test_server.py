@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 
 import httpx
 import pytest
 from view_samples import SampleRun, SampleSource, Served
 
+from agent_rl.aio import beside
 from agent_rl.errors import UserError
+from agent_rl.view import server
 from agent_rl.view.server import Changes, affected, listen
 
 SOURCE = SampleSource(SampleRun())
@@ -19,8 +21,8 @@ SOURCE = SampleSource(SampleRun())
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with Served(SOURCE) as server:
-        yield server
+    with Served(SOURCE) as started:
+        yield started
 
 
 def test_the_page_and_its_resources(served: Served) -> None:
@@ -81,6 +83,29 @@ def test_a_listener_that_leaves_is_forgotten() -> None:
         return len(changes._listeners)
 
     assert asyncio.run(listen_and_leave()) == 0
+
+
+async def test_the_disk_is_looked_at_for_those_who_listen_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "POLL_SECONDS", 0.001)
+    looks, source = list[Mapping[str, str]](), SampleSource()
+    loop, looked = asyncio.get_running_loop(), asyncio.Event()
+
+    class Counted(SampleSource):
+        def stamps(self) -> dict[str, str]:
+            looks.append(found := source.stamps())
+            loop.call_soon_threadsafe(looked.set)
+            return found
+
+    changes = Changes(Counted())
+    async with beside(changes.watch()):
+        await asyncio.wait_for(looked.wait(), 10)
+        await asyncio.sleep(0.05)  # as long as fifty looks would take
+        assert len(looks) == 1
+        source.revisions["0/live"] = "changed"
+        events = changes.events()
+        await anext(events)
+        assert await anext(events) == b'data: ["0/live"]\n\n'
+        await events.aclose()
 
 
 def test_a_step_changes_the_lists_that_it_is_in() -> None:
