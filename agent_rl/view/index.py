@@ -152,7 +152,7 @@ def _filed(folder: Path) -> dict[str, _Files]:
         _, digits, decoding = (*name.split("-", 2), "", "")[:3]
         if digits.isdecimal() and decoding:
             found[f"eval-{int(digits)}-{decoding}"] = _Files(int(digits), folder / EVALUATIONS / name, stamp)
-    if (folder / RESULTS).is_file():
+    if file_stamp(folder / RESULTS):
         found[EVAL] = _Files(0, folder / EVAL, "-".join(file_stamp(folder / name) for name in (RESULTS, REPORT)))
     return found
 

@@ -136,7 +136,6 @@ SHOWN = {
     "no-turn": {"t": "Prompt", "group": "Group 0 of 1"},
     "long": {"t": "Turn 2: calls submit", "group": "x" * 500 + " …"},
     "long-without-texts": {"t": "Show all 10,000,000 characters"},
-    "two-versions": {"t?by=version": "version 7"},
     "split-characters": {"t?token=5": "漢€"},
 }
 """Of each folder, by the page: what it must show."""
