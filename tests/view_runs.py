@@ -35,12 +35,12 @@ def episode(number: int, *, routes: bool = True) -> Trajectory:
         Turn("look", "bash", {"cmd": "ls"}, None, "a.py", 5, 4, 2, 0, "6", 0.5, 0.25, 0, 0.5),
         Turn("done", "submit", {}, None, "", 11, 3, 0, 8, "7", 0.25, 0.0, 0, 1.25),
     )
-    said = [("user", "fix it"), ("assistant", "look"), ("tool", "a.py\n[1 turn left]"), ("assistant", "done")]
+    spoken = [("user", "fix it"), ("assistant", "look"), ("tool", "a.py\n[1 turn left]"), ("assistant", "done")]
     return replace(
         trajectory(float(number % 2), sampled=11, task_id=f"task-{number // 2}"),
         tokens=random.integers(0, 50, 14).astype(np.int32), loss_mask=mask,
         logprobs=np.where(mask, random.normal(-1, 0.5, 14), 0).astype(np.float32), turns=turns,
-        messages=tuple({"role": role, "content": text} for role, text in said), versions=VERSIONS,
+        messages=tuple({"role": role, "content": text} for role, text in spoken), versions=VERSIONS,
         routing=Routing(experts, np.arange(14) < 13, spans, EXPERTS) if routes else None, tests={"t": "PASSED"},
         test_log="log\n", began=1.8e9, start_seconds=0.5, grade_began=1.5, grade_seconds=0.5, seconds=2.0,
     )  # fmt: skip

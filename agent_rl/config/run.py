@@ -64,7 +64,7 @@ class RunConfig(Section):
         try:
             interface = find_interface(name)
         except InterfaceError:
-            return data  # told with its key where the key is read
+            return data  # the section env refuses it, with the key's name
         return {**data, "rollout": {**interface.defaults, **interface.fixed, **rollout}}
 
     @model_validator(mode="after")

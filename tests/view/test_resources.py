@@ -286,11 +286,11 @@ def test_a_file_that_was_cut_off_is_one_line(run: Path, name: str, path: str) ->
     if name == "config.yaml":
         (run / name).write_text("a: [")
     found = read(run, path)
-    told = [found["error"]["text"]] if isinstance(found.get("error"), dict) else found["notes"]
+    lines = [found["error"]["text"]] if isinstance(found.get("error"), dict) else found["notes"]
     if "index" in name:
-        assert (found["total"], told) == (13, [])  # it is made again of the rows
+        assert (found["total"], lines) == (13, [])  # it is made again of the rows
         return
-    assert any(Path(name).name.split(".")[0] in line and "\n" not in line for line in told), told
+    assert any(Path(name).name.split(".")[0] in line and "\n" not in line for line in lines), lines
     everything = Resources([run])
     assert all("Traceback" not in json.dumps(everything.read(page), default=str) for page in everything.pages())
 
