@@ -11,17 +11,19 @@ EVERY = 0.05
 
 
 class LoopLag:
-    """``late``: the seconds by which each look came too late, since :meth:`metrics` was last asked."""
+    """``late``: the seconds by which each look came too late, since :meth:`metrics` was last asked; the next comes
+    ``every`` so many seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, every: float = EVERY) -> None:
+        self._every = every
         self.late: list[float] = []
 
     async def watch(self) -> None:
         """Look until it is cancelled."""
         loop = asyncio.get_running_loop()
         while True:
-            due = loop.time() + EVERY
-            await asyncio.sleep(EVERY)
+            due = loop.time() + self._every
+            await asyncio.sleep(self._every)
             self.late.append(loop.time() - due)
 
     def metrics(self) -> dict[str, float]:

@@ -21,7 +21,6 @@ import argparse
 import asyncio
 import gc
 import json
-import statistics
 import time
 import tracemalloc
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -29,9 +28,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from agent_rl.aio import collect_rarely
+from agent_rl.aio import beside, collect_rarely
 from agent_rl.config import RolloutConfig
 from agent_rl.engine.scripted import ScriptedEngine
+from agent_rl.observe.loop_lag import LoopLag
 from agent_rl.rollout.episode import EpisodeRules, run_episode
 from agent_rl.rollout.group import GroupSettings, collect_groups
 from agent_rl.rollout.limiter import Limiter
@@ -104,13 +104,6 @@ async def collect(episodes: int, turns: int, answer_seconds: float, tool_seconds
     return [trajectory for group in rollout.groups for trajectory in group.trajectories]
 
 
-async def watch_lag(lags: list[float], interval: float = 0.01) -> None:
-    while True:
-        due = time.perf_counter() + interval
-        await asyncio.sleep(interval)
-        lags.append(time.perf_counter() - due)
-
-
 async def sleeps(episodes: int, turns: int, answer: float, tool: float) -> float:
     """Seconds that the engine's and the sandbox's sleeps alone take."""
 
@@ -127,21 +120,19 @@ async def sleeps(episodes: int, turns: int, answer: float, tool: float) -> float
 
 
 async def measure_wall(episodes: int, turns: int, answer: float, tool: float) -> dict[str, float]:
-    lags: list[float] = []
+    lag = LoopLag(every=0.01)
     bare = await sleeps(episodes, turns, answer, tool)
-    async with asyncio.TaskGroup() as scope:
-        watching = scope.create_task(watch_lag(lags))
+    async with beside(lag.watch()):
         wall, processor = time.perf_counter(), time.process_time()
         await collect(episodes, turns, answer, tool)
         wall, processor = time.perf_counter() - wall, time.process_time() - processor
-        watching.cancel()
     ideal = turns * (answer + tool)
     return {
         "wall_seconds": wall,
         "ideal_seconds": ideal,
         "wall_over_ideal": wall / ideal,
         "wall_over_sleeps": wall / bare,
-        "lag_p99_ms": 1e3 * statistics.quantiles(lags, n=100)[98],
+        "lag_p99_ms": lag.metrics()["loop/lag_p99_ms"],
         "cpu_ms_a_turn": 1e3 * processor / (episodes * turns),
         "turn_over_python": processor / (episodes * turns) / python_seconds(),
     }

@@ -134,7 +134,7 @@ async def test_closing_waits_until_nothing_is_removed_any_more(tmp_path: Path, m
         loop.call_soon_threadsafe(begun.set)
         may_end.wait(10)
 
-    monkeypatch.setattr(checkpoints._journal, "forget_through", forget)
+    monkeypatch.setattr(Journal, "forget_through", forget)
     await checkpoints.save(Progress(state.run_id, 1))
     await begun.wait()
     closing = asyncio.create_task(checkpoints.close())
