@@ -15,7 +15,8 @@ from agent_rl.observe.display import Display
 
 WAITS = """
 import asyncio, sys, threading
-import agent_rl.aio, agent_rl.cli
+import agent_rl.aio
+from agent_rl.cli import root, running
 agent_rl.aio.STOP_SECONDS = 0.5
 
 async def work():
@@ -26,8 +27,8 @@ async def work():
         print("cleaned up", flush=True)
 
 sys.argv = ["agent-rl"]
-agent_rl.cli.app = lambda: agent_rl.cli._run_async(work(), agent_rl.cli.RESUMES)
-agent_rl.cli.main()
+root.app = lambda: running.run_async(work(), running.RESUMES)
+root.main()
 """
 PATIENT = "await asyncio.sleep(600)"
 STUCK = "await agent_rl.aio.shielded(asyncio.to_thread(threading.Event().wait))"

@@ -1,1 +1,1 @@
-"""What the command line's commands do, one module each; ``agent_rl/cli.py`` reads their arguments."""
+"""What the command line's commands do, one module each; ``agent_rl/cli`` reads their arguments."""

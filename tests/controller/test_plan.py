@@ -246,7 +246,7 @@ def test_slots_that_do_not_fit_are_refused_before_a_run_starts(monkeypatch: pyte
     )
     small = "hardware.gpu_memory_gb=20"
     assert slots_refusal(recipe("paper-swe", "train.balance={enabled: true}", small)) is None, "not the slots' fault"
-    monkeypatch.setattr("agent_rl.cli._with_models", lambda config: config)  # its model is not asked of a hub
+    monkeypatch.setattr("agent_rl.cli.training._with_models", lambda config: config)  # its model is not asked of a hub
     started = CliRunner().invoke(app, ["train", str(ROOT / "configs/paper-swe.yaml"), *many])
     assert str(started.exception) == line
 

@@ -1,0 +1,116 @@
+"""Commands that make tasks of one's own code: ``agent-rl tasks``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from agent_rl.cli.running import RESUMES, run_async
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Make tasks from your own code: from its commits, from a package's releases, or by putting bugs into it.\n\n"
+    "Each candidate's tests run before and after the fix, three times each, in boxes without a network; what is flaky, "
+    "leaks or can be hacked falls. OUT/tasks.jsonl has the healthy tasks of all three commands, OUT/report.json says "
+    "why the others fell. A command that was stopped goes on where it was.",
+)
+
+OutFolder = Annotated[Path, typer.Option("--out", help="Folder of the tasks; a build in it is gone on with.")]
+TaskCount = Annotated[int | None, typer.Option("--tasks", min=1, help="Stop at so many healthy tasks of this source.")]
+Tried = Annotated[int | None, typer.Option("--candidates", min=1, help="Try so many candidates at most.")]
+Jobs = Annotated[int, typer.Option(min=1, help="Candidates at once.")]
+TestSeconds = Annotated[float, typer.Option("--timeout", min=1.0, help="Seconds that one run of the tests may take.")]
+DiskMb = Annotated[int, typer.Option(min=64, help="MiB that OUT may have, installed packages included.")]
+MemoryMb = Annotated[int, typer.Option(min=128, help="MiB of memory of a box.")]
+BackendName = Annotated[str, typer.Option(help="The sandbox where the tests run.")]
+WriterUrl = Annotated[
+    str | None, typer.Option(help="An OpenAI-compatible endpoint, http(s)://HOST/v1, that writes the issues.")
+]
+WriterModel = Annotated[str | None, typer.Option(help="The model's name at --writer.")]
+
+
+@app.command("from-git")
+def tasks_from_git(
+    repo: Annotated[Path, typer.Argument(metavar="REPO", help="Folder of a git repository.")],
+    out: OutFolder = Path("tasks"),
+    commits: Annotated[int, typer.Option(min=1, help="Look at so many of the newest commits.")] = 500,
+    tasks: TaskCount = None,
+    candidates: Tried = None,
+    jobs: Jobs = 2,
+    timeout: TestSeconds = 120.0,
+    disk_mb: DiskMb = 16384,
+    memory_mb: MemoryMb = 2048,
+    backend: BackendName = "bubblewrap",
+    writer: WriterUrl = None,
+    writer_model: WriterModel = None,
+) -> None:
+    """Make tasks of the commits that change code and its tests; the hidden tests are those of the commit.
+
+    The issue is the commit's message, or written by the model at --writer; one that gives the fix away is not used.
+    """
+    from agent_rl.commands.tasks import Bounds, BuildOptions, build, from_git
+
+    options = BuildOptions(
+        out, Bounds(tasks, candidates, jobs, disk_mb), timeout, backend, memory_mb, writer, writer_model
+    )
+    run_async(build(from_git(repo, commits), options), RESUMES)
+
+
+@app.command("from-releases")
+def tasks_from_releases(
+    package: Annotated[str, typer.Argument(metavar="PACKAGE", help="A package of the index that pip uses.")],
+    old: Annotated[str | None, typer.Argument(metavar="[OLD", help="The release that the agent finds.")] = None,
+    new: Annotated[str | None, typer.Argument(metavar="NEW]", help="The release whose tests it must pass.")] = None,
+    out: OutFolder = Path("tasks"),
+    tasks: TaskCount = None,
+    candidates: Tried = None,
+    jobs: Jobs = 2,
+    timeout: TestSeconds = 120.0,
+    disk_mb: DiskMb = 16384,
+    memory_mb: MemoryMb = 2048,
+    backend: BackendName = "bubblewrap",
+    writer: WriterUrl = None,
+    writer_model: WriterModel = None,
+) -> None:
+    """Make tasks of the steps from one release of a package to the next, all of them or the one that is named.
+
+    The source releases are kept in OUT/sdists; `agent-rl tasks inject` takes them, too. None of their code is run
+    outside a box.
+    """
+    from agent_rl.commands.tasks import Bounds, BuildOptions, build, from_releases
+
+    options = BuildOptions(
+        out, Bounds(tasks, candidates, jobs, disk_mb), timeout, backend, memory_mb, writer, writer_model
+    )
+    run_async(build(from_releases(package, old, new), options), RESUMES)
+
+
+@app.command("inject")
+def tasks_inject(
+    repo: Annotated[
+        Path, typer.Argument(metavar="REPO", help="A git repository (its newest commit), a folder, or a .tar.gz.")
+    ],
+    out: OutFolder = Path("tasks"),
+    tasks: TaskCount = None,
+    candidates: Tried = None,
+    seed: Annotated[int, typer.Option(min=0, help="Which bugs are put where, and in which order.")] = 0,
+    jobs: Jobs = 2,
+    timeout: TestSeconds = 120.0,
+    disk_mb: DiskMb = 16384,
+    memory_mb: MemoryMb = 2048,
+    backend: BackendName = "bubblewrap",
+    writer: WriterUrl = None,
+    writer_model: WriterModel = None,
+) -> None:
+    """Put one bug at a time into functions that tests run; kept where a test notices it and no other change would do.
+
+    The bugs are of the families of the environment mini. The test files that notice are hidden from the agent.
+    """
+    from agent_rl.commands.tasks import Bounds, BuildOptions, build, inject
+
+    options = BuildOptions(
+        out, Bounds(tasks, candidates, jobs, disk_mb), timeout, backend, memory_mb, writer, writer_model
+    )
+    run_async(build(inject(repo, seed), options), RESUMES)
