@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from agent_rl.cli.arguments import ConfigPath, Overrides
-from agent_rl.cli.running import run_async
+from agent_rl.cli.running import RESUMES, run_async
 
 app = typer.Typer()
 config_app = typer.Typer(no_args_is_help=True, help="List and show configs.")
@@ -23,6 +23,13 @@ class Part(StrEnum):
     ENGINE = "engine"
     TRAINER = "trainer"
     SANDBOX = "sandbox"
+
+
+class Shape(StrEnum):
+    """The sizes of a starting model."""
+
+    TINY = "tiny"
+    PAPER = "paper"
 
 
 @app.command()
@@ -111,10 +118,19 @@ def model_init(
         bool, typer.Option("--from-scratch", help="Warm it up anew on recorded demonstrations (half an hour).")
     ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Seed of a warm-up from scratch.")] = 0,
+    shape: Annotated[
+        Shape, typer.Option(help="Sizes of a warm-up from scratch: the quickstart's, or 8 layers of 128 experts.")
+    ] = Shape.TINY,
 ) -> None:
-    """Make the tiny Qwen3-MoE that the quickstart starts from, its tokenizer and chat template."""
+    """Make the tiny Qwen3-MoE that the quickstart starts from, its tokenizer and chat template.
+
+    A warm-up from scratch that was stopped goes on where it was.
+    """
+    from agent_rl.errors import UserError
     from agent_rl.model.shipped import install_model
 
+    if shape is not Shape.TINY and not from_scratch:
+        raise UserError(f"--shape {shape}: no such model is shipped; add --from-scratch, which warms one up")
     if not from_scratch:
         typer.echo(f"{out}: {'made' if install_model(out) else 'there already'}")
         return
@@ -122,4 +138,4 @@ def model_init(
     from agent_rl.controller.preflight import check_trainer
 
     check_trainer()
-    run_async(warm_up(out, seed))
+    run_async(warm_up(out, shape, seed), RESUMES)

@@ -23,14 +23,26 @@ def compare(
     trajectories: Annotated[
         Path | None, typer.Option(help="Folder with trajectories (an earlier --out, or a run): roll none out anew.")
     ] = None,
+    rescore: Annotated[
+        bool, typer.Option("--rescore", help="Let the engine compute the trajectories again, and compare with that.")
+    ] = False,
 ) -> None:
     """Roll out once, run the trainer on it with and without replay, and report how far it is from the engine."""
     from agent_rl.commands.compare import run_compare
     from agent_rl.controller.preflight import check_trainer
 
     check_trainer()
-    work = run_compare(source, overrides or (), tasks=tasks, split=split, out=out, trajectories=trajectories)
-    run_async(work)
+    run_async(
+        run_compare(
+            source,
+            overrides or (),
+            tasks=tasks,
+            split=split,
+            out=out,
+            trajectories=trajectories,
+            rescore=rescore,
+        )
+    )
 
 
 @app.command()

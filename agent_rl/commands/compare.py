@@ -3,8 +3,10 @@
 ::
 
     config or run ── rollout (or trajectories on disk) ──▶ samples ──▶ replay        against the engine
-                                                                  ├──▶ native        against the engine
-                                                                  └──▶ native again  against native: the noise floor
+                            │                                     ├──▶ native        against the engine
+                            │                                     └──▶ native again  against native: the noise floor
+                            └─ --rescore: the config's engine computes them again, and takes the engine's place
+                               (engine again, against what it or another engine sampled: the engine's own noise)
     ──▶ OUT/compare.json, probabilities.png, f_tau.png, routers.png, trajectories/
 
 The second native pass packs the same sequences into other micro-batches: the same ones would give the same bits on a
@@ -13,6 +15,7 @@ CPU, whose kernels are deterministic.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -27,6 +30,8 @@ from agent_rl.commands.rollout import roll_out
 from agent_rl.config import RunConfig
 from agent_rl.config_files import load_config, load_recorded
 from agent_rl.controller.preflight import check_lengths, check_model
+from agent_rl.controller.world import open_world
+from agent_rl.engine.types import Scores
 from agent_rl.errors import ConfigError
 from agent_rl.model.hub import with_models
 from agent_rl.model_facts import read_facts
@@ -39,6 +44,7 @@ from r3.mismatch.breakdown import Mismatch, MismatchReport, Pair, mismatch_repor
 from r3.mismatch.figures import differing_routers, f_tau_curves, probability_scatter
 from r3.mismatch.report import TOKEN_VALUES, Estimate, estimate_ratios, log_ratios, per_sequence
 from r3.routing import Routing
+from r3.stitch import RouteStitcher
 
 PASS_TOKENS = 65_536
 """Tokens of one call to the trainer: what lies between two moves of the progress bar."""
@@ -54,25 +60,36 @@ class TrainerPass:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Comparison:
-    """The reports of the passes. ``native_over_replay``: the ratio of the two means of each log-prob metric."""
+    """The reports of the passes. ``engine``: of the engine that computed the trajectories again, against what was
+    sampled; None where none did. ``native_over_replay``: the ratio of the two means of each log-prob metric."""
 
     replay: MismatchReport
     native: MismatchReport
     floor: MismatchReport
     native_over_replay: Mapping[str, Estimate]
+    engine: MismatchReport | None = None
 
     @property
     def reports(self) -> dict[str, MismatchReport]:
-        return {"native": self.native, "replay": self.replay, "native again": self.floor}
+        again = {} if self.engine is None else {"engine again": self.engine}
+        return {"native": self.native, "replay": self.replay, "native again": self.floor, **again}
 
 
 async def run_compare(
-    source: Path, overrides: Sequence[str], *, tasks: int, split: str, out: Path | None, trajectories: Path | None
+    source: Path,
+    overrides: Sequence[str],
+    *,
+    tasks: int,
+    split: str,
+    out: Path | None,
+    trajectories: Path | None,
+    rescore: bool,
 ) -> None:
     """Compare engine and trainer on the model of ``source``, a config or a finished run's folder.
 
     ``tasks`` of ``split`` are rolled out ``group_size`` times each, unless ``trajectories`` names a folder that holds
-    some (of an earlier comparison, or of a run: all its steps). Raises ConfigError for what cannot be compared.
+    some (of an earlier comparison, or of a run: all its steps). ``rescore``: the config's engine computes them again,
+    and the trainer is compared with that pass. Raises ConfigError for what cannot be compared.
     """
     config = with_models(config_of(source, overrides))
     config = config.model_copy(update={"train": config.train.model_copy(update={"replay": "r3"})})  # to be replayed
@@ -85,13 +102,16 @@ async def run_compare(
             groups = (await roll_out(config, out, display, tasks=tasks, split=split)).groups
         else:
             groups = read_all(trajectories)
-        kept = comparable([trajectory for group in groups for trajectory in group.trajectories])
+        sampled = comparable([trajectory for group in groups for trajectory in group.trajectories])
+        kept = await rescored(config, out, display, sampled) if rescore else sampled
         display.stage("starting the trainer")
         async with RayTrainer(config) as trainer:
             cancel_on_signals()
             passes = await _passes(trainer, config, kept, display)
         display.stage("reports")
         comparison = compare(kept, *passes)
+        if rescore:
+            comparison = replace(comparison, engine=_report(sampled, of_engine(kept), of_engine(sampled)))
         write_json(out / "compare.json", {**_facts(config, kept), **_json(comparison)})
         _draw(out, kept, passes[0], passes[1], comparison)
     for table in tables(comparison):
@@ -130,6 +150,33 @@ def comparable(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         if trajectory.routing is None:
             raise ConfigError(f"nothing to compare: a trajectory of {trajectory.task_id} was kept without its routes")
     return kept
+
+
+async def rescored(
+    config: RunConfig, out: Path, display: Display, trajectories: Sequence[Trajectory]
+) -> list[Trajectory]:
+    """The trajectories with the log-probs and routes of one more pass of the config's engine, a prefill each."""
+    facts = read_facts(config.model)
+    async with open_world(config, facts, out / "logs", display, routes=True) as world:
+        display.stage("the engine again", total=len(trajectories))
+
+        async def again(index: int, trajectory: Trajectory) -> Trajectory:
+            async with world.limiter:
+                scores = await world.engine.rescore(trajectory.tokens.tolist(), session=str(index), routes=True)
+            display.advance()
+            return _with_scores(trajectory, scores)
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(again(*pair)) for pair in enumerate(trajectories)]
+    return [task.result() for task in tasks]
+
+
+def _with_scores(trajectory: Trajectory, scores: Scores) -> Trajectory:
+    held, length = _routing(trajectory), len(trajectory.tokens)
+    stitcher = RouteStitcher(moe_layers=held.moe_layers, top_k=held.top_k, num_experts=held.num_experts)
+    stitcher.append(scores.routing, sequence=length)
+    logprobs = np.where(trajectory.loss_mask, scores.logprobs, 0).astype(np.float32)
+    return replace(trajectory, logprobs=logprobs, routing=stitcher.finish(length))
 
 
 async def _passes(
@@ -179,7 +226,7 @@ def compare(
     trajectories: Sequence[Trajectory], replay: TrainerPass, native: TrainerPass, again: TrainerPass
 ) -> Comparison:
     """Both passes against the engine, and the second native one against the first."""
-    engine = TrainerPass([t.logprobs for t in trajectories], [_routing(t) for t in trajectories])
+    engine = of_engine(trajectories)
     sums = {
         name: _metric_sums(trajectories, passed, engine) for name, passed in (("native", native), ("replay", replay))
     }
@@ -191,6 +238,11 @@ def compare(
             name: estimate_ratios({name: column}, sums["replay"][name])[name] for name, column in sums["native"].items()
         },
     )
+
+
+def of_engine(trajectories: Sequence[Trajectory]) -> TrainerPass:
+    """What the engine said of the trajectories, as a pass."""
+    return TrainerPass([t.logprobs for t in trajectories], [_routing(t) for t in trajectories])
 
 
 def _report(trajectories: Sequence[Trajectory], passed: TrainerPass, reference: TrainerPass) -> MismatchReport:
@@ -279,16 +331,17 @@ def tables(comparison: Comparison) -> list[Table]:
 
 
 def _metrics_table(comparison: Comparison) -> Table:
-    table = Table("against the engine", "native", "replay", "native / replay", "native again, against native")
-    totals = [report.total for report in (comparison.native, comparison.replay, comparison.floor)]
+    noise = ["native again, against native"] + ["engine again, against what was sampled"] * bool(comparison.engine)
+    table = Table("against the engine", "native", "replay", "native / replay", *noise)
+    totals = [report.total for report in comparison.reports.values()]
     for name in TOKEN_VALUES:
         # The mean factor differs from 1 in its last digits only.
         digits = ".5f" if name == "token_mult_prob_error" else ".3g"
-        native, replay, floor = [_text(t.logprobs.metrics[name], digits) if t.logprobs else "" for t in totals]
-        table.add_row(name, native, replay, _text(comparison.native_over_replay[name]), floor)
+        native, replay, *again = [_text(t.logprobs.metrics[name], digits) if t.logprobs else "" for t in totals]
+        table.add_row(name, native, replay, _text(comparison.native_over_replay[name]), *again)
     for level, unit in (("router", "share of routers"), ("token", "share of tokens"), ("sequence", "layers a token")):
-        shown = [f"{getattr(t.routes, level):.3g}" if t.routes else "" for t in totals]
-        table.add_row(f"{level}_mismatch\n({unit})", shown[0], shown[1], "", shown[2])
+        native, replay, *again = [f"{getattr(t.routes, level):.3g}" if t.routes else "" for t in totals]
+        table.add_row(f"{level}_mismatch\n({unit})", native, replay, "", *again)
     return table
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from agent_rl.config import RunConfig
@@ -28,14 +29,14 @@ async def prepare(config: RunConfig) -> None:
             display.fact("tasks", counts)
 
 
-async def warm_up(out: Path, seed: int) -> None:
-    """Make the starting model from scratch: demonstrations in real boxes, then supervised training."""
-    from agent_rl.model.warmup import WarmupSettings, make_model
+async def warm_up(out: Path, shape: str, seed: int) -> None:
+    """Make a starting model of ``shape`` from scratch: demonstrations in real boxes, then supervised training."""
+    from agent_rl.model.warmup import WARMUPS, make_model
 
     display = Display("model init")
     backend = open_backend("auto", run_id=f"warmup-{os.getpid()}")
     try:
-        await make_model(out, WarmupSettings(seed=seed), backend, display.note)
+        await make_model(out, replace(WARMUPS[shape], seed=seed), backend, display.note)
     finally:
         await backend.close()
 

@@ -66,12 +66,13 @@ def read_answer(body: bytes, asked: Asked, seconds: float) -> Completion:
 
 
 def read_scores(body: bytes, tokens: TokenIds, asked: Asked, vocab_size: int) -> Scores:
-    """The log-probs of a prompt that was evaluated whole.
+    """The log-probs of a prompt that was evaluated whole, and its routes where they were asked for and came.
 
     Raises EngineAborted for a request that the engine gave up (EngineOverloaded for one it turned away), EngineRejected
-    for an answer about other tokens or with a log-prob that is no number.
+    for an answer about other tokens or with a log-prob that is no number, RoutesMissingError as :func:`read_answer`.
     """
-    meta = split_body(body, asked)[0]["meta_info"]
+    answer, payload = split_body(body, asked)
+    meta = answer["meta_info"]
     if _finish(meta, asked) is FinishReason.ABORT:
         raise EngineAborted(f"{asked}: aborted by the engine while it was evaluated")
     entries = meta.get("input_token_logprobs") or []
@@ -83,7 +84,8 @@ def read_scores(body: bytes, tokens: TokenIds, asked: Asked, vocab_size: int) ->
             f"{asked}: expected input log-probs of its {len(tokens)} tokens, received {len(entries)} of others"
         )
     _no_null(entries[1:], asked)
-    return Scores((0.0, *(float(entry[0]) for entry in entries[1:])), _last_version(meta))
+    logprobs = (0.0, *(float(entry[0]) for entry in entries[1:]))
+    return Scores(logprobs, _last_version(meta), _routing(payload, meta, 0, asked))
 
 
 def split_body(body: bytes, asked: Asked) -> tuple[Mapping[str, Any], bytes | memoryview | None]:

@@ -266,8 +266,9 @@ class SGLangEngine:
         """Teacher-forced log-prob of every token given those before it, 0 for the first, at temperature 1."""
         return (await self._scores(url or self.urls[0], tokens, "score"))[1].logprobs
 
-    async def rescore(self, tokens: TokenIds, *, session: str) -> Scores:
+    async def rescore(self, tokens: TokenIds, *, session: str, routes: bool = False) -> Scores:
         """As :meth:`score`, on any of the engines, tried again like a turn; see :class:`agent_rl.engine.types.Scorer`.
+        With ``routes`` also the experts of that pass.
 
         A sequence that fills the model's context is EngineRejected: SGLang wants room for a token after a prompt.
         """
@@ -276,14 +277,15 @@ class SGLangEngine:
         async def attempt() -> Scores:
             async with self._visit(session, tried) as url:
                 floor = self.fleet.floor
-                asked, scores = await self._scores(url, tokens, session)
+                asked, scores = await self._scores(url, tokens, session, routes=routes)
             self._check_version(asked, scores.weight_version, floor)
             return scores
 
         return await self._retried(tried, attempt)
 
-    async def _scores(self, url: str, tokens: TokenIds, session: str) -> tuple[Asked, Scores]:
-        asked = Asked(uuid.uuid4().hex, session, url, len(tokens), None, None)
+    async def _scores(self, url: str, tokens: TokenIds, session: str, *, routes: bool = False) -> tuple[Asked, Scores]:
+        wanted = {"return_routed_experts": True, "routed_experts_start_len": 0} if routes else {}
+        asked = Asked(uuid.uuid4().hex, session, url, len(tokens), 0 if routes else None, self.facts.layout)
         body = {
             "rid": asked.rid,
             "input_ids": np.array(tokens, np.int32),
@@ -291,6 +293,7 @@ class SGLangEngine:
             "return_logprob": True,
             # From token 0, which keeps SGLang from taking a prefix from its cache: for that it has no log-probs.
             "logprob_start_len": 0,
+            **wanted,
         }
         return asked, read_scores(await self._post(url, body), tokens, asked, self.facts.vocab_size)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from agent_rl.types import Completion, SamplingParams, TokenIds
+from r3.routing import Routing
 
 
 class Engine(Protocol):
@@ -40,10 +41,11 @@ class EngineInfo:
 @dataclass(frozen=True, slots=True)
 class Scores:
     """A sequence's teacher-forced log-probs at temperature 1, each token's given those before it (0 for the first), and
-    the version of the weights that gave them."""
+    the version of the weights that gave them. ``routing``: all rows but the last token's, where they were asked for."""
 
     logprobs: tuple[float, ...]
     weight_version: str
+    routing: Routing | None = None
 
 
 class Scorer(Protocol):

@@ -9,6 +9,7 @@ Everything else is random; training is free to change all of it.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,14 @@ class TinyMoe:
             "pad_token_id": pad,
             "bos_token_id": None,
         }
+
+
+SHAPES: Mapping[str, TinyMoe] = {
+    "tiny": TinyMoe(),
+    "paper": TinyMoe(num_hidden_layers=8, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=16),
+}
+"""The quickstart's sizes, and narrow ones with as many experts as Qwen3-30B-A3B: its eighth and ninth logits of 128 lie
+so close that bfloat16 often swaps them."""
 
 
 def initial_weights(sizes: TinyMoe, seed: int) -> Weights:

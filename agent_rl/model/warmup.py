@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 
@@ -15,8 +14,10 @@ from tokenizers import Tokenizer
 
 from agent_rl.config import RunConfig, TrainConfig
 from agent_rl.model.demos import Demonstrator, Dialogue, record_demonstrations
-from agent_rl.model.init import TinyMoe, initial_weights, save_checkpoint
+from agent_rl.model.init import SHAPES, TinyMoe, initial_weights, save_checkpoint
 from agent_rl.model.tokenizer import EOS, PAD, save_tokenizer, train_tokenizer
+from agent_rl.observe.files import read_json, write_json
+from agent_rl.observe.folder_lock import LOCK, hold_folder
 from agent_rl.render.chat import ChatRenderer
 from envs import EnvContext
 from envs.mini import MiniTask, stream
@@ -32,6 +33,7 @@ _TASK_SEED = 1_000_003  # tasks of the warm-up; a run's own tasks come from its 
 class WarmupSettings:
     """``demonstrations`` dialogues, trained on for ``steps`` updates of ``batch``; ``seed`` draws all of it."""
 
+    sizes: TinyMoe = SHAPES["tiny"]
     demonstrations: int = 12800
     steps: int = 2000
     batch: int = 16
@@ -40,41 +42,82 @@ class WarmupSettings:
     demonstrator: Demonstrator = field(default_factory=Demonstrator)
 
 
+WARMUPS: Mapping[str, WarmupSettings] = {
+    "tiny": WarmupSettings(),
+    "paper": WarmupSettings(sizes=SHAPES["paper"], demonstrations=6400, steps=1200),
+}
+"""How the model of each shape is warmed up. A step of the paper's shape takes three times as long."""
+
+
 async def make_model(out: Path, settings: WarmupSettings, backend: SandboxBackend, progress: Progress) -> None:
-    """Make the starting model in ``out``, which appears whole or not at all.
+    """Make a starting model in ``out``, which appears whole or not at all.
 
-    ``progress`` is called with a line for each stage.
+    A warm-up that was stopped goes on where it was, from what it keeps in a folder beside ``out``. ``progress`` is
+    called with a line for each stage. Raises UserError where another process is at work on ``out``.
     """
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as scratch:
-        blank, trained = Path(scratch) / "blank", Path(scratch) / "trained"
+    work = out.parent / f".{out.name}-warmup"
+    blank, trained = work / "blank", work / "trained"
+    with hold_folder(work):
+        _keep_only(work, settings)
         tasks = list(islice(stream("train", _TASK_SEED + settings.seed), settings.demonstrations))
-        progress(f"{len(tasks)} tasks generated; recording a demonstration of each in {backend.name} boxes")
-        done = 0
-
-        def count(more: int) -> None:
-            nonlocal done
-            done += more
-            if done % 1000 < more:
-                progress(f"demonstrations: {done} of {len(tasks)}")
-
-        dialogues = await record_demonstrations(
-            EnvContext(backend), tasks, settings.demonstrator, seed=settings.seed, progress=count
-        )
-        make_blank(blank, dialogues, tasks, settings.seed)
-        await _train(blank, trained, encode(dialogues, blank), settings, progress)
+        dialogues = await _demonstrations(work / "demonstrations.json", tasks, settings, backend, progress)
+        if not (blank / "generation_config.json").exists():  # the last file that is written
+            make_blank(blank, dialogues, tasks, settings)
+        await _train(blank, trained, encode(dialogues, blank), settings, progress, work / "checkpoints")
         _to_bfloat16(trained)
         shutil.rmtree(out, ignore_errors=True)
         trained.rename(out)
+        shutil.rmtree(work)
 
 
-def make_blank(folder: Path, dialogues: Sequence[Dialogue], tasks: Sequence[MiniTask], seed: int) -> None:
+def _keep_only(work: Path, settings: WarmupSettings) -> None:
+    """Empty ``work`` unless it is of a warm-up with the same settings."""
+    held = work / "settings.json"
+    if held.exists() and read_json(held) == asdict(settings):
+        return
+    for path in work.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != LOCK:
+            path.unlink()
+    write_json(held, asdict(settings))
+
+
+async def _demonstrations(
+    path: Path, tasks: Sequence[MiniTask], settings: WarmupSettings, backend: SandboxBackend, progress: Progress
+) -> list[Dialogue]:
+    """A demonstration of each task: those in the file ``path``, or recorded now and kept there."""
+    if (held := _recorded(path)) is not None:
+        return held
+    progress(f"{len(tasks)} tasks generated; recording a demonstration of each in {backend.name} boxes")
+    done = 0
+
+    def count(more: int) -> None:
+        nonlocal done
+        done += more
+        if done % 1000 < more:
+            progress(f"demonstrations: {done} of {len(tasks)}")
+
+    dialogues = await record_demonstrations(
+        EnvContext(backend), tasks, settings.demonstrator, seed=settings.seed, progress=count
+    )
+    write_json(path, dialogues)
+    return dialogues
+
+
+def _recorded(path: Path) -> list[Dialogue] | None:
+    return [tuple(dialogue) for dialogue in read_json(path)] if path.exists() else None
+
+
+def make_blank(
+    folder: Path, dialogues: Sequence[Dialogue], tasks: Sequence[MiniTask], settings: WarmupSettings
+) -> None:
     """An untrained model with its tokenizer, in ``folder``."""
     tokenizer = train_tokenizer(_corpus(dialogues, tasks))
     save_tokenizer(tokenizer, folder)
-    sizes = TinyMoe()
+    weights = initial_weights(settings.sizes, settings.seed)
     eos, pad = tokenizer.token_to_id(EOS), tokenizer.token_to_id(PAD)
-    save_checkpoint(folder, initial_weights(sizes, seed), sizes, eos=eos, pad=pad)
+    save_checkpoint(folder, weights, settings.sizes, eos=eos, pad=pad)
 
 
 def _corpus(dialogues: Sequence[Dialogue], tasks: Sequence[MiniTask]) -> Iterable[str]:
@@ -115,6 +158,7 @@ async def _train(
     sequences: Sequence[tuple[NDArray[np.int32], NDArray[np.float32]]],
     settings: WarmupSettings,
     progress: Progress,
+    checkpoints: Path,
 ) -> None:
     from agent_rl.train.ray_trainer import RayTrainer
     from agent_rl.train.sft import SftConfig, SftProgress, sft
@@ -126,7 +170,7 @@ async def _train(
     config = SftConfig(steps=settings.steps, batch=settings.batch, lr=settings.lr, seed=settings.seed)
     run = RunConfig(name="warmup", model=blank, train=TrainConfig(microbatch_tokens=4096))
     async with RayTrainer(run, optimizer=config.optimizer()) as trainer:
-        await sft(trainer, sequences, config, tell)
+        await sft(trainer, sequences, config, tell, checkpoints)
         await trainer.export(out)
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from agent_rl.errors import TrainerError
 from agent_rl.train.batching.dealing import check_lengths
+from agent_rl.train.checkpoint import folder as checkpoint
 from agent_rl.train.orders import OptimizerSpec
 from agent_rl.train.ranks import Ranks
 from agent_rl.train.ray_trainer import RayTrainer
@@ -22,7 +24,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SftConfig:
-    """``steps`` updates of ``batch`` sequences; every epoch draws them in a new order, made from ``seed``."""
+    """``steps`` updates of ``batch`` sequences; every epoch draws them in a new order, made from ``seed``. A checkpoint
+    is written every ``checkpoint_every`` updates, where there is a folder for it."""
 
     steps: int
     batch: int = 8
@@ -33,6 +36,7 @@ class SftConfig:
     warmup_steps: int = 30
     min_lr_ratio: float = 0.1
     seed: int = 0
+    checkpoint_every: int = 100
 
     def optimizer(self) -> OptimizerSpec:
         """AdamW, warmed up, then a cosine down to ``min_lr_ratio``."""
@@ -61,42 +65,77 @@ class SftProgress:
     seconds: float
 
 
+@dataclass(slots=True)
+class _Done:
+    """What all starts have done: the loss of every update, tokens, seconds."""
+
+    losses: list[float] = field(default_factory=list)
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def totals(self) -> dict[str, float]:
+        last = self.losses[-max(1, len(self.losses) // 10) :]
+        return {
+            "sft/loss": float(np.mean(last)),
+            "sft/tokens": float(self.tokens),
+            "sft/seconds": self.seconds,
+            "sft/tokens_per_second": self.tokens / self.seconds,
+        }
+
+
 async def sft(
     trainer: RayTrainer,
     sequences: WeightedSequences,
     config: SftConfig,
     progress: Callable[[SftProgress], None] | None = None,
+    checkpoints: Path | None = None,
 ) -> dict[str, float]:
     """Train a started trainer on ``(tokens, weights)`` pairs; ``weights`` ``[S]`` scale each token's cross entropy.
 
-    The trainer's optimizer starts over. Returns ``sft/loss`` (mean of the last tenth of the updates),
-    ``sft/tokens_per_second``, ``sft/tokens`` and ``sft/seconds``. Raises TrainerError for sequences that don't line up.
+    The trainer's optimizer starts over, unless the folder ``checkpoints`` holds one of an earlier start with the same
+    sequences and config: then training goes on after it, to the same weights. Returns ``sft/loss`` (mean of the last
+    tenth of the updates), ``sft/tokens_per_second``, ``sft/tokens`` and ``sft/seconds``. Raises TrainerError for
+    sequences that don't line up.
     """
     _check(sequences)
     lengths = [len(tokens) for tokens, _ in sequences]
     check_lengths(lengths, trainer.config.train.microbatch_tokens)
     await trainer.set_optimizer(config.optimizer())
+    done = await _resumed(trainer, checkpoints)
     stored = trainer.ranks.put(sequences)
     weights = [float(np.sum(weights[1:], dtype=np.float64)) for _, weights in sequences]
-    losses: list[float] = []
-    tokens, started = 0, time.perf_counter()
-    for step, ids in enumerate(batches(len(sequences), config), 1):
+    before, started = done.seconds, time.perf_counter()
+    for ids in batches(len(sequences), config)[len(done.losses) :]:
         dealt = trainer.deal([lengths[i] for i in ids])
         shares = [[[ids[i] for i in micro] for micro in rank] for rank in dealt]
         loss, update = await _update(trainer.ranks, stored, shares, max(sum(weights[i] for i in ids), 1e-9))
-        losses.append(loss)
-        tokens += sum(lengths[i] for i in ids)
+        done.losses.append(loss)
+        done.tokens += sum(lengths[i] for i in ids)
+        done.seconds = before + time.perf_counter() - started
+        step = len(done.losses)
         if progress is not None:
-            seconds = time.perf_counter() - started
-            progress(SftProgress(step, config.steps, loss, update.lr, update.grad_norm, tokens, seconds))
-    seconds = time.perf_counter() - started
-    last = losses[-max(1, len(losses) // 10) :]
-    return {
-        "sft/loss": float(np.mean(last)),
-        "sft/tokens": float(tokens),
-        "sft/seconds": seconds,
-        "sft/tokens_per_second": tokens / seconds,
-    }
+            progress(SftProgress(step, config.steps, loss, update.lr, update.grad_norm, done.tokens, done.seconds))
+        if checkpoints is not None and step % config.checkpoint_every == 0:
+            await _save(trainer, checkpoints, done)
+    return done.totals()
+
+
+async def _resumed(trainer: RayTrainer, checkpoints: Path | None) -> _Done:
+    """Load the newest checkpoint; what had been done by then."""
+    if checkpoints is None:
+        return _Done()
+    checkpoint.tidy(checkpoints)
+    if (latest := checkpoint.latest_checkpoint(checkpoints)) is None:
+        return _Done()
+    run: dict[str, Any] = dict((await trainer.load(latest)).run)
+    return _Done(**run)
+
+
+async def _save(trainer: RayTrainer, checkpoints: Path, done: _Done) -> None:
+    """Write a checkpoint, and remove the older ones."""
+    await trainer.save(checkpoints / f"step-{len(done.losses):06d}", asdict(done))
+    for older in checkpoint.complete_checkpoints(checkpoints)[:-1]:
+        checkpoint.remove(older)
 
 
 async def _update(

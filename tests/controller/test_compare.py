@@ -133,7 +133,7 @@ async def test_on_the_real_engine_and_trainer(tmp_path: Path, monkeypatch: pytes
     overrides = [f"model={tmp_path}/model", options, "rollout.group_size=2", "train.device=cpu"]
     out = tmp_path / "out"
     config = ROOT / "configs" / "quickstart.yaml"
-    await run_compare(config, overrides, tasks=2, split="train", out=out, trajectories=None)
+    await run_compare(config, overrides, tasks=2, split="train", out=out, trajectories=None, rescore=True)
     found = json.loads((out / "compare.json").read_text())
     native, replay = (found[name]["total"] for name in ("native", "replay"))
     assert found["trajectories"] == 4
@@ -143,5 +143,9 @@ async def test_on_the_real_engine_and_trainer(tmp_path: Path, monkeypatch: pytes
     assert 0 < native["logprobs"]["metrics"]["logprob_abs_diff"]["value"] < 0.3, "bfloat16 against float32"
     assert found["native_again"]["total"]["logprobs"]["metrics"]["logprob_abs_diff"]["value"] < 1e-4
     assert (out / "trajectories" / "step-000000.jsonl.zst").exists()
+    engine = found["engine_again"]["total"]
+    assert engine["routes"]["tokens"] == native["routes"]["tokens"]
+    assert engine["routes"]["router"] < 0.1, "a prefill and a decode of the same tokens differ by rounding"
+    assert engine["logprobs"]["metrics"]["logprob_abs_diff"]["value"] < 0.3
     for name in ("probabilities", "f_tau", "routers"):
         assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")

@@ -109,6 +109,8 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
         "agent-rl r3 compare runs/quickstart",
         "agent-rl r3 compare configs/quickstart.yaml train.dtype=bfloat16 --trajectories runs/compare "
         "--out runs/compare-bf16",
+        "agent-rl r3 compare configs/quickstart.yaml engine.dtype=float32 --rescore --trajectories runs/compare "
+        "--out runs/compare-fp32",
     ),
     "needs a finished run: tests/controller/test_eval_compare.py": (
         "agent-rl eval compare runs/quickstart:step-0/sampled runs/quickstart:step-20/sampled",
@@ -147,7 +149,10 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
         "agent-rl doctor configs/quickstart.yaml --tasks 64",
         "agent-rl doctor configs/quickstart.yaml --split heldout --tasks 200 --repeats 3",
     ),
-    "takes half an hour": ("agent-rl model init OUT --from-scratch",),
+    "takes half an hour": (
+        "agent-rl model init OUT --from-scratch",
+        "agent-rl model init .cache/models/paper-moe --shape paper --from-scratch",
+    ),
     "removes boxes of other runs, or never ends": ("python -m sandbox.reap", "python -m sandbox.reap --every 60"),
     "needs root, debootstrap and minutes": (
         "python -m sandbox.base_image",

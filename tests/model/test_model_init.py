@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from agent_rl.errors import UserError
-from agent_rl.model.init import TinyMoe, initial_weights, save_checkpoint
+from agent_rl.model.init import SHAPES, TinyMoe, initial_weights, save_checkpoint
 from agent_rl.model.shipped import FILES, install_model
+from agent_rl.model.warmup import WARMUPS, _keep_only
+from agent_rl.observe.folder_lock import LOCK, hold_folder
 
 
 def test_the_same_seed_gives_the_same_weights() -> None:
@@ -19,6 +22,23 @@ def test_the_same_seed_gives_the_same_weights() -> None:
     assert all(np.array_equal(first[key], second[key]) for key in first)
     assert not np.array_equal(first[name], other[name])
     assert sum(weight.size for weight in first.values()) == 2_102_912
+
+
+def test_the_papers_shape_has_as_many_experts_as_qwen3_30b_a3b() -> None:
+    weights = initial_weights(SHAPES["paper"], 0)
+    assert weights["model.layers.7.mlp.gate.weight"].shape == (128, 128)
+    assert 2 * sum(weight.size for weight in weights.values()) < 15_000_000, "bytes in bfloat16"
+
+
+def test_a_warm_up_goes_on_only_from_its_own_settings(tmp_path: Path) -> None:
+    with hold_folder(tmp_path):
+        _keep_only(tmp_path, WARMUPS["paper"])
+        (tmp_path / "checkpoints" / "step-000100").mkdir(parents=True)
+        (tmp_path / "demonstrations.json").write_text("[]")
+        _keep_only(tmp_path, WARMUPS["paper"])
+        assert (tmp_path / "checkpoints" / "step-000100").exists()
+        _keep_only(tmp_path, replace(WARMUPS["paper"], seed=1))
+        assert {path.name for path in tmp_path.iterdir()} == {LOCK, "settings.json"}
 
 
 @pytest.mark.megatron

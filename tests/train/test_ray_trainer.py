@@ -195,3 +195,30 @@ def test_supervised_training_learns_and_reports(runner: asyncio.Runner, trainer:
     assert seen[4].lr == pytest.approx(3e-3)
     assert seen[-1].lr == pytest.approx(3e-4)
     assert result["sft/tokens"] == 60 * 8 * 30
+
+
+def test_supervised_training_that_was_stopped_ends_in_the_same_weights(
+    runner: asyncio.Runner, trainer: RayTrainer, make_sample: Make, tmp_path: Path
+) -> None:
+    """Stopped after an update without a checkpoint: that update is made again."""
+    sequences = [(sample.tokens, np.ones(len(sample.tokens), np.float32)) for sample in samples(make_sample)]
+    config, start = SftConfig(steps=5, batch=3, checkpoint_every=2), tmp_path / "start"
+    runner.run(trainer.save(start))
+    whole: list[SftProgress] = []
+    runner.run(sft(trainer, sequences, config, whole.append))
+    expected = runner.run(trainer.logprobs(samples(make_sample), replay=False))
+    runner.run(trainer.load(start))
+
+    def stop(progress: SftProgress) -> None:
+        if progress.step == 3:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        runner.run(sft(trainer, sequences, config, stop, tmp_path / "checkpoints"))
+    rest: list[SftProgress] = []
+    totals = runner.run(sft(trainer, sequences, config, rest.append, tmp_path / "checkpoints"))
+    assert [progress.step for progress in rest] == [3, 4, 5]
+    assert [progress.loss for progress in rest] == [progress.loss for progress in whole[2:]]
+    assert totals["sft/tokens"] == whole[-1].tokens
+    assert runner.run(trainer.logprobs(samples(make_sample), replay=False)) == expected
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000004"]
