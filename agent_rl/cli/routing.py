@@ -10,7 +10,7 @@ import typer
 from agent_rl.cli.arguments import Overrides
 from agent_rl.cli.running import complain, run_async
 
-app = typer.Typer(no_args_is_help=True, help="Probe, compare, check and balance routing replay.")
+app = typer.Typer(no_args_is_help=True, help="Probe, compare, draw, check and balance routing replay.")
 
 
 @app.command()
@@ -43,6 +43,17 @@ def compare(
             rescore=rescore,
         )
     )
+
+
+@app.command()
+def figures(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of training runs, the baseline first.")],
+    out: Annotated[Path, typer.Option(help="Folder for the pictures and the table.")] = Path("figures"),
+) -> None:
+    """Draw training runs over each other, a colour a setting, and tabulate what their seeds say of the difference."""
+    from agent_rl.commands.figures import run_figures
+
+    run_figures(runs, out)
 
 
 @app.command()

@@ -1,15 +1,29 @@
-"""One picture of a run: reward, mismatch and stage times over steps, saved as PNG."""
+"""Pictures of training, saved as PNG: one run's reward, mismatch and stage times, and several runs over each other."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agent_rl.observe.files import write_atomic
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 Rows = Sequence[Mapping[str, float]]
+PASS_AT_1 = "pass_at_1"
+"""The name of an evaluation's rate in the rows that :func:`draw_settings` is given."""
+PANELS = (
+    ("reward/mean", "training reward", "linear"),
+    (PASS_AT_1, "held-out Pass@1", "linear"),
+    ("mismatch/k3_kl", "k3-KL, trainer against engine", "log"),
+    ("mismatch/f_tau_2", "F(2): tokens beyond a factor 2", "symlog"),
+    ("train/grad_norm", "gradient norm", "log"),
+    ("train/entropy", "entropy", "linear"),
+)
+_LINEAR_BELOW = 1e-4  # F(2) of most steps is 0, which a logarithm has no place for
 
 
 def draw_run(rows: Rows, path: Path, *, title: str, evaluations: Mapping[int, tuple[float, float, float]]) -> None:
@@ -24,6 +38,36 @@ def draw_run(rows: Rows, path: Path, *, title: str, evaluations: Mapping[int, tu
     for axes in (reward, mismatch, times):
         _finish(axes)
     figure.suptitle(title)
+    _save(figure, path)
+
+
+def draw_settings(settings: Mapping[str, Sequence[Rows]], path: Path) -> None:
+    """Draw runs by setting, a colour each: a run as a thin line, and the mean of a setting's runs as a thick one. Rows
+    of evaluations have ``step`` and :data:`PASS_AT_1` alone."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(14, 8), layout="constrained")
+    for axes, (key, title, scale) in zip(figure.subplots(2, 3).flat, PANELS, strict=True):
+        for number, (name, runs) in enumerate(settings.items()):
+            _draw_setting(axes, [dict(zip(*_series(rows, key), strict=True)) for rows in runs], f"C{number}", name)
+        axes.set_yscale(scale, **({"linthresh": _LINEAR_BELOW} if scale == "symlog" else {}))
+        axes.set(title=title, xlabel="global step")
+        axes.grid(alpha=0.3)
+    handles, names = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False)
+    _save(figure, path)
+
+
+def _draw_setting(axes: Any, runs: Sequence[Mapping[float, float]], colour: str, name: str) -> None:
+    """``runs``: a value by step, of each run; their mean is over the steps that all have."""
+    for run in runs if len(runs) > 1 else ():
+        axes.plot(list(run), list(run.values()), color=colour, linewidth=0.6, alpha=0.5)
+    common = sorted(set.intersection(*(set(run) for run in runs)))
+    means = [sum(run[step] for run in runs) / len(runs) for step in common]
+    axes.plot(common, means, color=colour, marker=".", markersize=3, label=name)
+
+
+def _save(figure: Figure, path: Path) -> None:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=120)
     write_atomic(path, buffer.getvalue())

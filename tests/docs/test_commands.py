@@ -153,6 +153,10 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
         "agent-rl model init OUT --from-scratch",
         "agent-rl model init .cache/models/paper-moe --shape paper --from-scratch",
     ),
+    "trains for hours, or needs such runs: tests/controller/test_figures.py draws small ones": (
+        "python tests/bench/run_matrix.py configs/paper-small.yaml --seeds 0 1 2 --minutes 600",
+        "agent-rl r3 figures runs/paper-small-off-4-0 runs/paper-small-r3-4-0 --out runs/figures",
+    ),
     "removes boxes of other runs, or never ends": ("python -m sandbox.reap", "python -m sandbox.reap --every 60"),
     "needs root, debootstrap and minutes": (
         "python -m sandbox.base_image",

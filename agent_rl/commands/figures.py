@@ -1,0 +1,223 @@
+"""``agent-rl r3 figures``: training runs of several settings and seeds, drawn over each other and compared.
+
+::
+
+    RUN/config.yaml, metrics.jsonl, state.json, trajectories/ (token detail)
+    ──▶ OUT/training.png, f_tau.png, runs.md, runs.json
+
+A setting is what a config says of the objective, of replay and of corrections; the runs of one setting differ by their
+seeds. The figures follow the R3 paper's (arXiv 2510.11370): ``r3 compare`` draws those of a model, and this those of
+its training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from agent_rl.config import RunConfig
+from agent_rl.config_files import load_recorded
+from agent_rl.controller.state import evaluation_step
+from agent_rl.errors import UserError
+from agent_rl.evaluation.seeds import SeedDifference, seed_difference
+from agent_rl.observe.display import cell
+from agent_rl.observe.files import read_json, write_atomic, write_json
+from agent_rl.observe.metrics_log import read_metrics
+from agent_rl.observe.picture import PASS_AT_1, Rows, draw_settings
+from agent_rl.rollout.records import step_stem, steps_on_disk
+from agent_rl.rollout.token_details import read_gaps
+from r3.mismatch.figures import f_tau_curves
+from r3.mismatch.report import LogprobMismatch, logprob_mismatch
+
+NEWEST = 10
+"""Steps whose tokens F(tau) is taken over, the last ones of every run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run: its folder, setting and seed, its steps' metrics, and Pass@1 of its sampled evaluations by step."""
+
+    folder: Path
+    setting: str
+    seed: int
+    rows: Rows
+    pass_at_1: Mapping[int, float]
+
+    def values(self, name: str) -> list[float]:
+        """A metric in the steps that have it. Raises UserError where none has."""
+        found = [row[name] for row in self.rows if name in row]
+        if not found:
+            raise UserError(f"{self.folder}: no step has {name}; right would be a run that has made updates")
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What the runs of one setting came to; of each figure the mean over runs, or the largest of all (``max``).
+
+    ``pass_at_1`` are the runs' last evaluations and ``before`` their first, in the order of ``seeds``. ``difference``:
+    in Pass@1, to the first setting named. ``crossed``: steps beyond a limit of the guard, of all runs.
+    """
+
+    name: str
+    seeds: tuple[int, ...]
+    steps: int
+    before: tuple[float, ...]
+    pass_at_1: tuple[float, ...]
+    difference: SeedDifference | None
+    k3_kl: float
+    k3_kl_max: float
+    f_tau_2_max: float
+    grad_norm: float
+    grad_norm_max: float
+    entropy: float
+    crossed: int
+
+
+def run_figures(folders: Sequence[Path], out: Path) -> None:
+    """Draw the runs in ``folders`` and compare their settings, the first one's with each other. Raises UserError for a
+    folder that holds no run with a step, and for two runs of one setting and seed."""
+    settings = by_setting([read_run(folder) for folder in folders])
+    first = next(iter(settings.values()))
+    compared = [figures_of(name, runs, first) for name, runs in settings.items()]
+    out.mkdir(parents=True, exist_ok=True)
+    draw_settings({name: [_drawn(run) for run in runs] for name, runs in settings.items()}, out / "training.png")
+    tokens = {name: found for name, runs in settings.items() if (found := last_tokens(runs)) is not None}
+    if tokens:
+        write_atomic(out / "f_tau.png", f_tau_curves(tokens))
+    write_json(
+        out / "runs.json", {"runs": [str(folder) for folder in folders], "settings": list(map(asdict, compared))}
+    )
+    rows = [_cells(setting) for setting in compared]
+    write_atomic(out / "runs.md", _markdown(rows).encode())
+    table = Table(*rows[0])
+    for row in rows:
+        table.add_row(*map(cell, row.values()))
+    Console(soft_wrap=True).print(table)
+
+
+def read_run(folder: Path) -> Run:
+    """The run in ``folder``, as far as it is. Raises UserError."""
+    if not (folder / "config.yaml").is_file() or not (rows := read_metrics(folder)):
+        raise UserError(f"{folder}: no run with a step there; right would be a run's folder")
+    config = load_recorded(folder / "config.yaml")
+    made = read_json(folder / "state.json")["evaluations"]
+    rates = {evaluation_step(key): report["pass_at_1"] for key, report in made.items() if key.endswith("/sampled")}
+    return Run(
+        folder, setting_of(config), config.seed, rows, {step: rate for step, rate in rates.items() if rate is not None}
+    )
+
+
+def setting_of(config: RunConfig) -> str:
+    """``GRPO``, ``GSPO + R3``, ``GRPO + TIS, 4 updates a step``."""
+    train = config.train
+    parts = [train.objective.upper()]
+    if train.replay != "off":
+        parts.append(train.replay.upper())
+    if weight := train.correction.weight:
+        parts.append("TIS" if weight == "token" else f"{weight} weights")
+    if mask := train.correction.mask:
+        parts.append(f"{mask} mask")
+    updates = train.mini_steps * train.epochs
+    return " + ".join(parts) + (f", {updates} updates a step" if updates > 1 else "")
+
+
+def by_setting(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """The runs of each setting, in the order in which they are named. Raises UserError for two of one seed."""
+    settings: dict[str, list[Run]] = {}
+    for run in runs:
+        for other in settings.setdefault(run.setting, []):
+            if other.seed == run.seed:
+                raise UserError(
+                    f"{other.folder} and {run.folder}: both are {run.setting} with seed {run.seed}; name one"
+                )
+        settings[run.setting].append(run)
+    return settings
+
+
+def figures_of(name: str, runs: Sequence[Run], first: Sequence[Run]) -> Setting:
+    """What ``runs`` came to, against the runs ``first``."""
+    after, baseline = _evaluated(runs, max), _evaluated(first, max)
+    return Setting(
+        name=name,
+        seeds=tuple(run.seed for run in runs),
+        steps=min(len(run.rows) for run in runs),
+        before=_evaluated(runs, min),
+        pass_at_1=after,
+        difference=None if runs is first else seed_difference(baseline, after),
+        k3_kl=_mean_of_medians(runs, "mismatch/k3_kl"),
+        k3_kl_max=_largest(runs, "mismatch/k3_kl"),
+        f_tau_2_max=_largest(runs, "mismatch/f_tau_2"),
+        grad_norm=_mean_of_medians(runs, "train/grad_norm"),
+        grad_norm_max=_largest(runs, "train/grad_norm"),
+        entropy=float(np.mean([np.mean(run.values("train/entropy")[-NEWEST:]) for run in runs])),
+        crossed=sum(row.get("guard/crossed", 0) > 0 for run in runs for row in run.rows),
+    )
+
+
+def _evaluated(runs: Sequence[Run], which: Callable[[Iterable[int]], int]) -> tuple[float, ...]:
+    """Pass@1 of each run's first or last evaluation; of the runs that have one."""
+    return tuple(run.pass_at_1[which(run.pass_at_1)] for run in runs if run.pass_at_1)
+
+
+def _mean_of_medians(runs: Sequence[Run], name: str) -> float:
+    """A few steps decide a mean of heavy tails, so each run's median is taken."""
+    return float(np.mean([np.median(run.values(name)) for run in runs]))
+
+
+def _largest(runs: Sequence[Run], name: str) -> float:
+    return max(max(run.values(name)) for run in runs)
+
+
+def last_tokens(runs: Sequence[Run]) -> LogprobMismatch | None:
+    """The sampled tokens of the last :data:`NEWEST` steps of the runs; None where none kept its tokens' detail."""
+    stems = [step_stem(run.folder, step) for run in runs for step in steps_on_disk(run.folder)[-NEWEST:]]
+    found = [gaps for stem in stems if (gaps := read_gaps(stem)) is not None]
+    if not found:
+        return None
+    starts = np.cumsum([0, *(len(lengths) for lengths, _ in found)])
+    sequence = [
+        np.repeat(start + np.arange(len(lengths)), lengths) for start, (lengths, _) in zip(starts, found, strict=False)
+    ]
+    return logprob_mismatch(np.concatenate([gap for _, gap in found]).astype(np.float64), np.concatenate(sequence))
+
+
+def _drawn(run: Run) -> Rows:
+    return [*run.rows, *({"step": step, PASS_AT_1: rate} for step, rate in sorted(run.pass_at_1.items()))]
+
+
+def _cells(setting: Setting) -> dict[str, str]:
+    """A row of the table, by the names of its columns."""
+    difference, each = setting.difference, [f"{100 * rate:.1f}" for rate in setting.pass_at_1]
+    return {
+        "setting": setting.name,
+        "seeds": ", ".join(map(str, setting.seeds)),
+        "steps": str(setting.steps),
+        "Pass@1 before": _percent(setting.before),
+        "after": _percent(setting.pass_at_1) + (f" ({', '.join(each)})" if len(each) > 1 else ""),
+        "to the first, points": "" if difference is None else f"{100 * difference.value:+.1f} {_interval(difference)}",
+        "would have been shown": "" if difference is None else f"{100 * difference.shown:.1f}",
+        "k3-KL, median; max": f"{setting.k3_kl:.2e}; {setting.k3_kl_max:.2e}",
+        "F(2), max": f"{setting.f_tau_2_max:.2e}",
+        "gradient norm, median; max": f"{setting.grad_norm:.3g}; {setting.grad_norm_max:.3g}",
+        "entropy at the end": f"{setting.entropy:.3f}",
+        "steps beyond the guard's limits": str(setting.crossed),
+    }
+
+
+def _percent(rates: Sequence[float]) -> str:
+    return f"{100 * float(np.mean(rates)):.1f}" if rates else "-"
+
+
+def _interval(difference: SeedDifference) -> str:
+    return "[{:+.1f}, {:+.1f}]".format(*(100 * bound for bound in difference.interval))
+
+
+def _markdown(rows: Sequence[Mapping[str, str]]) -> str:
+    lines = [rows[0].keys(), ["---"] * len(rows[0]), *(row.values() for row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)

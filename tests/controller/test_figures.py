@@ -1,0 +1,78 @@
+"""``agent-rl r3 figures``: runs put together by what their configs say, compared and drawn from their files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from safetensors.numpy import save_file
+
+from agent_rl.commands.figures import run_figures, setting_of
+from agent_rl.config import RunConfig
+from agent_rl.errors import UserError
+from agent_rl.evaluation.seeds import seed_difference
+from agent_rl.observe.files import write_json
+from agent_rl.observe.metrics_log import MetricsLog
+
+
+def config(seed: int = 0, **train: object) -> RunConfig:
+    return RunConfig.model_validate({"name": "test", "model": "there", "seed": seed, "train": train})
+
+
+def write_run(folder: Path, *, seed: int, rate: float, gap: float, steps: int = 12, **train: object) -> Path:
+    """A run whose k3 grows with the step, with ``rate`` in its last evaluation and all tokens ``gap`` apart."""
+    log = MetricsLog(folder)
+    for step in range(1, steps + 1):
+        values = {"reward/mean": 0.5, "train/grad_norm": 2.0, "train/entropy": 0.25, "mismatch/f_tau_2": 0.0}
+        log.append(step, {**values, "mismatch/k3_kl": 1e-3 * step, "guard/crossed": float(step > 9)})
+    (folder / "config.yaml").write_text(yaml.safe_dump(config(seed, **train).model_dump(mode="json")))
+    rates = {"step-0/sampled": 0.25, "step-0/greedy": 0.9, f"step-{steps}/sampled": rate}
+    write_json(folder / "state.json", {"evaluations": {key: {"pass_at_1": value} for key, value in rates.items()}})
+    (folder / "trajectories").mkdir()
+    for step in (1, steps):
+        (folder / "trajectories" / f"step-{step:06d}.jsonl.zst").write_bytes(b"")
+        arrays = {"sampled": np.array([0, 2, 5], np.uint64), "gap": np.full(5, gap, np.float16)}
+        save_file(arrays, folder / "trajectories" / f"step-{step:06d}.train.safetensors")
+    return folder
+
+
+def test_a_setting_is_what_its_config_changes() -> None:
+    assert setting_of(config(replay="off")) == "GRPO"
+    assert setting_of(config(replay="r3", objective="gspo", mini_steps=4)) == "GSPO + R3, 4 updates a step"
+    assert setting_of(config(replay="off", correction={"weight": "token"}, mini_steps=2, epochs=2)) == (
+        "GRPO + TIS, 4 updates a step"
+    )
+
+
+def test_seeds_are_put_together_and_compared_with_the_first_setting(tmp_path: Path) -> None:
+    off = [write_run(tmp_path / f"off-{n}", seed=n, rate=0.4 + n / 10, gap=1.0, replay="off") for n in range(3)]
+    r3 = [write_run(tmp_path / f"r3-{n}", seed=n, rate=0.7 + n / 10, gap=0.001, replay="r3") for n in range(3)]
+    run_figures([*off, *r3], tmp_path / "out")
+    first, second = json.loads((tmp_path / "out" / "runs.json").read_text())["settings"]
+    assert (first["name"], first["seeds"], first["difference"]) == ("GRPO", [0, 1, 2], None)
+    assert (first["k3_kl"], first["k3_kl_max"], first["crossed"]) == pytest.approx((6.5e-3, 12e-3, 9))
+    assert second["pass_at_1"] == pytest.approx([0.7, 0.8, 0.9])
+    assert second["difference"]["value"] == pytest.approx(0.3)
+    low, high = second["difference"]["interval"]
+    assert (low, high) == pytest.approx((0.3 - 0.2267, 0.3 + 0.2267), abs=0.003), "2.776 standard errors of 0.0816"
+    assert second["difference"]["shown"] == pytest.approx((2.776 + 0.941) * 0.08165, abs=0.003)
+    table = (tmp_path / "out" / "runs.md").read_text()
+    assert "| GRPO + R3 | 0, 1, 2 | 12 | 25.0 | 80.0 (70.0, 80.0, 90.0) | +30.0 [+7.3, +52.7] |" in table
+    for name in ("training.png", "f_tau.png"):
+        assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_one_run_a_setting_says_nothing_of_chance() -> None:
+    assert seed_difference([0.5], [0.7, 0.8]) is None
+
+
+def test_what_cannot_be_drawn_is_told_in_a_line(tmp_path: Path) -> None:
+    one = write_run(tmp_path / "one", seed=0, rate=0.5, gap=0.0, replay="off")
+    two = write_run(tmp_path / "two", seed=0, rate=0.5, gap=0.0, replay="off")
+    with pytest.raises(UserError, match="both are GRPO with seed 0"):
+        run_figures([one, two], tmp_path / "out")
+    with pytest.raises(UserError, match="no run with a step there"):
+        run_figures([tmp_path], tmp_path / "out")
