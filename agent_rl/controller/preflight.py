@@ -15,6 +15,7 @@ from agent_rl.model_facts import ModelFacts, check_alike, read_facts
 from agent_rl.packaged import MODELS
 from agent_rl.train.batching.dealing import over_budget
 from agent_rl.train.cluster import check_ray
+from agent_rl.train.hf_files import check_checkpoint
 
 FREE_BYTES_WANTED = 1 << 30
 TRAINER_PACKAGES = ("torch", "megatron-core", "ray")
@@ -59,6 +60,14 @@ def check_trainer() -> None:
     missing = [name for name in TRAINER_PACKAGES if importlib.util.find_spec(name.partition("-")[0]) is None]
     if missing:
         raise UserError(f"not installed: {', '.join(missing)}; `agent-rl install trainer` installs them")
+
+
+def check_weights(config: RunConfig, facts: ModelFacts) -> None:
+    """Raises ConfigError for a checkpoint that lacks a shard or a tensor, or has one of another shape than its config
+    says; of the policy, and of the KL penalty's reference. Reads the files' heads alone."""
+    check_checkpoint(config.model, facts)
+    if config.train.kl.reference is not None:
+        check_checkpoint(config.train.kl.reference, facts, "train.kl.reference")
 
 
 def check_replay(config: RunConfig, facts: ModelFacts) -> None:

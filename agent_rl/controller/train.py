@@ -84,6 +84,7 @@ class Clock:
 async def train(config: RunConfig) -> None:
     """Run ``config`` to its last step, from its last checkpoint if it has one; write and show the summary."""
     facts = preflight.check(config)
+    preflight.check_weights(config, facts)
     preflight.check_replay(config, facts)
     preflight.check_lengths(config, facts)
     check_sinks(config)
@@ -114,7 +115,7 @@ async def _parts(
     One Ray serves both. Where the world needs it, ``rooms`` brought it, else the trainer starts it.
     """
     async with AsyncExitStack() as stack:
-        trainer = RayTrainer(config, room=rooms.ranks)
+        trainer = RayTrainer(config, room=rooms.ranks, note=display.note)
         stack.push_async_callback(trainer.close)
         async with asyncio.TaskGroup() as starting:
             starting.create_task(trainer.start())

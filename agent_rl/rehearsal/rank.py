@@ -11,13 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from agent_rl.errors import AgentRlError
-from agent_rl.model_facts import read_facts
 from agent_rl.rehearsal import cuda, mode
 from agent_rl.rehearsal.batch import make_samples, share_of
-from agent_rl.rehearsal.checkpoint import expected_shapes
 from agent_rl.rehearsal.collectives import Collectives
 from agent_rl.rehearsal.job import PhaseRecord, RankJob, RankRecord
 from agent_rl.rehearsal.ledger import Ledger
@@ -136,26 +133,37 @@ def _shapes_for_weights(hf: Any, job: RankJob, ledger: Ledger) -> None:
     """Read shapes in place of weights, in a phase of their own."""
     plain = hf.load_weights
 
-    def load(models: Any, facts: Any, folder: Path, ranks: Any, homes: Any) -> None:
+    def load(*arguments: Any) -> None:
         with ledger.phase("load"):
-            plain(models, facts, folder, ranks, homes)
+            plain(*arguments)
 
-    hf.load_weights, hf._Reader = load, lambda folder: ShapeReader(job)
+    hf.load_weights, hf.SliceReader = load, lambda folder: ShapeReader(job)
 
 
 class ShapeReader:
-    """In place of :class:`agent_rl.train.megatron.hf._Reader`: tensors without memory, of the checkpoint's shapes."""
+    """In place of :class:`agent_rl.train.megatron.slices.SliceReader`: fills parameters from host tensors that have no
+    memory. The checkpoint's shapes were checked before."""
 
     def __init__(self, job: RankJob) -> None:
-        self._shapes, self._dtype = expected_shapes(read_facts(job.model)), getattr(torch, job.config.train.dtype)
+        self._dtype = getattr(torch, job.config.train.dtype)
 
     def __enter__(self) -> ShapeReader:
         return self
 
     def __exit__(self, *error: object) -> None: ...
 
-    def __getitem__(self, name: str) -> Tensor:
-        return mode.host_shape(self._shapes[name], self._dtype)
+    def check(self, piece: Any) -> None: ...
+
+    def place(self, piece: Any) -> str:
+        name: str = piece.name
+        return name
+
+    def nbytes(self, piece: Any) -> int:
+        size: int = piece.target.nbytes
+        return size
+
+    def fill(self, piece: Any, progress: Any) -> None:
+        piece.target.copy_(mode.host_shape(piece.target.shape, self._dtype))
 
 
 def _named(error: Exception, phase: str) -> str:

@@ -17,9 +17,9 @@ from agent_rl.capacity.sizes import RankBytes, rank_bytes
 from agent_rl.config import RunConfig
 from agent_rl.errors import TrainerError, UserError
 from agent_rl.model_facts import ModelFacts
-from agent_rl.rehearsal.checkpoint import check_checkpoint
 from agent_rl.rehearsal.guard import build_guard
 from agent_rl.rehearsal.job import RankJob, RankRecord
+from agent_rl.train.hf_files import check_checkpoint
 from agent_rl.train.layouts import layout_problems, refuse
 
 _SECONDS = 3600.0

@@ -19,6 +19,7 @@ from ray import ObjectRef
 from agent_rl.errors import TrainerError
 from agent_rl.train.balance_report import BalanceReport
 from agent_rl.train.batching.mini_steps import MiniStepShare
+from agent_rl.train.hf_files import LoadProgress
 from agent_rl.train.orders import OptimizerSpec, RankOrder, StepOrder
 from agent_rl.train.reports import Differing, ForwardAnswer, RankReport, Update, WeightedSequences
 from agent_rl.train.route_shares import RankInfo
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
     from agent_rl.train.checkpoint.folder import Manifest
     from agent_rl.train.rank import TrainerRank
 
-WRITER = "writer"
-"""The concurrency group of :meth:`RankActor.written`, which waits beside whatever else the actor runs."""
+BESIDE = "beside"
+"""The concurrency group of what runs beside whatever else the actor does: :meth:`RankActor.written` and ``loading``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,7 @@ class RankActor:
 
     def __init__(self) -> None:
         self._started: TrainerRank | None = None
+        self._progress = LoadProgress()
         self._listener = socket.create_server(("", 0))
 
     @property
@@ -77,8 +79,14 @@ class RankActor:
             master_addr=meeting.host,
             master_port=meeting.port,
             listener=listener if rank == 0 else None,
+            progress=self._progress,
         )
         return self._started.info()
+
+    @ray.method(concurrency_group=BESIDE)
+    def loading(self) -> LoadProgress:
+        """How far it is with reading weights; while it starts."""
+        return self._progress
 
     @ray.method
     def set_optimizer(self, spec: OptimizerSpec) -> None:
@@ -115,7 +123,7 @@ class RankActor:
     def save(self, partial: Path) -> tuple[int, dict[str, int]]:
         return self._rank.save(partial)
 
-    @ray.method(concurrency_group=WRITER)
+    @ray.method(concurrency_group=BESIDE)
     def written(self) -> int:
         return self._rank.written()
 

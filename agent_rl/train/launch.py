@@ -27,14 +27,14 @@ def start_actors(
     """
     import ray
 
-    from agent_rl.train.actor import WRITER, RankActor
+    from agent_rl.train.actor import BESIDE, RankActor
     from agent_rl.train.cluster import ray_cluster
 
     world = config.train.parallel.world_size
     stack.enter_context(ray_cluster(config.train.ray_address, cpus=world))
     device = _device(config) if room is None else _device_of(room)
     options: dict[str, Any] = {"num_cpus": 1, "num_gpus": int(device == "cuda"), "max_restarts": 0}
-    options["concurrency_groups"] = {WRITER: 1}  # Ray's types don't know this option
+    options["concurrency_groups"] = {BESIDE: 1}  # Ray's types don't know this option
     actor_class: ActorClass[RankActor] = ray.remote(**options)(RankActor)
     places = [{}] * world if room is None else rank_places(room)
     return [actor_class.options(**place).remote() for place in places], _order(config, device)

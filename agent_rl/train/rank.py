@@ -20,6 +20,7 @@ from agent_rl.train.batching.packing import pack_weighted
 from agent_rl.train.checkpoint import folder as checkpoint
 from agent_rl.train.checkpoint.folder import Manifest
 from agent_rl.train.checkpoint.saver import RankSaver, read_rng
+from agent_rl.train.hf_files import LoadProgress
 from agent_rl.train.loss.policy_loss import weighted_cross_entropy
 from agent_rl.train.megatron.packed_batch import LossFn, PackedBatch
 from agent_rl.train.megatron.parallel import destroy_parallel, init_parallel
@@ -51,7 +52,9 @@ class TrainerRank:
         master_addr: str,
         master_port: int,
         listener: int | None = None,
+        progress: LoadProgress | None = None,
     ) -> None:
+        """Collective. ``progress`` grows while weights are read; the rest as :func:`init_parallel` has it."""
         torch.set_num_threads(order.threads)
         self._order, train = order, order.config.train
         self._dtype = getattr(torch, train.dtype)
@@ -65,8 +68,8 @@ class TrainerRank:
             seed=order.config.seed,
             listener=listener,
         )
-        self._model, self._balance = _build(order, device, self._dtype)
-        self._reference = None if order.reference is None else Reference.load(self._model, order.reference)
+        self._model, self._balance = _build(order, device, self._dtype, progress)
+        self._reference = None if order.reference is None else Reference.load(self._model, order.reference, progress)
         self.set_optimizer(optimizer)
         self._measure_homes = self._balance is not None and train.balance.home == "measured"
         self._resumed: tuple[Path, Manifest] | None = None
@@ -249,7 +252,9 @@ def device_of(kind: RankDevice) -> torch.device:
     return torch.device("cuda", 0) if kind == "cuda" else torch.device("cpu")
 
 
-def _build(order: RankOrder, device: torch.device, dtype: torch.dtype) -> tuple[PolicyModel, RankBalance | None]:
+def _build(
+    order: RankOrder, device: torch.device, dtype: torch.dtype, progress: LoadProgress | None
+) -> tuple[PolicyModel, RankBalance | None]:
     """The model on this rank, and what plans its passes where experts are balanced. Collective."""
     # Only now: on a CPU, Megatron must be imported after what init_parallel installs.
     from agent_rl.train.megatron.model import PolicyModel
@@ -263,6 +268,7 @@ def _build(order: RankOrder, device: torch.device, dtype: torch.dtype) -> tuple[
         device=device,
         recompute=train.recompute,
         recompute_modules=train.recompute_modules,
+        progress=progress,
     )
     if not train.balance.enabled:
         return build(), None

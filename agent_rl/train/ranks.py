@@ -8,7 +8,7 @@ waiting there, so the first failure ends the ranks: later calls raise the same r
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,7 +30,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+GIB = 1 << 30
+
 START_SECONDS = 600.0
+"""How long the ranks may take to start in which none of them reads weights."""
+LOADING_SECONDS = 10.0
+"""How often they are asked how far they are with it."""
 CALL_SECONDS = 6 * 3600.0
 
 
@@ -44,15 +49,40 @@ class Ranks:
         self._ray, self._room = ray, room
         self._ended: TrainerError | None = None
 
-    async def start(self, config: RunConfig, optimizer: OptimizerSpec) -> None:
-        """Start Ray and the actors, and build the model in each. Raises TrainerError or UserError."""
+    async def start(self, config: RunConfig, optimizer: OptimizerSpec, note: Callable[[str], None]) -> None:
+        """Start Ray and the actors, and build the model in each; ``note`` is told how far the weights are read. Raises
+        TrainerError or UserError."""
         if config.train.ray_address is not None:
             await check_ray(config.train.ray_address)
         # Shielded: a cancelled start must not leave behind a thread that starts processes nobody owns.
         order = await shielded(asyncio.to_thread(self._launch, config))
         meeting, *_ = await gather([actor.rendezvous.remote() for actor in self._actors], START_SECONDS)
         calls = [actor.start.remote(order, optimizer, rank, meeting) for rank, actor in enumerate(self._actors)]
-        self.infos = await gather(calls, START_SECONDS)
+        self.infos = await self._started(calls, note)
+
+    async def _started(self, calls: Sequence[ObjectRef[RankInfo]], note: Callable[[str], None]) -> list[RankInfo]:
+        """The answers; raises TrainerError where nothing was read for long and none came."""
+        try:
+            async with asyncio.timeout(START_SECONDS) as limit:
+                watching = asyncio.create_task(self._watch_loading(limit, note))
+                try:
+                    return await gather(calls, CALL_SECONDS)
+                finally:
+                    watching.cancel()
+        except TimeoutError:
+            raise TrainerError(f"the trainer did not start: no rank read weights for {START_SECONDS:g} s") from None
+
+    async def _watch_loading(self, limit: asyncio.Timeout, note: Callable[[str], None]) -> None:
+        """Tell how far the ranks are with reading weights, as long as they read."""
+        loop, before = asyncio.get_running_loop(), 0
+        while True:
+            await asyncio.sleep(LOADING_SECONDS)
+            found = await gather([actor.loading.remote() for actor in self._actors], CALL_SECONDS)
+            read, needed = sum(one.read for one in found), sum(one.needed for one in found)
+            if read > before:
+                limit.reschedule(loop.time() + START_SECONDS)
+                note(loading_line(read, needed, (read - before) / LOADING_SECONDS))
+            before = read
 
     def _launch(self, config: RunConfig) -> RankOrder:
         self._actors, order = start_actors(config, self._ray, self._room)
@@ -116,3 +146,8 @@ class Ranks:
         self._actors = []
         for actor in actors:
             ray.kill(actor)
+
+
+def loading_line(read: int, needed: int, rate: float) -> str:
+    """How far all ranks are with reading weights, in bytes, and how many they read a second."""
+    return f"reading weights: {read / GIB:.1f} of {needed / GIB:.1f} GiB, {rate / GIB:.2f} GiB/s"

@@ -63,17 +63,24 @@ class RayTrainer:
     """Owns the training weights, optimizer and schedule. An async context manager, or call start() and close().
 
     ``optimizer`` overrides the GRPO optimizer that the config asks for (supervised training has its own). ``room``:
-    what is reserved for the ranks on Ray. ``config`` is the run's, ``ranks`` what is called.
+    what is reserved for the ranks on Ray. ``note`` is told of a long start. ``config`` is the run's, ``ranks`` what is
+    called.
     """
 
     def __init__(
-        self, config: RunConfig, *, optimizer: OptimizerSpec | None = None, room: PlacementGroup | None = None
+        self,
+        config: RunConfig,
+        *,
+        optimizer: OptimizerSpec | None = None,
+        room: PlacementGroup | None = None,
+        note: Callable[[str], None] | None = None,
     ) -> None:
         check_layout(config)
         check_trace(config)
         self.config = config
         self._optimizer = optimizer or OptimizerSpec.of(config.train)
         self._ray, self._room = ExitStack(), room
+        self._note = note or _silent
         self._hold()
         self._cost = TOKENS  # the model's own once it is known, in start()
 
@@ -81,7 +88,7 @@ class RayTrainer:
         """Start Ray and the ranks and build the model in each. Raises TrainerError or UserError."""
         try:
             self._cost = sequence_cost(read_facts(self.config.model))
-            await self.ranks.start(self.config, self._optimizer)
+            await self.ranks.start(self.config, self._optimizer, self._note)
         except BaseException:
             await self.close()
             raise
@@ -287,6 +294,9 @@ class RayTrainer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+
+def _silent(_: str) -> None: ...
 
 
 def _micro_batches(shares: Shares) -> list[MicroBatches]:

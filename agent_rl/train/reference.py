@@ -36,6 +36,7 @@ from torch import Tensor
 
 from agent_rl.config import KlConfig, TrainConfig
 from agent_rl.model_facts import check_alike
+from agent_rl.train.hf_files import LoadProgress
 from agent_rl.train.host_copies import host_tensor
 from agent_rl.train.loss.objectives import advantage_moments, kl_penalty, normalised_advantages, penalised_advantages
 from agent_rl.train.megatron.packed_batch import PackedBatch, PassOutput, Routes
@@ -53,12 +54,13 @@ class Reference:
         self._held = _to_host(self._parameters)
 
     @classmethod
-    def load(cls, model: PolicyModel, folder: Path) -> Reference:
-        """The checkpoint in ``folder``; ``model`` keeps its weights. Raises ConfigError where it does not fit."""
+    def load(cls, model: PolicyModel, folder: Path, progress: LoadProgress | None = None) -> Reference:
+        """The checkpoint in ``folder``; ``model`` keeps its weights, and ``progress`` grows while it is read. Raises
+        ConfigError where it does not fit."""
         check_alike(model.facts, model.folder, folder, "train.kl.reference")
         reference = cls(model)
         try:
-            model.load_hf(folder)
+            model.load_hf(folder, progress)
         finally:
             reference._exchange()  # what was held are the training's weights
         return reference

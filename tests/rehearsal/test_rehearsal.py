@@ -13,9 +13,9 @@ from agent_rl.config import RunConfig
 from agent_rl.errors import ConfigError, UserError
 from agent_rl.model_facts import read_facts
 from agent_rl.rehearsal.batch import routes
-from agent_rl.rehearsal.checkpoint import check_checkpoint, expected_shapes
 from agent_rl.rehearsal.job import PhaseRecord, RankRecord
 from agent_rl.rehearsal.run import Rehearsed, check, planned, rehearse
+from agent_rl.train.hf_files import check_checkpoint, expected_shapes
 
 TINY = {
     "model_type": "qwen3_moe", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,

@@ -18,13 +18,14 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from agent_rl.errors import ConfigError
 from agent_rl.model_facts import ModelFacts
+from agent_rl.train.hf_files import LoadProgress
 from agent_rl.train.megatron.parallel import Ranks
+from agent_rl.train.megatron.slices import Piece, SliceReader
 
 _SHARD_BYTES = 4 << 30
 
@@ -116,39 +117,58 @@ def _layer_slot(name: str, facts: ModelFacts) -> tuple[tuple[str, ...], Cut]:
 
 
 @torch.no_grad()
-def load_weights(models: Sequence[Any], facts: ModelFacts, folder: Path, ranks: Ranks, homes: Homes) -> None:
-    """Fill this rank's parameters from the safetensors in ``folder``. Raises ConfigError naming a missing tensor."""
-    with _Reader(folder) as reader:
-        for slot in slots(models, facts, homes):
-            local = _to_local(slot, reader, facts, ranks)
-            if local.shape != slot.parameter.shape:
-                raise ConfigError(
-                    f"{folder}: {slot.names[0]} gives {tuple(local.shape)}, the config says "
-                    f"{tuple(slot.parameter.shape)}"
-                )
-            slot.parameter.copy_(local)
+def load_weights(
+    models: Sequence[Any], facts: ModelFacts, folder: Path, ranks: Ranks, homes: Homes, progress: LoadProgress
+) -> None:
+    """Fill this rank's parameters from the safetensors in ``folder``; ``progress`` grows meanwhile.
+
+    Raises ConfigError naming a tensor that is missing or has another shape, before anything is read.
+    """
+    with SliceReader(folder) as reader:
+        pieces = [piece for slot in slots(models, facts, homes) for piece in pieces_of(slot, facts, ranks)]
+        for piece in pieces:
+            reader.check(piece)
+        progress.needed += sum(reader.nbytes(piece) for piece in pieces)
+        for piece in sorted(pieces, key=reader.place):
+            reader.fill(piece, progress)
 
 
-def _to_local(slot: Slot, reader: _Reader, facts: ModelFacts, ranks: Ranks) -> Tensor:
-    names, size, rank = slot.names, ranks.tensor_size, ranks.tensor_rank
+def pieces_of(slot: Slot, facts: ModelFacts, ranks: Ranks) -> Iterator[Piece]:
+    """What this rank reads of the Hugging Face tensors of a slot, each with its place in the slot's parameter."""
+    parameter, names, cut = slot.parameter.detach(), slot.names, (ranks.tensor_rank, ranks.tensor_size)
     match slot.cut:
         case Cut.WHOLE:
-            return reader[names[0]]
+            yield Piece.share(names[0], parameter)
         case Cut.ROWS:
-            return reader[names[0]].chunk(size)[rank]
+            yield Piece.share(names[0], parameter, 0, *cut)
         case Cut.COLUMNS:
-            return reader[names[0]].chunk(size, dim=1)[rank]
+            yield Piece.share(names[0], parameter, 1, *cut)
         case Cut.GATE_UP:
-            return torch.cat([reader[name].chunk(size)[rank] for name in names])
+            yield from (Piece.share(name, half, 0, *cut) for name, half in zip(names, parameter.chunk(2), strict=True))
         case Cut.QKV:
-            groups = facts.kv_heads
-            parts = [reader[name].unflatten(0, (groups, -1)) for name in names]
-            return torch.cat(parts, dim=1).flatten(0, 1).chunk(size)[rank]
+            yield from _qkv_pieces(names, parameter, facts, ranks)
         case Cut.EXPERTS_GATE_UP:
-            gates, ups = names[::2], names[1::2]
-            return torch.stack([torch.cat((reader[gates[e]], reader[ups[e]])) for e in own_experts(slot, ranks)])
+            for expert, weight in zip(own_experts(slot, ranks), parameter, strict=True):
+                gate, up = weight.chunk(2)
+                yield Piece.share(names[2 * expert], gate)
+                yield Piece.share(names[2 * expert + 1], up)
         case Cut.EXPERTS_DOWN:
-            return torch.stack([reader[names[expert]] for expert in own_experts(slot, ranks)])
+            for expert, weight in zip(own_experts(slot, ranks), parameter, strict=True):
+                yield Piece.share(names[expert], weight)
+
+
+def _qkv_pieces(names: tuple[str, ...], parameter: Tensor, facts: ModelFacts, ranks: Ranks) -> Iterator[Piece]:
+    """Of each of this rank's key-value groups its queries, its key and its value."""
+    groups = facts.kv_heads // ranks.tensor_size
+    widths = _group_widths(facts)
+    for number, group in enumerate(parameter.unflatten(0, (groups, -1)), ranks.tensor_rank * groups):
+        for name, part, width in zip(names, group.split(widths), widths, strict=True):
+            yield Piece(name, part, 0, number * width, facts.kv_heads * width)
+
+
+def _group_widths(facts: ModelFacts) -> list[int]:
+    """Rows of the queries, the key and the value of a key-value group."""
+    return [width * facts.head_dim for width in (facts.heads // facts.kv_heads, 1, 1)]
 
 
 def own_experts(slot: Slot, ranks: Ranks) -> tuple[int, ...]:
@@ -232,38 +252,10 @@ def _split(names: tuple[str, ...], full: Tensor, facts: ModelFacts) -> Iterable[
     parts = [name.rsplit(".", 2)[1] for name in names[:3]]
     if parts == ["q_proj", "k_proj", "v_proj"]:
         groups = facts.kv_heads
-        per_group = facts.heads // groups
-        widths = [width * facts.head_dim for width in (per_group, 1, 1)]
-        return [part.flatten(0, 1) for part in full.unflatten(0, (groups, -1)).split(widths, dim=1)]
+        return [part.flatten(0, 1) for part in full.unflatten(0, (groups, -1)).split(_group_widths(facts), dim=1)]
     if full.ndim == 3:
         return [piece for expert in full for piece in expert.chunk(len(names) // len(full))]
     return full.chunk(len(names))
-
-
-class _Reader:
-    """Tensors of a checkpoint folder by name, from one safetensors file or many."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            raise ConfigError(f"{folder}: holds no *.safetensors file")
-        self._files = [safe_open(file, framework="pt", device="cpu") for file in files]
-
-    def __enter__(self) -> _Reader:
-        self._handles = [file.__enter__() for file in self._files]
-        self._where = {name: handle for handle in self._handles for name in handle.keys()}  # noqa: SIM118
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        for file in self._files:
-            file.__exit__(*error)
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._where:
-            raise ConfigError(f"{self._folder}: the checkpoint has no tensor {name}")
-        tensor: Tensor = self._where[name].get_tensor(name)
-        return tensor
 
 
 def write_checkpoint(weights: Iterable[tuple[str, Tensor]], source: Path, folder: Path, dtype: torch.dtype) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from agent_rl.config import ParallelConfig, Recompute
 from agent_rl.model_facts import ModelFacts, read_facts
+from agent_rl.train.hf_files import LoadProgress
 from agent_rl.train.layouts import shares_optimizer
 from agent_rl.train.megatron import hf
 from agent_rl.train.megatron.balancer import Balancing, ExpertBalancer
@@ -87,11 +88,12 @@ class PolicyModel:
         recompute_modules: Sequence[str] = ("core_attn",),
         load: bool = True,
         balance: Balancing | None = None,
+        progress: LoadProgress | None = None,
     ) -> PolicyModel:
         """Make the model of ``hf_folder`` on this rank (after ``init_parallel``) and load its weights.
 
-        ``load=False`` draws random weights. ``balance``: experts can be borrowed, where a pass is given plans. Raises
-        ConfigError where the folder or the layout does not fit.
+        ``load=False`` draws random weights. ``balance``: experts can be borrowed, where a pass is given plans.
+        ``progress`` grows while weights are read. Raises ConfigError where the folder or the layout does not fit.
         """
         facts, ranks = read_facts(hf_folder), current_ranks()
         config = transformer_config(facts, parallel, dtype, recompute, recompute_modules)
@@ -123,7 +125,7 @@ class PolicyModel:
             balance=balance,
         )
         if load:
-            model.load_hf(hf_folder)
+            model.load_hf(hf_folder, progress)
         return model
 
     @property
@@ -221,9 +223,10 @@ class PolicyModel:
         self._homes = dict(zip(self.facts.moe_layer_ids, homes.tolist(), strict=True))
         self.balancer.rehome({layer + 1: home for layer, home in self._homes.items()}, self.device)
 
-    def load_hf(self, folder: Path) -> None:
-        """Load the weights of a Hugging Face checkpoint. Raises ConfigError naming what is missing."""
-        hf.load_weights(self.modules, self.facts, folder, self.ranks, self._homes)
+    def load_hf(self, folder: Path, progress: LoadProgress | None = None) -> None:
+        """Load the weights of a Hugging Face checkpoint; ``progress`` grows. Raises ConfigError naming what is missing,
+        TrainerError where a file can't be read."""
+        hf.load_weights(self.modules, self.facts, folder, self.ranks, self._homes, progress or LoadProgress())
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and full tensors, on rank 0 alone; every rank must exhaust the iterator."""

@@ -1,0 +1,222 @@
+"""What each rank reads of a checkpoint: its own part, each byte once, and no tensor whole where a slice is enough."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed (the train extra)")
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from agent_rl.config import ParallelConfig
+from agent_rl.errors import ConfigError
+from agent_rl.model_facts import ModelFacts
+from agent_rl.train.hf_files import LoadProgress, expected_shapes, read_heads
+from agent_rl.train.megatron.parallel import Ranks
+
+pytestmark = pytest.mark.megatron
+
+MODEL = {
+    "model_type": "qwen3_moe", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24, "max_position_embeddings": 512, "norm_topk_prob": True, "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6, "mlp_only_layers": [1], "tie_word_embeddings": False,
+}  # fmt: skip
+LAYOUTS = (
+    ParallelConfig(),
+    ParallelConfig(world_size=8, tensor=4, expert=8),
+    ParallelConfig(world_size=8, tensor=2, pipeline=2, expert=4),
+)
+
+
+def ranks_of(layout: ParallelConfig) -> Iterator[Ranks]:
+    """Every rank's place, as Megatron counts: tensor ranks next to each other, then data ranks, then stages."""
+    stage = layout.world_size // layout.pipeline
+    data = stage // layout.tensor
+    for rank in range(layout.world_size):
+        within = rank % stage
+        yield Ranks(
+            rank, layout.world_size, within // layout.tensor, data, within % layout.tensor, layout.tensor,
+            rank // stage, layout.pipeline, 0, 1, within % layout.expert, layout.expert,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    folder: Path
+    facts: ModelFacts
+    tensors: dict[str, Tensor]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """Random bfloat16 tensors in three shards."""
+    folder, facts = tmp_path_factory.mktemp("slices"), ModelFacts.of(MODEL)
+    torch.manual_seed(0)
+    tensors = {name: torch.randn(shape).bfloat16() for name, shape in expected_shapes(facts).items()}
+    names = list(tensors)
+    for number in range(3):
+        save_file({name: tensors[name] for name in names[number::3]}, folder / f"model-{number}.safetensors")
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    return Checkpoint(folder, facts, tensors)
+
+
+def modules_of(facts: ModelFacts, ranks: Ranks) -> list[Any]:
+    """What stands for a rank's model: the parameters of its stage by Megatron's names, of this rank's sizes."""
+    tensor, hidden, dim = ranks.tensor_size, facts.hidden, facts.head_dim
+    each = facts.num_layers // ranks.pipeline_size
+    first = ranks.pipeline_rank * each
+    shapes: dict[str, tuple[int, ...]] = {}
+    if ranks.pipeline_rank == 0:
+        shapes["embedding.word_embeddings.weight"] = (facts.vocab_size // tensor, hidden)
+    for local in range(each):
+        layer = f"decoder.layers.{local}."
+        width = (facts.heads + 2 * facts.kv_heads) * dim // tensor
+        shapes[layer + "input_layernorm.weight"] = shapes[layer + "pre_mlp_layernorm.weight"] = (hidden,)
+        shapes[layer + "self_attention.q_layernorm.weight"] = (dim,)
+        shapes[layer + "self_attention.k_layernorm.weight"] = (dim,)
+        shapes[layer + "self_attention.linear_qkv.weight"] = (width, hidden)
+        shapes[layer + "self_attention.linear_proj.weight"] = (hidden, facts.q_width // tensor)
+        if facts.moe[first + local]:
+            own = facts.num_experts // ranks.expert_size
+            shapes[layer + "mlp.router.weight"] = (facts.num_experts, hidden)
+            shapes[layer + "mlp.experts.weight1"] = (own, 2 * facts.expert_inner, hidden)
+            shapes[layer + "mlp.experts.weight2"] = (own, hidden, facts.expert_inner)
+        else:
+            shapes[layer + "mlp.linear_fc1.weight"] = (2 * facts.inner // tensor, hidden)
+            shapes[layer + "mlp.linear_fc2.weight"] = (hidden, facts.inner // tensor)
+    if ranks.last_stage:
+        shapes["decoder.final_layernorm.weight"] = (hidden,)
+        shapes["output_layer.weight"] = (facts.vocab_size // tensor, hidden)
+    parameters = {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
+    layers = [SimpleNamespace(layer_number=first + local + 1) for local in range(each)]
+    return [SimpleNamespace(named_parameters=parameters.items, decoder=SimpleNamespace(layers=layers))]
+
+
+def wanted(name: str, parts: Sequence[Tensor], facts: ModelFacts, ranks: Ranks, experts: Sequence[int]) -> Tensor:
+    """The parameter, made from whole tensors."""
+    size, rank = ranks.tensor_size, ranks.tensor_rank
+    if name.endswith("weight1"):
+        return torch.stack([torch.cat((parts[2 * expert], parts[2 * expert + 1])) for expert in experts])
+    if name.endswith("weight2"):
+        return torch.stack([parts[expert] for expert in experts])
+    if name.endswith("linear_qkv.weight"):
+        grouped = [part.unflatten(0, (facts.kv_heads, -1)) for part in parts]
+        return torch.cat(grouped, dim=1).flatten(0, 1).chunk(size)[rank]
+    if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
+        return parts[0].chunk(size, dim=1)[rank]
+    if name.endswith(("norm.weight", "router.weight")):
+        return parts[0]
+    return torch.cat([part.chunk(size)[rank] for part in parts])
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
+    """File, first byte and length of every read that is made."""
+    made: list[tuple[str, int, int]] = []
+    plain = os.preadv
+
+    def preadv(file: int, buffers: Sequence[memoryview], start: int) -> int:
+        count = plain(file, buffers, start)
+        made.append((os.path.basename(os.readlink(f"/proc/self/fd/{file}")), start, count))
+        return count
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    return made
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["one rank", "TP4 EP8", "TP2 PP2 EP4"])
+def test_each_rank_reads_its_part_once(
+    checkpoint: Checkpoint, reads: list[tuple[str, int, int]], layout: ParallelConfig
+) -> None:
+    from agent_rl.train.megatron.hf import load_weights, own_experts, slots
+
+    facts, sizes = checkpoint.facts, {file.name: file.stat().st_size for file in checkpoint.folder.iterdir()}
+    by_any = {name: np.zeros(size, bool) for name, size in sizes.items()}
+    for ranks in ranks_of(layout):
+        reads.clear()
+        modules, progress = modules_of(facts, ranks), LoadProgress()
+        load_weights(modules, facts, checkpoint.folder, ranks, {}, progress)
+        held = dict(modules[0].named_parameters())
+        for slot, name in zip(slots(modules, facts, {}), held, strict=True):
+            parts = [checkpoint.tensors[part] for part in slot.names]
+            expected = wanted(name, parts, facts, ranks, own_experts(slot, ranks)).float()
+            assert torch.equal(held[name], expected), f"rank {ranks.rank}: {name}"
+        own = {name: np.zeros(size, bool) for name, size in sizes.items()}
+        for file, start, count in reads:
+            assert not own[file][start : start + count].any(), "read twice"
+            own[file][start : start + count] = by_any[file][start : start + count] = True
+        needed = 2 * sum(parameter.numel() for parameter in held.values())
+        assert sum(int(part.sum()) for part in own.values()) == needed == progress.needed == progress.read
+    assert sum(int(part.sum()) for part in by_any.values()) == sum(part.nbytes for part in checkpoint.tensors.values())
+
+
+def test_experts_that_moved_are_read_where_they_live(checkpoint: Checkpoint) -> None:
+    from agent_rl.train.megatron.hf import load_weights
+
+    (_, ranks) = ranks_of(ParallelConfig(world_size=2, expert=2))
+    modules, homes = modules_of(checkpoint.facts, ranks), {2: (0, 2, 4, 6, 7, 5, 3, 1)}
+    load_weights(modules, checkpoint.facts, checkpoint.folder, ranks, homes, LoadProgress())
+    held = dict(modules[0].named_parameters())["decoder.layers.2.mlp.experts.weight2"]
+    names = [f"model.layers.2.mlp.experts.{expert}.down_proj.weight" for expert in (7, 5, 3, 1)]
+    assert torch.equal(held, torch.stack([checkpoint.tensors[name] for name in names]).float())
+
+
+def test_one_block_of_host_memory_is_used(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    from agent_rl.train.megatron import slices
+    from agent_rl.train.megatron.hf import load_weights
+
+    (ranks,) = ranks_of(ParallelConfig())
+    monkeypatch.setattr(slices, "BLOCK_BYTES", 100)  # less than two rows of hidden 32
+    rooms: list[int] = []
+    plain = slices.SliceReader._room
+
+    def room(self: Any, size: int) -> Tensor:
+        rooms.append(size)
+        return plain(self, size)
+
+    monkeypatch.setattr(slices.SliceReader, "_room", room)
+    modules = modules_of(checkpoint.facts, ranks)
+    load_weights(modules, checkpoint.facts, checkpoint.folder, ranks, {}, LoadProgress())
+    assert max(rooms) == 2 * 128, "one row of the widest tensor, where a block is narrower"
+    held = dict(modules[0].named_parameters())
+    assert torch.equal(held["output_layer.weight"], checkpoint.tensors["lm_head.weight"].float())
+
+
+def test_nothing_is_read_of_a_checkpoint_that_does_not_fit(
+    checkpoint: Checkpoint, reads: list[tuple[str, int, int]], tmp_path: Path
+) -> None:
+    from agent_rl.train.megatron.hf import load_weights
+
+    (ranks,) = ranks_of(ParallelConfig())
+    narrow = checkpoint.tensors | {"model.layers.3.mlp.gate.weight": torch.zeros(4, 32)}
+    save_file(narrow, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"3\.mlp\.gate\.weight gives \(4, 32\), the config says \(8, 32\)$"):
+        load_weights(modules_of(checkpoint.facts, ranks), checkpoint.facts, tmp_path, ranks, {}, LoadProgress())
+    assert not reads
+
+
+def test_files_that_are_no_checkpoint_are_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    with pytest.raises(ConfigError, match=r"holds no \*\.safetensors file$"):
+        read_heads(tmp_path)
+    save_file({"a": torch.zeros(8)}, file)
+    file.write_bytes(file.read_bytes()[:-4])
+    with pytest.raises(ConfigError, match=r"it is cut short: \d+ bytes, and its head names \d+$"):
+        read_heads(tmp_path)
+    save_file({"a": torch.zeros(8, dtype=torch.int8)}, file)
+    with pytest.raises(ConfigError, match=r"a is I8; F64, F32, F16, BF16 are read$"):
+        read_heads(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(ConfigError, match="no index of a checkpoint"):
+        read_heads(tmp_path)
