@@ -137,7 +137,8 @@ def _grid(piece: Piece, entry: Entry) -> _Grid:
 
 def _read_rows(file: int, block: Tensor, grid: _Grid, row: int) -> None:
     """As many rows as ``block`` holds, from ``row`` on."""
-    view: Any = memoryview(block.numpy())
+    bytes_: Any = block.numpy()
+    view = memoryview(bytes_)
     start = grid.start + row * grid.pitch
     if grid.width == grid.pitch:
         _read(file, view, start)
