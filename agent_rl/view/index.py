@@ -136,24 +136,31 @@ def evaluation_key(n: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """What is filed: its step, what the names of its files begin with, and a stamp that changes when they do."""
+    """What is filed: its step, its folder, what the names of its files begin with, and a stamp that changes when they
+    do."""
 
     step: int
-    stem: Path
+    folder: Path
+    name: str
     stamp: str
+
+    @property
+    def stem(self) -> Path:
+        return self.folder / self.name
 
 
 def _filed(folder: Path) -> dict[str, _Files]:
     """Everything that is filed in ``folder`` by its name ``n``, steps first."""
-    stamps = _stamps(folder / FOLDER)
+    trajectories = folder / FOLDER
+    stamps = _stamps(trajectories)
     steps = sorted((step, name) for name in stamps if (step := _number(name)) is not None)
-    found = {str(step): _Files(step, folder / FOLDER / name, stamps[name]) for step, name in steps}
+    found = {str(step): _Files(step, trajectories, name, stamps[name]) for step, name in steps}
     for name, stamp in sorted(_stamps(folder / EVALUATIONS).items()):
         _, digits, decoding = (*name.split("-", 2), "", "")[:3]
         if digits.isdecimal() and decoding:
-            found[f"eval-{int(digits)}-{decoding}"] = _Files(int(digits), folder / EVALUATIONS / name, stamp)
+            found[f"eval-{int(digits)}-{decoding}"] = _Files(int(digits), folder / EVALUATIONS, name, stamp)
     if file_stamp(folder / RESULTS):
-        found[EVAL] = _Files(0, folder / EVAL, "-".join(file_stamp(folder / name) for name in (RESULTS, REPORT)))
+        found[EVAL] = _Files(0, folder, EVAL, "-".join(file_stamp(folder / name) for name in (RESULTS, REPORT)))
     return found
 
 

@@ -110,7 +110,8 @@ class Resources:
         run = self._runs[int(number)]
         if not run.index.folder.is_dir():
             raise Absent(f"{run.index.folder}: it is gone")
-        run.index.refresh()
+        if name not in ("metrics", "live"):  # these are made of no trajectories
+            run.index.refresh()
         if (whole := self._whole.get(name)) is not None and not rest:
             return whole(run, query)
         if (single := self._single.get(name)) is not None and rest:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +32,12 @@ def overview(index: Index) -> Answer:
     """One line of the list of runs."""
     index.refresh()
     folder, notes = index.folder, list[str]()
-    kind, rows = _kind(index), _rows(folder, notes)
-    steps = int(rows[-1]["step"]) if rows else 0
-    total = _mapping(_config(folder, notes).get("train")).get("steps") if kind == "train" else None
-    evaluations, guard = _evaluations(index, notes), _events(folder, notes)
+    return _line(index, _config(folder, notes), _evaluations(index, notes), _events(folder, notes))
+
+
+def _line(index: Index, config: Mapping[str, Any], evaluations: Sequence[Answer], guard: Sequence[Answer]) -> Answer:
+    folder, kind, steps = index.folder, _kind(index), _last_step(index.folder)
+    total = _mapping(config.get("train")).get("steps") if kind == "train" else None
     last = evaluations[-1] if evaluations else None
     return {
         "name": folder.resolve().name,
@@ -52,6 +56,7 @@ def run(index: Index) -> Answer:
     folder, notes = index.folder, list[str]()
     config, state = _config(folder, notes), _json(folder / "state.json", notes)
     summary, formats = _json(folder / "summary.json", notes), _formats(index)
+    evaluations, guard = _evaluations(index, notes), _events(folder, notes)
     shelves = index.shelves.values()
     if not (folder / "tokenizer.json").is_file() and formats:
         notes.append("the run's folder has no tokenizer.json: tokens are shown as numbers")
@@ -61,15 +66,15 @@ def run(index: Index) -> Answer:
         notes.append("infrastructure failures only: no trajectory was graded")
     notes += [note for shelf in shelves for note in shelf.notes]
     return {
-        **overview(index),
+        **_line(index, config, evaluations, guard),
         "model": str(config["model"]) if "model" in config else None,
         "config": config,
         "facts": {"group_size": _mapping(config.get("rollout")).get("group_size"), **layout_of(index)},
         "format": min(formats, default=None),
         "filed": list(index.shelves),
-        "detail": [shelf.n for shelf in shelves if any(gap is not None for gap in shelf.columns["worst_gap"])],
-        "evaluations": _evaluations(index, notes),
-        "guard": [{name: event.get(name) for name in ("step", "event", "text")} for event in _events(folder, notes)],
+        "detail": [shelf.n for shelf in shelves if shelf.columns["worst_gap"].count(None) < len(shelf)],
+        "evaluations": evaluations,
+        "guard": [{name: event.get(name) for name in ("step", "event", "text")} for event in guard],
         "resumes": state.get("resumes", []),
         "summary": summary or None,
         "notes": list(dict.fromkeys(notes)),
@@ -79,12 +84,12 @@ def run(index: Index) -> Answer:
 def metrics(folder: Path) -> Answer:
     """All steps' metrics, column by column."""
     notes: list[str] = []
-    rows = _rows(folder, notes)
+    rows = _by_step(folder / "metrics.jsonl", notes)
     if not rows and not notes:
         notes = ["no step has ended yet"]
-    names = list(dict.fromkeys(name for row in rows for name in row if name not in ("step", "time/ended")))
+    names = [name for name in dict.fromkeys(chain.from_iterable(rows)) if name not in ("step", "time/ended")]
     columns = {name: [row.get(name) for row in rows] for name in names}
-    for name in names:
+    for name in (name for name in names if None in columns[name]):
         if missing := [int(row["step"]) for row in rows if name in row and row[name] is None]:
             notes.append(f"{name}: not a number in step {', '.join(map(str, missing[:5]))}")
     return {
@@ -141,7 +146,7 @@ def _kind(index: Index) -> str:
     return "rollout" if index.shelves else "empty"
 
 
-def _state(folder: Path, kind: str, steps: int, total: int | None, guard: list[Answer]) -> str:
+def _state(folder: Path, kind: str, steps: int, total: int | None, guard: Sequence[Answer]) -> str:
     if _held(folder):
         return "running"
     if kind == "empty":
@@ -230,8 +235,13 @@ def _cumulated(rows: list[dict[str, Any]]) -> list[float]:
     return sums
 
 
-def _rows(folder: Path, notes: list[str]) -> list[Answer]:
-    return _by_step(folder / "metrics.jsonl", notes)
+def _last_step(folder: Path) -> int:
+    """The step of the last row of metrics that can be read; 0 without one. A list of runs reads no other row."""
+    with contextlib.suppress(OSError):
+        for line in reversed((folder / "metrics.jsonl").read_bytes().splitlines()):
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                return int(orjson.loads(line)["step"])
+    return 0
 
 
 def _events(folder: Path, notes: list[str]) -> list[Answer]:
@@ -244,7 +254,8 @@ def _by_step(path: Path, notes: list[str]) -> list[Answer]:
     try:
         for line in path.read_bytes().splitlines():
             row = orjson.loads(line)
-            rows.append({**row, "step": int(row["step"])})
+            row["step"] = int(row["step"])
+            rows.append(row)
     except (ValueError, KeyError, TypeError):
         notes.append(f"{path.name}, line {len(rows) + 1}: damaged; shown up to there")
     except OSError:

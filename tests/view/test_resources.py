@@ -36,6 +36,7 @@ from agent_rl.types import (
     StopReason,
     Verdict,
 )
+from agent_rl.view.index import Index
 from agent_rl.view.resources import Resources
 from tests.trajectories import trajectory
 
@@ -68,6 +69,22 @@ def test_a_run_is_told_as_a_whole(run: Path) -> None:
     assert found["facts"] == {"group_size": 2, "moe_layers": LAYERS, "num_experts": EXPERTS, "top_k": 2}
     (line,) = json.loads(Resources([run]).body("runs"))["runs"]
     assert (line["name"], line["pass_at_1"], line["guard"]) == ("demo", [0.5, 0.1, 0.9], 0)
+
+
+def test_metrics_are_read_without_a_look_at_the_trajectories(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look takes 10 ms for 1,000 steps, and the curves wait for it."""
+    looks = list[Path]()
+    monkeypatch.setattr(Index, "refresh", lambda index: looks.append(index.folder))
+    resources = Resources([run])
+    for path, count in (("0/metrics", 0), ("0/live", 0), ("runs", 1), ("0/run", 2)):
+        resources.read(path)
+        assert len(looks) == count
+
+
+def test_a_row_of_metrics_that_is_being_written_is_no_step_yet(run: Path) -> None:
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 3, "rew')
+    assert Resources([run]).read("runs")["runs"][0]["steps"] == read(run, "run")["steps"] == 2
 
 
 def test_metrics_are_columns(run: Path) -> None:
@@ -241,13 +258,16 @@ def test_a_resumed_run_forgets_and_finds_again(run: Path) -> None:
     assert resources.read("0/t/2-0")["error"] == ""
 
 
-@pytest.mark.parametrize("kind", ["without routes", "dense"])
-def test_a_run_without_routes_says_so(run: Path, kind: str) -> None:
+def test_a_run_without_routes_says_so(run: Path) -> None:
+    """A dense model's is filed alike: it has no routes, and no layers that could differ."""
     for step in (1, 2):
         write_step(run, step, routes=False)
     assert error(run, "routes/1-0") == "absent: 1-0: its routes were not kept"
     assert any("no loads were kept" in note for note in read(run, "loads/1")["notes"])
     assert read(run, "run")["facts"]["moe_layers"] is None
+    seen = read(run, "t/1-0")["branches"][0]["detail"]
+    assert len(seen["native_gap"]) == 7
+    assert (seen["differs"], seen["native_differs"]) == (None, None)
 
 
 def test_a_run_without_detail_says_so(run: Path) -> None:

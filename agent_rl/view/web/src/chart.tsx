@@ -30,6 +30,8 @@ export interface ChartProps {
 }
 
 const HEIGHT = 170;
+/** Of a curve's line. */
+const WIDTH = 1.5;
 const FONT = "11px sans-serif";
 /** Distances between the marks of an axis that counts. */
 const WHOLE = [1, 2, 5].flatMap((one) => [0, 1, 2, 3, 4, 5].map((power) => one * 10 ** power)).sort((a, b) => a - b);
@@ -132,7 +134,7 @@ function draw(place: HTMLElement, width: number, props: ChartProps, onCursor: (i
   const { ink, line } = colours.value;
   const axis = { stroke: ink, grid: { stroke: line, width: 1 }, ticks: { stroke: line, width: 1 }, font: FONT };
   const series = props.lines.flatMap((line): uPlot.Series[] => [
-    { stroke: line.colour, width: 1.5, spanGaps: true, points: { size: 4, show: line.x.length < 60 }, paths: line.low ? joined : curve },
+    { stroke: line.colour, width: WIDTH, spanGaps: true, points: { size: 4, show: line.x.length < 60 }, paths: line.low ? joined : curve(line.colour) },
     ...columnsOf(line).slice(1).map((): uPlot.Series => ({ width: 0, points: { show: false } })),
   ]);
   const places = starts(props.lines);
@@ -143,6 +145,7 @@ function draw(place: HTMLElement, width: number, props: ChartProps, onCursor: (i
     width,
     height: HEIGHT,
     legend: { show: false },
+    fmtDate: () => String, // no axis is of dates; else each chart would take up 15 templates of them
     cursor: { drag: { x: true, y: false } },
     scales: { x: { time: false, range: (_, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) } },
     axes: [
@@ -153,29 +156,49 @@ function draw(place: HTMLElement, width: number, props: ChartProps, onCursor: (i
     bands,
     hooks: { setCursor: [(u) => onCursor(u.cursor.idx)], draw: [(u) => drawMarks(u, props.lines)] },
   };
-  return new uPlot(options, table(props.lines), place);
+  return new uPlot(options, table(props.lines), (plot, init) => {
+    plot.batch(init); // draws it. In the page, a canvas has all styles worked out before it draws a text
+    place.append(plot.root);
+  });
 }
 
 const joined = uPlot.paths.linear!();
 
 /** All points joined by lines. Where there are several a pixel, each column of pixels is filled from the least to the
- * most of its points instead, which looks the same: without a GPU, a thousand joined lines take 5 ms to draw. */
-function curve(plot: uPlot, series: number, from: number, to: number): uPlot.Series.Paths | null {
-  if (to - from < 2 * plot.bbox.width) return joined(plot, series, from, to);
-  const stroke = new Path2D();
-  const line = (x: number, y: number, toX: number, toY: number) => {
-    stroke.moveTo(x, y);
-    stroke.lineTo(toX, toY);
+ * most of its points instead, which looks the same: without a GPU, a thousand joined lines take many times as long. */
+function curve(colour: string): uPlot.Series.PathBuilder {
+  return (plot, series, from, to) => {
+    if (to - from < 2 * plot.bbox.width) return joined(plot, series, from, to);
+    const { ctx, bbox } = plot;
+    ctx.save();
+    ctx.fillStyle = ctx.strokeStyle = colour;
+    ctx.lineWidth = WIDTH * devicePixelRatio;
+    ctx.beginPath();
+    ctx.rect(bbox.left, bbox.top, bbox.width + ctx.lineWidth, bbox.height + ctx.lineWidth);
+    ctx.clip();
+    fillColumns(plot, series, from, to);
+    ctx.restore();
+    return null; // there is no path to draw, and this is called again whenever the chart is drawn
   };
+}
+
+function fillColumns(plot: uPlot, series: number, from: number, to: number): void {
+  const { ctx } = plot;
+  const width = ctx.lineWidth;
   let [column, last, least, most] = [NaN, NaN, NaN, NaN];
+  const fill = () => ctx.fillRect(column, least, width, most - least + width);
+  ctx.beginPath();
   for (let i = from; i <= to; i++) {
     const value = plot.data[series][i];
     if (value == null) continue;
     const x = Math.round(plot.valToPos(plot.data[0][i], "x", true));
     const y = plot.valToPos(value, "y", true);
     if (x !== column) {
-      line(column, least - 0.5, column, most + 0.5);
-      if (x > column + 1) line(column, last, x, y);
+      fill();
+      if (x > column + 1) {
+        ctx.moveTo(column, last); // over a gap
+        ctx.lineTo(x, y);
+      }
       least = most = x === column + 1 ? last : y;
       column = x;
     }
@@ -183,8 +206,8 @@ function curve(plot: uPlot, series: number, from: number, to: number): uPlot.Ser
     most = Math.max(most, y);
     last = y;
   }
-  line(column, least - 0.5, column, most + 0.5);
-  return { stroke };
+  fill();
+  ctx.stroke();
 }
 
 /** A dashed line where a run was resumed or its guard spoke, with the word beside it. */

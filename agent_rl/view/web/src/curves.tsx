@@ -158,13 +158,13 @@ function places({ metrics }: Read, axis: Axis): number[] {
 
 function lineOf(read: Read, name: string, axis: Axis): Line {
   const { columns } = read.metrics!;
-  const x = places(read, axis);
-  const known = Array.from(x.keys()).filter((row) => !Number.isNaN(x[row]));
-  const y = known.map((row) => columns[name][row]);
-  const line: Line = { name: read.line.name, colour: colourOf(read.line.run), x: known.map((row) => x[row]), y, marks: marksOf(read, axis) };
-  const counts = columns["rollout/trajectories"];
-  if (name !== "reward/pass_rate" || !counts) return line;
-  const intervals = known.map((row) => wilson(columns[name][row], counts[row]));
+  const place = places(read, axis);
+  const known = <T,>(values: T[]) => values.filter((_, row) => !Number.isNaN(place[row]));
+  const [x, y] = [known(place), known(columns[name])];
+  const line: Line = { name: read.line.name, colour: colourOf(read.line.run), x, y, marks: marksOf(read, axis) };
+  if (name !== "reward/pass_rate" || !columns["rollout/trajectories"]) return line;
+  const counts = known(columns["rollout/trajectories"]);
+  const intervals = y.map((rate, row) => wilson(rate, counts[row]));
   return { ...line, low: intervals.map(([low]) => low), high: intervals.map(([, high]) => high) };
 }
 

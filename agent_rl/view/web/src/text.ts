@@ -19,10 +19,12 @@ export function oneLine(text: string): string {
   return visible(text).replaceAll("\n", "⏎").replaceAll("\t", "⇥");
 }
 
+const whole = new Intl.NumberFormat("en");
+
 export function number(value: number | null | undefined, digits = 4): string {
   if (value == null) return "–";
   if (!Number.isFinite(value)) return String(value);
-  if (Number.isInteger(value) && Math.abs(value) < 1e9) return value.toLocaleString("en");
+  if (Number.isInteger(value) && Math.abs(value) < 1e9) return whole.format(value);
   const size = Math.abs(value);
   return size >= 1e6 || size < 1e-3 ? value.toExponential(2) : String(Number(value.toPrecision(digits)));
 }
@@ -41,5 +43,5 @@ export function seconds(value: number | null | undefined): string {
 
 /** `count` and its noun: "1 turn", "2 turns". */
 export function plural(count: number, noun: string): string {
-  return `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
+  return `${whole.format(count)} ${noun}${count === 1 ? "" : "s"}`;
 }

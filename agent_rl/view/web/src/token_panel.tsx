@@ -47,7 +47,9 @@ function Values({ tokens, token }: { tokens: BranchTokens; token: number }) {
   return (
     <dl class="facts tall">
       <Fact name="id">{tokens.ids[token]}</Fact>
-      <Fact name="sampled">{sampled ? "yes" : "no"}</Fact>
+      <Fact name="sampled">
+        <span data-value="sampled">{sampled ? "yes" : "no"}</span>
+      </Fact>
       {sampled && (
         <>
           <Fact name="engine log-prob">
@@ -60,7 +62,9 @@ function Values({ tokens, token }: { tokens: BranchTokens; token: number }) {
             <span data-value="native_gap">{value(at(tokens.nativeGap))}</span>
           </Fact>
           <Fact name="entropy">{value(at(tokens.entropy))}</Fact>
-          <Fact name="weights">{tokens.versions[tokens.version[token] - 1] ?? "–"}</Fact>
+          <Fact name="weights">
+            <span data-value="version">{tokens.versions[tokens.version[token] - 1] ?? "–"}</span>
+          </Fact>
           <Fact name="advantage">{value(at(tokens.advantage))}</Fact>
           <Fact name="flags">{tokens.flags ? flagNames(tokens.flags[token]) : "–"}</Fact>
         </>
