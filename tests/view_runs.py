@@ -46,12 +46,14 @@ def episode(number: int, *, routes: bool = True) -> Trajectory:
     )  # fmt: skip
 
 
-def detail(seed: int) -> TokenDetail:
-    """Of an episode's 14 tokens; gaps grow with ``seed``."""
+def detail(seed: int, *, routes: bool = True) -> TokenDetail:
+    """Of an episode's 14 tokens; gaps grow with ``seed``. Without routes nobody knows what layers differ in."""
     random = np.random.default_rng(100 + seed)
     bits = np.packbits(random.random((14, LAYERS)) < 0.1, axis=1)
     gaps = random.normal(0, 0.1 + seed, (2, 7)).astype(np.float32)
     entropy, flags = random.random(7).astype(np.float16), random.integers(0, 8, 7).astype(np.uint8)
+    if not routes:
+        return TokenDetail(gaps[0], gaps[1], entropy, flags, 0, None, None)
     return TokenDetail(gaps[0], gaps[1], entropy, flags, LAYERS, np.zeros_like(bits), bits)
 
 
@@ -60,7 +62,7 @@ def write_step(folder: Path, step: int, *, routes: bool = True, details: bool = 
     groups = [Group(f"task-{at}", tuple(episode(2 * at + n, routes=routes) for n in (0, 1))) for at in range(GROUPS)]
     fates = [Fate.TRAINED, Fate.TRAINED, Fate.UNIFORM, Fate.UNIFORM, Fate.DISCARDED, Fate.DISCARDED]
     verdicts = [Verdict(fate, 0.5 if fate is Fate.TRAINED else None) for fate in fates]
-    kept = {(number, 0): detail(number) for number in (0, 1)} if details else None
+    kept = {(number, 0): detail(number, routes=routes) for number in (0, 1)} if details else None
     write_trajectories(folder, step, groups, verdicts=verdicts, details=kept)
 
 

@@ -19,6 +19,7 @@ from agent_rl.rollout.records import (
     arrays_path,
     messages_of,
     read_trajectories,
+    rows_path,
     step_stem,
     steps_on_disk,
     write_trajectories,
@@ -229,3 +230,9 @@ def test_every_branch_is_kept(groups: tuple[Group, ...], tmp_path: Path) -> None
 
 
 DETAIL = TokenDetail(np.array([-0.5], np.float32), None, None, np.zeros(1, np.uint8), 0, None, None)
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_rows_take_a_tenth_of_what_format_2_took(tmp_path: Path, step: int) -> None:
+    path = write_trajectories(tmp_path, step, read_trajectories(CAPTURED, step))
+    assert path.stat().st_size <= 0.1 * rows_path(step_stem(CAPTURED, step)).stat().st_size

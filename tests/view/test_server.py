@@ -36,6 +36,10 @@ def test_the_page_and_its_resources(served: Served) -> None:
     assert absent.json()["error"]["kind"] == "unknown"
 
 
+def test_the_built_files_are_small() -> None:
+    assert sum(path.stat().st_size for path in server.STATIC.iterdir()) <= 160_000
+
+
 @pytest.mark.parametrize("path", ["/", "/app.js", "/api/runs", "/api/changes"])
 def test_a_request_that_names_another_host_is_refused(served: Served, path: str) -> None:
     """Else a page from elsewhere whose name resolves to this machine could read the run."""
