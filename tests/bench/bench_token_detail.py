@@ -1,30 +1,40 @@
-"""A training step with ``observe.token_detail`` over one without, and the bytes it keeps. Goals: 1.01; 10 bytes a
-sampled token and 2 bytes a token.
+"""What ``observe.token_detail`` costs a training step, and the bytes it keeps. Goals: 1 % of a step; 10 bytes a sampled
+token and 2 bytes a token.
 
-Run: ``OMP_NUM_THREADS=1 python tests/bench/bench_token_detail.py [--rounds 12] [--tokens 8192] [--device cuda]``
+Run: ``OMP_NUM_THREADS=1 python tests/bench/bench_token_detail.py [--rounds 100] [--tokens 8192] [--device cuda]``
 
 A step is a rank's whole share (old log-probs, the pass without replay, the update) of trajectories of 512 tokens, a
 quarter of them sampled, at the size of the quickstart's model, with the routes of a model whose weights differ a
-little; then the driver's counting; with detail also putting it together by sample and writing its file. Both kinds take
-turns in random order; the ratio is the median over rounds, with a 95 % bootstrap interval. The driver's part
-of detail is timed besides, as its share of a step without: it is what the ratio's noise would hide.
+little; then the driver's counting; with detail also putting it together by sample and writing its file. It is measured
+in two ways:
+
+- directly: what detail adds is run again and again on what one step gave it. That is, on the rank: the loss function
+  with detail less the same without, the tensors put together, and their way to the driver (pickled and read again); on
+  the driver: its part of a step with detail less that without. Processor time (on a GPU wall time), as shares of a step
+  without.
+- as a whole: steps with and without take turns in random order. Its interval holds whatever else could become slower,
+  and all noise of two steps.
+
+Both are medians over rounds with a 95 % bootstrap interval.
 """
 
 from __future__ import annotations
 
+import pickle
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
-from one_rank import QUICKSTART, arguments, interleaved, median, one_rank, policy, ratio
+from one_rank import QUICKSTART, Ratio, arguments, interleaved, median, one_rank, policy, ratio
 
 from agent_rl.config import RunConfig
-from agent_rl.rollout.token_details import details_path, write_details
+from agent_rl.rollout.token_details import details_path, worst, write_details
 from agent_rl.train.batching.mini_steps import split_step
 from agent_rl.train.orders import OptimizerSpec, StepOrder
 from agent_rl.train.route_shares import RankInfo, count_all_differing, cut
@@ -88,6 +98,8 @@ class Step:
         count_all_differing(self.samples, self.batches, self.infos, [differs], *(part.take for part in bits))
         details = token_details(self.samples, self.batches, {0: report}, *bits)
         write_details(self.stem, {(number, 0): own for number, own in details.items()}, [self.group])
+        for own in details.values():  # for the index of trajectories
+            worst(own.gap), worst(own.native_gap)
 
 
 def _trajectory(sample: Sample) -> Trajectory:
@@ -97,17 +109,76 @@ def _trajectory(sample: Sample) -> Trajectory:
     )  # fmt: skip
 
 
-def spent(call: Callable[[], None], times: int = 20) -> float:
-    """Seconds of processor time that a call takes."""
-    started = time.process_time()
-    for _ in range(times):
-        call()
-    return (time.process_time() - started) / times
+class Added:
+    """What detail adds to a rank's share of a step, on what a step gave it."""
+
+    def __init__(self, step: Step) -> None:
+        self._losses: list[tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]] = []
+        with self._recording(), patch("agent_rl.train.step._sampled_tokens", wraps=_sampled_tokens()) as gathered:
+            step(True)
+        self._gathered, self._sampled = gathered.call_args.args, step.answer[0].sampled
+
+    def loss(self, detail: bool) -> None:
+        """The loss of every micro-batch."""
+        for plain, detailed, args in self._losses:
+            (detailed if detail else plain)(*args)
+
+    def gather(self) -> None:
+        """One array of all micro-batches, and its way to the driver."""
+        _sampled_tokens()(*self._gathered)
+        pickle.loads(pickle.dumps(self._sampled, protocol=5))
+
+    @contextmanager
+    def _recording(self) -> Iterator[None]:
+        """While it lasts, the arguments of every call of a loss function are kept."""
+        from agent_rl.train.step import grpo_loss
+
+        def recorded(config: Any, share: Any, *, detail: bool) -> Callable[..., Any]:
+            both = tuple(grpo_loss(config, share, detail=with_it) for with_it in (False, True))
+
+            def loss(*args: Any) -> Any:
+                self._losses.append((*both, args))
+                return both[detail](*args)
+
+            return loss
+
+        with patch("agent_rl.train.step.grpo_loss", recorded):
+            yield
+
+
+def _sampled_tokens() -> Callable[..., Any]:
+    from agent_rl.train import step
+
+    return step._sampled_tokens
+
+
+TIMES = 20
+
+
+def repeated(call: Callable[..., None], *args: bool) -> None:
+    for _ in range(TIMES):
+        call(*args)
+
+
+def added(step: Step, device: torch.device, rounds: int, clock: str, whole: float) -> dict[str, Ratio]:
+    """What detail adds on the rank, on the driver and in all, as shares of a step of ``whole`` seconds without."""
+    own = Added(step)
+    calls = {
+        "loss": partial(repeated, own.loss, True), "plain loss": partial(repeated, own.loss, False),
+        "gather": partial(repeated, own.gather),
+        "drive": partial(repeated, step.drive, True), "plain drive": partial(repeated, step.drive, False),
+    }  # fmt: skip
+    times = interleaved(calls, device, rounds=rounds)
+    spent = {name: np.array([getattr(one, clock) for one in times[name]]) / TIMES / whole for name in calls}
+    rank = spent["loss"] - spent["plain loss"] + spent["gather"]
+    driver = spent["drive"] - spent["plain drive"]
+    parts = {"rank": rank, "driver": driver, "both": rank + driver}
+    return {name: Ratio.of(part.tolist()) for name, part in parts.items()}
 
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--tokens", type=int, default=8192)
     options = parser.parse_args()
     with one_rank(options.device) as device, tempfile.TemporaryDirectory() as folder:
@@ -115,15 +186,14 @@ def main() -> None:
         step = Step(model, samples_of(model, options.tokens // LENGTH), options.device, Path(folder))
         calls = {"without": partial(step, False), "with": partial(step, True)}
         times = interleaved(calls, device, rounds=options.rounds)
-        found = {clock: ratio(times, "with", "without", clock) for clock in ("processor", "wall")}
-        whole = median(times["without"], "processor")
-        step(True)
-        more = spent(partial(step.drive, True)) - spent(partial(step.drive, False))
+        clock = "processor" if options.device == "cpu" else "wall"
+        whole = median(times["without"], clock)
+        parts = added(step, device, options.rounds, clock, whole)
         print(f"threads {torch.get_num_threads()}, rounds {options.rounds}, on {options.device}")
-        print(
-            f"{options.tokens} tokens: detail over none: processor time {found['processor']} (goal <= 1.01), wall "
-            f"{found['wall']}; a step {whole:.2f} s; the driver's part of detail {more / whole:.2%} of it"
-        )
+        print(f"{options.tokens} tokens, a step of {whole:.2f} s ({clock} time); detail adds (goal: at most 1 %)")
+        print("directly: " + ", ".join(f"{name} {part.percent()}" for name, part in parts.items()))
+        for clock in ("processor", "wall"):
+            print(f"as a whole, {clock} time of a step with over one without: {ratio(times, 'with', 'without', clock)}")
         size, sampled = details_path(step.stem).stat().st_size, sum(int(s.loss_mask.sum()) for s in step.samples)
         print(f"{size} bytes; the goal allows {10 * sampled + 2 * options.tokens}")
 

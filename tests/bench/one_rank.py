@@ -119,22 +119,28 @@ def interleaved(
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """The median over rounds of one call's time over another's, and a 95 % bootstrap interval of that median."""
+    """The median of one figure a round, and a 95 % bootstrap interval of that median."""
 
     median: float
     low: float
     high: float
 
+    @staticmethod
+    def of(rounds: Sequence[float]) -> Ratio:
+        draw = random.Random(0)
+        medians = sorted(statistics.median(draw.choices(rounds, k=len(rounds))) for _ in range(2000))
+        return Ratio(statistics.median(rounds), medians[50], medians[-51])
+
     def __str__(self) -> str:
         return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+    def percent(self) -> str:
+        return f"{self.median:.3%} [{self.low:.3%}, {self.high:.3%}]"
 
 
 def ratio(times: Mapping[str, Sequence[Times]], over: str, under: str, clock: str) -> Ratio:
     """``over``'s time by ``under``'s, round by round; ``clock`` is ``wall`` or ``processor``."""
-    rounds = [getattr(a, clock) / getattr(b, clock) for a, b in zip(times[over], times[under], strict=True)]
-    draw = random.Random(0)
-    medians = sorted(statistics.median(draw.choices(rounds, k=len(rounds))) for _ in range(2000))
-    return Ratio(statistics.median(rounds), medians[50], medians[-51])
+    return Ratio.of([getattr(a, clock) / getattr(b, clock) for a, b in zip(times[over], times[under], strict=True)])
 
 
 def median(times: Sequence[Times], clock: str) -> float:
