@@ -43,7 +43,7 @@ def cost(device: torch.device, rounds: int) -> None:
     """Print the ratios of a step's time and what is held."""
     from agent_rl.train.reference import Reference
 
-    _, model = policy(device, **QUICKSTART)
+    _, model = policy(device, QUICKSTART)
     reference = Reference(model)
     lengths = torch.randint(200, 300, (33,)).tolist()
     batch = PackedBatch.from_sequences([torch.randint(0, QUICKSTART["vocab_size"], (length,)) for length in lengths])
@@ -137,7 +137,7 @@ def main() -> None:
             kl_by_routes(chosen.model, device)
             return
         with tempfile.TemporaryDirectory() as parent:
-            random, _ = policy(device, **QUICKSTART, initializer_range=0.1)
+            random, _ = policy(device, {**QUICKSTART, "initializer_range": 0.1})
             random.cpu().save_pretrained(parent)
             kl_by_routes(Path(parent), device)
 

@@ -4,7 +4,11 @@
 
 - ``rows_ratio``: rows received over rows needed (goal: exactly 1.0);
 - ``wire_over_floor``: bytes of the answers over the int32 bytes of the rows needed (base64 alone is 4/3);
-- ``naive_over_ours``: rows that asking for the whole prefix every turn would have moved, over the rows moved.
+- ``naive_over_ours``: rows that asking for the whole prefix every turn would have moved, over the rows moved;
+- ``wire_bytes_per_token``, ``memory_bytes_per_token``, ``disk_bytes_per_token``: of the answers (log-probs and JSON
+  included), of the routes in memory, and of their archive.
+
+``--shape paper --layers 48`` has Qwen3-30B-A3B's routes: 48 layers of top-8 of 128.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import argparse
 import asyncio
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,9 +25,10 @@ import numpy as np
 from agent_rl.config import EngineConfig
 from agent_rl.engine.open import open_engine
 from agent_rl.engine.sglang import SGLangEngine
-from agent_rl.model.init import TinyMoe, initial_weights, save_checkpoint
+from agent_rl.model.init import SHAPES, initial_weights, save_checkpoint
 from agent_rl.model_facts import read_facts
 from agent_rl.types import SamplingParams
+from r3 import archive
 from r3.routing import validate
 from r3.stitch import RouteStitcher
 
@@ -53,7 +59,9 @@ async def converse(engine: SGLangEngine, turns: int, sampled: int, observed: int
         "wire_bytes": wire,
         "wire_over_floor": wire / (needed * layout.wire_bytes_per_row),
         "naive_over_ours": naive / received,
-        "stored_bytes_per_token": routing.experts.nbytes / len(tokens),
+        "wire_bytes_per_token": wire / len(tokens),
+        "memory_bytes_per_token": routing.experts.nbytes / len(tokens),
+        "disk_bytes_per_token": len(archive.encode(routing)) / len(tokens),
     }
 
 
@@ -65,7 +73,9 @@ async def measure(model: Path, run_dir: Path, turns: int, sampled: int, observed
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="a checkpoint's folder; a tiny random one by default")
+    parser.add_argument("--model", type=Path, help="a checkpoint's folder; a random one by default")
+    parser.add_argument("--shape", choices=SHAPES, default="tiny", help="sizes of the random one")
+    parser.add_argument("--layers", type=int, help="its layers; the shape's own by default")
     parser.add_argument("--turns", type=int, default=24)
     parser.add_argument("--sampled", type=int, default=40)
     parser.add_argument("--observed", type=int, default=100)
@@ -73,7 +83,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         model = chosen.model or Path(scratch) / "model"
         if chosen.model is None:
-            sizes = TinyMoe()
+            sizes = SHAPES[chosen.shape]
+            sizes = replace(sizes, num_hidden_layers=chosen.layers or sizes.num_hidden_layers)
             save_checkpoint(model, initial_weights(sizes, 0), sizes, eos=0, pad=1)
         values = asyncio.run(measure(model, Path(scratch), chosen.turns, chosen.sampled, chosen.observed))
     for name, value in values.items():

@@ -10,26 +10,19 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from agent_rl.config import ParallelConfig
+from agent_rl.model import init
 from agent_rl.train.megatron.parallel import destroy_parallel, init_parallel
 
-QUICKSTART: dict[str, Any] = {
-    "vocab_size": 1024,
-    "hidden_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 128,
-}
+SHAPES: dict[str, dict[str, Any]] = {name: asdict(sizes) for name, sizes in init.SHAPES.items()}
+"""Sizes of the starting models by name, as transformers' configs have them."""
+QUICKSTART = SHAPES["tiny"]
 """The quickstart's model, 2.1 M parameters."""
 
 
