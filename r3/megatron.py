@@ -236,16 +236,17 @@ class RouterReplayer:
     ) -> Iterator[dict[int, Tensor]]:
         """Around one forward pass of one micro-batch through chunk ``chunk``.
 
-        ``experts`` ``[tokens, moe_layers, top_k]`` and ``present`` bool ``[tokens]`` (None: all) are this rank's rows;
-        ``experts`` None routes natively. ``backward`` says that a backward pass will follow. After the block the
-        yielded mapping holds the experts used, ``[tokens, top_k]`` by column of ``moe_layers``. Raises ReplayError
-        unless every router was asked exactly once.
+        ``experts`` ``[tokens, moe_layers, top_k]`` and ``present`` bool ``[tokens]`` or ``[tokens, moe_layers]`` (None:
+        all) are this rank's rows; ``experts`` None routes natively. ``backward`` says that a backward pass will follow.
+        After the block the yielded mapping holds the experts used, ``[tokens, top_k]`` by column of ``moe_layers``.
+        Raises ReplayError unless every router was asked exactly once.
         """
         layers, used = self._layers[chunk], dict[int, Tensor]()
         for layer in layers:
             column = self._columns[layer.layer_number]
             rows = None if experts is None else experts[:, column]
-            layer.begin(self._microbatches[chunk], rows, present, backward=backward)
+            there = present[:, column] if present is not None and present.ndim == 2 else present
+            layer.begin(self._microbatches[chunk], rows, there, backward=backward)
         yield used
         for layer in layers:
             used[self._columns[layer.layer_number]] = layer.end(backward=backward)
@@ -381,13 +382,13 @@ def validate_routes(experts: Tensor, present: Tensor, *, moe_layers: int, top_k:
     """
     if experts.ndim != 3 or experts.shape[1:] != (moe_layers, top_k):
         raise ReplayError(f"routes are {tuple(experts.shape)}, the model needs [tokens, {moe_layers}, {top_k}]")
-    if present.shape != experts.shape[:1]:
+    if present.shape != experts.shape[: present.ndim]:
         raise ReplayError(f"{len(experts)} rows of routes, and a mask of {tuple(present.shape)}")
     wrong = ((experts < 0) | (experts >= num_experts)).any(-1)
     for first in range(top_k):
         for second in range(first + 1, top_k):
             wrong |= experts[..., first] == experts[..., second]
-    wrong &= present[:, None]
+    wrong &= present if present.ndim == 2 else present[:, None]
     if bool(wrong.any()):
         row, layer = (int(index) for index in wrong.nonzero()[0])
         raise ReplayError(

@@ -154,8 +154,9 @@ class RouteShard:
     """A rank's share of one micro-batch's routes, in the order its routers see the tokens.
 
     ``experts`` ``[R, C, K]``: ids; rows that are padding or absent hold distinct experts that mean nothing.
-    ``present`` bool ``[R]``: rows the engine recorded. ``identity`` uint32 ``[R]``: whose each row is
-    (:func:`identify`); ``columns``: which MoE layers these are, as in :class:`ShardSpec`.
+    ``present`` bool ``[R]``: rows the engine recorded (``[R, C]`` where an experiment keeps some layers back).
+    ``identity`` uint32 ``[R]``: whose each row is (:func:`identify`); ``columns``: which MoE layers these are, as in
+    :class:`ShardSpec`.
     """
 
     experts: NDArray[np.integer]

@@ -123,6 +123,8 @@ def setting_of(config: RunConfig) -> str:
         parts.append("TIS" if weight == "token" else f"{weight} weights")
     if mask := train.correction.mask:
         parts.append(f"{mask} mask")
+    if config.r3.ablation != "none":
+        parts[-1] += f" ({config.r3.ablation})"
     updates = train.mini_steps * train.epochs
     return " + ".join(parts) + (f", {updates} updates a step" if updates > 1 else "")
 

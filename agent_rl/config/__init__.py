@@ -5,7 +5,7 @@ from __future__ import annotations
 from agent_rl.config.base import MAX_STALENESS
 from agent_rl.config.engine import EngineConfig, addresses
 from agent_rl.config.layout import BalanceConfig, ParallelConfig
-from agent_rl.config.r3 import R3Config, RouteSource, TraceConfig
+from agent_rl.config.r3 import Ablation, R3Config, RouteSource, TraceConfig
 from agent_rl.config.rollout import DynamicSamplingConfig, HarnessConfig, RolloutConfig
 from agent_rl.config.run import RunConfig
 from agent_rl.config.tasks import OWN_INTERFACE, EnvConfig, EvalConfig, SandboxConfig
@@ -29,6 +29,7 @@ from agent_rl.config.watch import GuardConfig, LimitConfig, OnSpike, SinkName
 __all__ = [
     "MAX_STALENESS",
     "OWN_INTERFACE",
+    "Ablation",
     "AdvantageScale",
     "BalanceConfig",
     "Baseline",

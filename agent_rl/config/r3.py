@@ -10,6 +10,9 @@ from pydantic import Field
 from agent_rl.config.base import Section
 
 RouteSource = Literal["sampled", "latest"]
+Ablation = Literal[
+    "none", "old_logprob_only", "update_only", "sampled_only", "fresh_only", "shifted", "alternate_layers"
+]
 
 
 class TraceConfig(Section):
@@ -43,6 +46,9 @@ class R3Config(Section):
         description="Share of the trajectories whose routes are asked for again, and compared.",
     )
     trace: TraceConfig = TraceConfig()
+    ablation: Ablation = Field(
+        "none", description="An experiment, not for training: which routes are kept from which pass; none: no route is."
+    )
 
     @property
     def allows_missing(self) -> bool:

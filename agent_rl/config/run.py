@@ -162,6 +162,21 @@ class RunConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _ablates_what_is_replayed(self) -> RunConfig:
+        """An ablation works on a rank's own rows, and nothing else may count on routes as they were."""
+        parallel = self.train.parallel
+        reasons = {
+            f"train.replay {self.train.replay} replays no routes of the rollout: set it to r3": not self.wants_routes,
+            "train.balance plans by the routes as they were: turn it off": self.train.balance.enabled,
+            "r3.trace would prove that every route arrived: leave its steps out": bool(self.r3.trace.steps),
+            "train.parallel cuts sequences over ranks: set tensor and context to 1": parallel.tensor * parallel.context
+            > 1,
+        }
+        if self.r3.ablation != "none" and (wrong := [reason for reason, holds in reasons.items() if holds]):
+            raise ValueError(f"r3.ablation {self.r3.ablation} is an experiment on replayed routes, and {wrong[0]}")
+        return self
+
     @property
     def run_dir(self) -> Path:
         return self.runs_dir / self.name

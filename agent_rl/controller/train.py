@@ -97,6 +97,8 @@ async def train(config: RunConfig) -> None:
             if rooms.note is not None:
                 display.note(rooms.note)
             state = RunState(config)
+            if config.r3.ablation != "none":
+                display.fact("experiment", f"r3.ablation {config.r3.ablation}: routes are kept from the trainer")
             keep_tokenizer(config.model, state.dir)
             async with _parts(config, facts, state, display, rooms) as (world, trainer):
                 begin = partial(TrainingRun, config, state, display, world, trainer)

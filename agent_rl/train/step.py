@@ -28,6 +28,7 @@ from torch import Tensor
 
 from agent_rl.config import CorrectionConfig, OldLogprobSource, OnSpike, RunConfig, TrainConfig
 from agent_rl.errors import TrainerError
+from agent_rl.train.ablation import ablated
 from agent_rl.train.balance_report import BalancedPass
 from agent_rl.train.balancing import ComingPlans, Foreseen, RankBalance
 from agent_rl.train.batching.mini_steps import MiniStepShare
@@ -117,12 +118,12 @@ def grpo_step(
     batches = step_batches(samples, shares)
     config = order.config
     replay, temperature = config.train.replay, config.rollout.logprob_temperature
-    given: Shards = (rollout or None) if replay == "r3" else None
+    before, given = ablated(config.r3.ablation, rollout, batches) if replay == "r3" and rollout else (None, None)
     record = bool(rollout) or replay == "r2"
     started = time.perf_counter()
     foreseen = balance.foresee(batches, given or ()) if balance is not None and replay == "r3" else None
     with traced_pass(model, tracer, "prev-logprob", 0), _planned(balance, "recompute", foreseen) as plans:
-        old = _forward(model, batches, given, temperature, record=record, plans=plans)
+        old = _forward(model, batches, before, temperature, record=record, plans=plans)
     recorded = [_recorded(output) for output in old] if record else []
     after_old = time.perf_counter()
     native = None

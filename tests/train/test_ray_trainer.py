@@ -61,6 +61,25 @@ def test_replayed_routes_are_used_and_reported(runner: asyncio.Runner, trainer: 
     assert metrics["train/grad_norm"] > 0
 
 
+def test_an_ablation_shows_in_what_the_routers_used(
+    runner: asyncio.Runner, trainer: RayTrainer, make_sample: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Random routes are hardly ever the model's own, nor those of the token before."""
+
+    def mismatch(ablation: str) -> tuple[float, float]:
+        r3 = trainer.config.r3.model_copy(update={"ablation": ablation})
+        monkeypatch.setattr(trainer, "config", trainer.config.model_copy(update={"r3": r3}))
+        metrics = runner.run(trainer.step(samples(make_sample), measure_native=False))
+        return metrics["r3/router_mismatch"], metrics["r3/router_mismatch_worst_layer"]
+
+    assert mismatch("none") == mismatch("old_logprob_only") == (0, 0), "the old-log-prob pass is what is compared"
+    native, shifted, (half, worst) = mismatch("update_only"), mismatch("shifted"), mismatch("alternate_layers")
+    assert native[0] > 0.5
+    assert shifted[0] > 0.5
+    assert half == pytest.approx(worst / 2)
+    assert worst > 0.5
+
+
 def test_missing_rows_fall_back_and_are_counted(runner: asyncio.Runner, trainer: RayTrainer, make_sample: Make) -> None:
     sample = make_sample(21, seed=1)
     assert sample.routing is not None

@@ -194,7 +194,8 @@ class Passes:
             there = torch.tensor(share.present)
             self._validate(experts, there, layers=len(self.shard.columns))
             # Padding keeps the experts it came with: they are spread evenly, the router's own choice would not be.
-            pinned = there | layout.router_padding
+            padding = layout.router_padding
+            pinned = there | (padding if there.ndim == 1 else padding[:, None])
             if self.trace is not None:
                 self.trace.handed(index, batch, layout, experts, pinned, checked)
             experts, present = experts.to(self.device), None if bool(pinned.all()) else pinned.to(self.device)

@@ -1,0 +1,95 @@
+"""``r3.ablation``: what each experiment keeps from the trainer, on one packed micro-batch, and where it is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from agent_rl.config import Ablation, RunConfig
+from agent_rl.train.ablation import ablated
+from agent_rl.train.batching.packing import MicroBatch, pack
+from agent_rl.types import Sample
+from r3.shard import Packing, RouteShard, ShardSpec, cut_routes
+
+Make = Callable[..., Sample]
+LENGTHS = (4, 5)
+SAMPLED = ([0, 0, 1, 1], [0, 1, 0, 1, 1])
+LAG = ([0, 0, 1, 0], [0, 2, 0, 0, 0])
+"""The first sampled token of each sequence is of older weights than the others."""
+
+
+@pytest.fixture
+def packed(make_sample: Make) -> tuple[RouteShard, MicroBatch]:
+    """Two sequences behind one another, with all rows but each sequence's last."""
+    samples = [
+        replace(make_sample(n, seed=n), loss_mask=np.array(mask, bool), lag=np.array(lag, np.int32))
+        for n, mask, lag in zip(LENGTHS, SAMPLED, LAG, strict=True)
+    ]
+    batch = pack(samples, (0, 1))
+    routings = [sample.routing for sample in samples if sample.routing is not None]
+    return cut_routes(routings, (0, 1), batch.tokens_T, Packing(LENGTHS), ShardSpec((0, 1))), batch
+
+
+def both(ablation: Ablation, shard: RouteShard, batch: MicroBatch) -> RouteShard:
+    """The routes of both passes, which are the same."""
+    before, update = ablated(ablation, [shard], [batch])
+    assert before is not None
+    assert update is before
+    return before[0]
+
+
+def test_without_an_ablation_the_routes_are_untouched(packed: tuple[RouteShard, MicroBatch]) -> None:
+    assert both("none", *packed) is packed[0]
+
+
+def test_a_pass_may_be_left_without_routes(packed: tuple[RouteShard, MicroBatch]) -> None:
+    shard, batch = packed
+    assert ablated("old_logprob_only", [shard], [batch]) == ([shard], None)
+    assert ablated("update_only", [shard], [batch]) == (None, [shard])
+
+
+@pytest.mark.parametrize(
+    ("ablation", "rows"),
+    [
+        ("none", [1, 1, 1, 0, 1, 1, 1, 1, 0]),
+        ("sampled_only", [0, 1, 1, 0, 1, 0, 1, 1, 0]),
+        ("fresh_only", [1, 0, 1, 0, 0, 1, 1, 1, 0]),
+        ("shifted", [0, 1, 1, 1, 0, 1, 1, 1, 1]),
+    ],
+)
+def test_rows_are_kept_back(packed: tuple[RouteShard, MicroBatch], ablation: Ablation, rows: list[int]) -> None:
+    assert both(ablation, *packed).present.tolist() == [bool(row) for row in rows]
+
+
+def test_shifted_rows_are_those_of_the_token_before(packed: tuple[RouteShard, MicroBatch]) -> None:
+    shard, batch = packed
+    shifted = both("shifted", shard, batch)
+    for row in np.flatnonzero(shifted.present):
+        assert (shifted.experts[row] == shard.experts[row - 1]).all()
+
+
+def test_one_layer_in_two_is_kept_back(packed: tuple[RouteShard, MicroBatch]) -> None:
+    shard, batch = packed
+    kept = both("alternate_layers", shard, batch)
+    assert (kept.present[:, 0] == shard.present).all()
+    assert not kept.present[:, 1].any()
+
+
+@pytest.mark.parametrize(
+    ("others", "reason"),
+    [
+        ({"train": {"replay": "r2"}}, "train.replay r2 replays no routes of the rollout: set it to r3"),
+        ({"train": {"balance": {"enabled": True}}}, "turn it off"),
+        ({"r3": {"ablation": "shifted", "trace": {"steps": [1]}}}, "leave its steps out"),
+        ({"train": {"parallel": {"world_size": 2, "tensor": 2}}}, "set tensor and context to 1"),
+    ],
+)
+def test_where_routes_are_counted_on_an_ablation_is_refused(others: dict[str, object], reason: str) -> None:
+    with pytest.raises(
+        ValidationError, match=f"r3.ablation shifted is an experiment on replayed routes, and.*{reason}"
+    ):
+        RunConfig.model_validate({"name": "test", "model": "there", "r3": {"ablation": "shifted"}, **others})
