@@ -52,12 +52,12 @@ class Done:
 
 
 def _run(job: RankJob, ledger: Ledger, collectives: Collectives, done: Done) -> None:
-    from agent_rl.train.megatron import hf
+    from agent_rl.train.megatron import hf, kernel_choice
     from agent_rl.train.rank import TrainerRank
     from agent_rl.train.route_shares import cut
 
     train = job.config.train
-    _shapes_for_weights(hf, job, ledger)
+    _shapes_for_weights(hf, kernel_choice, job, ledger)
     order = RankOrder(job.config, job.model, None, "cuda", threads=1)
     rank = TrainerRank(order, OptimizerSpec.of(train), job.rank, master_addr="", master_port=0)
     collectives.names = _groups()
@@ -129,7 +129,7 @@ def _groups() -> dict[tuple[int, ...], str]:
     return {ranks: ", ".join(names) for ranks, names in found.items()}
 
 
-def _shapes_for_weights(hf: Any, job: RankJob, ledger: Ledger) -> None:
+def _shapes_for_weights(hf: Any, kernel_choice: Any, job: RankJob, ledger: Ledger) -> None:
     """Read shapes in place of weights, in a phase of their own."""
     plain = hf.load_weights
 
@@ -138,6 +138,8 @@ def _shapes_for_weights(hf: Any, job: RankJob, ledger: Ledger) -> None:
             plain(*arguments)
 
     hf.load_weights, hf.SliceReader = load, lambda folder: ShapeReader(job)
+    # Kernels have no values to be proved by: the first that is there is taken.
+    kernel_choice.examine = lambda candidate, *_: None if candidate.there else "it is not installed"
 
 
 class ShapeReader:

@@ -91,6 +91,7 @@ class TrainerRank:
             shard=self._model.shard,
             moe_layers=self._model.moe_layers,
             layer_numbers=self._model.layer_numbers,
+            notes=self._model.notes,
         )
 
     @property

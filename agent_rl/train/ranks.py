@@ -59,6 +59,8 @@ class Ranks:
         meeting, *_ = await gather([actor.rendezvous.remote() for actor in self._actors], START_SECONDS)
         calls = [actor.start.remote(order, optimizer, rank, meeting) for rank, actor in enumerate(self._actors)]
         self.infos = await self._started(calls, note)
+        for line in self.infos[0].notes:
+            note(line)
 
     async def _started(self, calls: Sequence[ObjectRef[RankInfo]], note: Callable[[str], None]) -> list[RankInfo]:
         """The answers; raises TrainerError where nothing was read for long and none came."""

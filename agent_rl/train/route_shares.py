@@ -37,7 +37,7 @@ class RankInfo:
     """Where a rank stands: it gets the batches of its ``data_rank`` and, of their routes, what ``shard`` says.
 
     ``lead``: of the ranks that share a data rank, the one that reports what all of them know. ``moe_layers`` are the
-    whole model's, ``layer_numbers`` those layers' numbers, from 1.
+    whole model's, ``layer_numbers`` those layers' numbers, from 1. ``notes``: lines for the user about its start.
     """
 
     rank: int
@@ -47,6 +47,7 @@ class RankInfo:
     shard: ShardSpec
     moe_layers: int
     layer_numbers: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def have_routes(samples: Sequence[Sample], moe_layers: int) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from agent_rl.train.megatron import varlen
-from agent_rl.train.megatron.varlen import Runs, packed_attention
+from agent_rl.train.megatron.varlen import Runs, one_by_one
 
 pytestmark = pytest.mark.megatron
 
@@ -53,7 +53,7 @@ def test_runs_one_by_one_are_the_formula() -> None:
     leaves = [tensor.double().requires_grad_() for tensor in inputs()]
     runs = Runs.build(QUERIES, KEYS, CPU)
     got, wanted = (
-        packed_attention(*leaves, runs, SCALE),
+        one_by_one(*leaves, runs, SCALE),
         written_out(*leaves, ends(QUERIES), ends(KEYS), SCALE),
     )
     torch.testing.assert_close(got, wanted)
@@ -142,28 +142,25 @@ def test_transformer_engines_attention_is_given_what_it_documents(transformer_en
     assert (options["num_attention_heads"], options["num_gqa_groups"], options["kv_channels"]) == (4, 2, 8)
 
 
-class OnGpu(torch.Tensor):
-    """A tensor that says it is on a GPU."""
+def test_the_formula_with_every_weight_is_the_one_written_out_by_token() -> None:
+    given = [tensor.double() for tensor in inputs()]
+    wanted = written_out(*given, ends(QUERIES), ends(KEYS), SCALE)
+    torch.testing.assert_close(varlen.written_out(*given, Runs.build(QUERIES, KEYS, CPU), SCALE), wanted)
 
-    is_cuda = True
 
+@pytest.mark.parametrize("with_sums", [False, True])
+def test_flash_attention_3_is_given_what_it_documents(monkeypatch: pytest.MonkeyPatch, with_sums: bool) -> None:
+    def flash_attn_varlen_func(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
+        assert given["causal"]
+        assert (given["max_seqlen_q"], given["max_seqlen_k"]) == (max(QUERIES), max(KEYS))
+        bounds = (given["cu_seqlens_q"].tolist(), given["cu_seqlens_k"].tolist())
+        out = written_out(query, key, value, *bounds, given["softmax_scale"])
+        return (out, torch.zeros(1)) if with_sums else out
 
-@pytest.mark.parametrize(
-    ("dtype", "installed", "kernel"),
-    [
-        (torch.bfloat16, True, "by_transformer_engine"),
-        (torch.bfloat16, False, "by_torch_varlen"),
-        (torch.float32, True, "one_by_one"),
-    ],
-)
-def test_which_kernel_is_taken(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, installed: bool, kernel: str
-) -> None:
-    taken: list[str] = []
-    for name in ("one_by_one", "by_torch_varlen", "by_transformer_engine"):
-        monkeypatch.setattr(varlen, name, lambda query, *_, name=name: taken.append(name) or query)
-    monkeypatch.setattr(varlen, "has_transformer_engine", lambda: installed)
-    query, key, value = inputs(dtype)
-    packed_attention(query.as_subclass(OnGpu), key, value, Runs.build(QUERIES, KEYS, CPU), SCALE)
-    packed_attention(query, key, value, Runs.build(QUERIES, KEYS, CPU), SCALE)
-    assert taken == [kernel, "one_by_one"]
+    package = ModuleType("flash_attn_interface")
+    package.flash_attn_varlen_func = flash_attn_varlen_func  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", package)
+    runs = Runs.build(QUERIES, KEYS, CPU)
+    torch.testing.assert_close(
+        varlen.by_flash_attention_3(*inputs(), runs, SCALE), varlen.one_by_one(*inputs(), runs, SCALE)
+    )

@@ -19,7 +19,7 @@ from torch import Tensor
 from agent_rl.train.megatron.kernels import rotary_tables, rotate
 from agent_rl.train.megatron.local_tokens import Layout
 from agent_rl.train.megatron.rotary import Rotary
-from agent_rl.train.megatron.varlen import Runs, packed_attention
+from agent_rl.train.megatron.varlen import Attend, Runs
 
 
 @dataclass
@@ -51,10 +51,13 @@ class PackedAttention(PackedSeqParams):
 
 
 class CoreAttention(torch.nn.Module):
-    """Causal attention of ``query [T, H, D]`` and ``key``, ``value`` with as many or fewer heads."""
+    """Causal attention of ``query [T, H, D]`` and ``key``, ``value`` with as many or fewer heads, by ``attend``."""
 
-    def __init__(self, config: Any, layer_number: int, softmax_scale: float | None = None, **_unused: Any) -> None:
+    def __init__(
+        self, config: Any, layer_number: int, *, attend: Attend, softmax_scale: float | None = None, **_unused: Any
+    ) -> None:
         super().__init__()
+        self._attend = attend
         self.scale = softmax_scale or config.kv_channels**-0.5
 
     def forward(
@@ -62,7 +65,7 @@ class CoreAttention(torch.nn.Module):
     ) -> Tensor:
         packed: PackedAttention = packed_seq_params
         query, key = rotate(query, packed.cos, packed.sin), rotate(key, packed.cos, packed.sin)
-        return packed_attention(query, packed.gather(key), packed.gather(value), packed.runs, self.scale)
+        return self._attend(query, packed.gather(key), packed.gather(value), packed.runs, self.scale)
 
 
 def _runs(layout: Layout, device: torch.device) -> Runs:

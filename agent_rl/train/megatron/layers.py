@@ -25,6 +25,7 @@ from torch import Tensor
 from agent_rl.train.megatron.attention import CoreAttention
 from agent_rl.train.megatron.balanced import BalancedMoELayer, EvenBalancedMoELayer
 from agent_rl.train.megatron.borrowed import BalancedExperts
+from agent_rl.train.megatron.kernel_choice import Kernels
 from agent_rl.train.megatron.kernels import rms_norm
 from agent_rl.train.megatron.moe import EvenMoELayer, Experts, ReleasingMoELayer
 
@@ -45,7 +46,12 @@ class RMSNorm(torch.nn.Module):
 
 
 def block_spec(
-    config: TransformerConfig, moe: list[bool], virtual_stage: int | None, *, balanced: bool = False
+    config: TransformerConfig,
+    moe: list[bool],
+    virtual_stage: int | None,
+    *,
+    kernels: Kernels,
+    balanced: bool = False,
 ) -> TransformerBlockSubmodules:
     """The layers of a model chunk of this pipeline stage (``virtual_stage`` None where a stage is one chunk).
 
@@ -54,14 +60,14 @@ def block_spec(
     """
     chunks = config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
     offset, count = get_transformer_layer_offset(config, virtual_stage), config.num_layers // chunks
-    layers = [_layer_spec(config, moe[index], balanced) for index in range(offset, offset + count)]
+    layers = [_layer_spec(config, moe[index], kernels, balanced) for index in range(offset, offset + count)]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
-def _layer_spec(config: TransformerConfig, moe: bool, balanced: bool) -> ModuleSpec:
+def _layer_spec(config: TransformerConfig, moe: bool, kernels: Kernels, balanced: bool) -> ModuleSpec:
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     shared = ModuleSpec(module=SharedExpertMLP, submodules=linears)
-    own = ModuleSpec(module=BalancedExperts if balanced else Experts)
+    own = ModuleSpec(module=BalancedExperts if balanced else Experts, params={"product": kernels.product})
     submodules = MoESubmodules(experts=own, shared_experts=shared)
     experts = ModuleSpec(module=_moe_layer(config, balanced), submodules=submodules)
     attention = ModuleSpec(
@@ -69,7 +75,7 @@ def _layer_spec(config: TransformerConfig, moe: bool, balanced: bool) -> ModuleS
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,
-            core_attention=CoreAttention,
+            core_attention=ModuleSpec(module=CoreAttention, params={"attend": kernels.attend}),
             linear_proj=RowParallelLinear,
             q_layernorm=RMSNorm if config.qk_layernorm else None,
             k_layernorm=RMSNorm if config.qk_layernorm else None,

@@ -21,6 +21,7 @@ from agent_rl.train.hf_files import LoadProgress
 from agent_rl.train.layouts import shares_optimizer
 from agent_rl.train.megatron import hf
 from agent_rl.train.megatron.balancer import Balancing, ExpertBalancer
+from agent_rl.train.megatron.kernel_choice import choose_kernels
 from agent_rl.train.megatron.layers import block_spec
 from agent_rl.train.megatron.local_tokens import shard_spec
 from agent_rl.train.megatron.packed_batch import LossFn, PackedBatch, PassOutput, PassPlans, Routes
@@ -51,7 +52,7 @@ class PolicyModel:
 
     ``chunks`` are the DDP-wrapped modules (several under virtual pipelining) and ``config`` the Megatron configuration,
     for ``get_megatron_optimizer``.
-    ``shard`` says which tokens and MoE layers this rank's routers see.
+    ``shard`` says which tokens and MoE layers this rank's routers see, ``notes`` which kernels were chosen, in lines.
     Every method that runs the model is collective: all ranks call it together.
     """
 
@@ -65,7 +66,9 @@ class PolicyModel:
         *,
         distributed_optimizer: bool = False,
         balance: Balancing | None = None,
+        notes: Sequence[str] = (),
     ) -> None:
+        self.notes = tuple(notes)
         self.facts, self.ranks, self.device, self.folder = facts, ranks, device, folder
         self._homes: hf.Homes = {}
         self.config: TransformerConfig = modules[0].config
@@ -97,13 +100,19 @@ class PolicyModel:
         """
         facts, ranks = read_facts(hf_folder), current_ranks()
         config = transformer_config(facts, parallel, dtype, recompute, recompute_modules)
+        kernels = choose_kernels(facts, parallel, dtype, device, balanced=balance is not None)
+        config.moe_permute_fusion = kernels.fused_permutation
         count = parallel.virtual_pipeline
         with device:  # Megatron makes the routers' weights, and the shared experts' gates, on the default device
             modules = [
                 HiddenGPT(
                     config=config,
                     transformer_layer_spec=block_spec(
-                        config, list(facts.moe), stage if count > 1 else None, balanced=balance is not None
+                        config,
+                        list(facts.moe),
+                        stage if count > 1 else None,
+                        kernels=kernels,
+                        balanced=balance is not None,
                     ),
                     vocab_size=facts.vocab_size,
                     max_sequence_length=facts.max_positions,
@@ -123,6 +132,7 @@ class PolicyModel:
             hf_folder,
             distributed_optimizer=shares_optimizer(parallel),
             balance=balance,
+            notes=kernels.notes,
         )
         if load:
             model.load_hf(hf_folder, progress)

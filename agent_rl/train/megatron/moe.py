@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,12 +12,30 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+Product = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""``product(tokens [N, I], weight [E, O, I], ends int32 [E])``: each expert's tokens, which end at ``ends``, times its
+weight, ``[N, O]``."""
+
+
+def grouped_product(tokens: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """All in one."""
+    return F.grouped_mm(tokens, weight.transpose(1, 2), offs=ends)
+
+
+def one_product_an_expert(tokens: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """One after another; the host waits for the ends."""
+    counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    return torch.cat([rows @ own.T for rows, own in zip(tokens.split(counts), weight, strict=True)])
+
 
 class Experts(torch.nn.Module):
     """This rank's experts with stacked weights: ``weight1 [E, 2 I, H]`` (gate over up) and ``weight2 [E, H, I]``."""
 
-    def __init__(self, num_local_experts: int, config: TransformerConfig, pg_collection: Any = None) -> None:
+    def __init__(
+        self, num_local_experts: int, config: TransformerConfig, pg_collection: Any = None, *, product: Product
+    ) -> None:
         super().__init__()
+        self._product = product
         if pg_collection.expt_tp.size() != 1:
             raise ValueError("experts are not cut over tensor ranks: expert_tensor_parallel_size must be 1")
         inner, hidden = config.moe_ffn_hidden_size, config.hidden_size
@@ -38,8 +57,8 @@ class Experts(torch.nn.Module):
     def forward(self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """Tokens ``[N, H]`` sorted by expert, each one's gate weight ``[N]``; returns ``[N, H]`` and no bias."""
         ends = tokens_per_expert.cumsum(0).to(device=tokens.device, dtype=torch.int32)
-        hidden = F.grouped_mm(tokens, self.weight1.transpose(1, 2), offs=ends)
-        return F.grouped_mm(gated(hidden, probs), self.weight2.transpose(1, 2), offs=ends), None
+        hidden = self._product(tokens, self.weight1, ends)
+        return self._product(gated(hidden, probs), self.weight2, ends), None
 
 
 def gated(hidden: Tensor, probs: Tensor) -> Tensor:

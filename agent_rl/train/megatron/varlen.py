@@ -1,21 +1,15 @@
-"""Causal attention over runs of packed tokens, by the kernel that the machine has.
+"""Causal attention over runs of packed tokens, by each of the kernels that a machine may have.
 
 Axes: Q and K packed queries and keys, H heads, G heads of keys and values (H is a multiple), D head width.
 
-=====================  =====================================================================================
-a CPU, and float32     torch's scaled dot product attention, one run after another
-a GPU, 16 bits         Transformer Engine's attention where it is installed, else torch's own variable-length one
-=====================  =====================================================================================
-
-The two GPU kernels were never run: no GPU was at hand. That they are given what their documentation asks for is tested
-on a CPU, with their doubles.
+Which one is taken, and how it is proved before: :mod:`agent_rl.train.megatron.kernel_choice`. Those for a GPU were
+never run: no GPU was at hand. That they are given what their documentation asks for is tested with their doubles.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,13 +39,19 @@ class Runs:
         return cls(tuple(queries), tuple(keys), _ends(queries, device), _ends(keys, device))
 
 
-def packed_attention(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scale: float) -> Tensor:
-    """``query [Q, H, D]``, ``key`` and ``value`` ``[K, G, D]``, laid end to end run by run; returns ``[Q, H, D]``."""
-    if not query.is_cuda or query.dtype == torch.float32:
-        return one_by_one(query, key, value, runs, scale)
-    if has_transformer_engine():
-        return by_transformer_engine(query, key, value, runs, scale)
-    return by_torch_varlen(query, key, value, runs, scale)
+Attend = Callable[[Tensor, Tensor, Tensor, Runs, float], Tensor]
+"""``attend(query [Q, H, D], key [K, G, D], value [K, G, D], runs, scale)``, runs end to end: ``[Q, H, D]``."""
+
+
+def written_out(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scale: float) -> Tensor:
+    """The formula, with every weight in memory: what the others are compared with."""
+    parts, shared = [], query.shape[1] // key.shape[1]
+    for q, k, v in zip(query.split(runs.queries), key.split(runs.keys), value.split(runs.keys), strict=True):
+        seen = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(len(k) - len(q))
+        scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(shared, dim=1)) * scale
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        parts.append(torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(shared, dim=1)))
+    return torch.cat(parts)
 
 
 def one_by_one(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scale: float) -> Tensor:
@@ -95,10 +95,23 @@ def by_transformer_engine(query: Tensor, key: Tensor, value: Tensor, runs: Runs,
     return out.view(query.shape)
 
 
-@functools.cache
-def has_transformer_engine() -> bool:
-    """Whether Transformer Engine is installed."""
-    return importlib.util.find_spec("transformer_engine") is not None
+def by_flash_attention_3(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scale: float) -> Tensor:
+    """FlashAttention 3, which aligns the causal mask at the last key."""
+    from flash_attn_interface import flash_attn_varlen_func
+
+    out = flash_attn_varlen_func(
+        query,
+        key,
+        value,
+        cu_seqlens_q=runs.query_ends,
+        cu_seqlens_k=runs.key_ends,
+        max_seqlen_q=max(runs.queries),
+        max_seqlen_k=max(runs.keys),
+        softmax_scale=scale,
+        causal=True,
+    )
+    whole: Tensor = out[0] if isinstance(out, tuple) else out  # some releases also give the sums' logarithms
+    return whole
 
 
 @functools.cache

@@ -1,0 +1,177 @@
+"""Kernels are proved at start: one that is wrong, raises or is missing is passed over, with a line that says how."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import megatron_tiny as tiny
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed (the train extra)")
+import torch
+from torch import Tensor
+
+from agent_rl.config import ParallelConfig
+from agent_rl.errors import TrainerError
+from agent_rl.model_facts import ModelFacts
+
+pytestmark = pytest.mark.megatron
+
+CPU = torch.device("cpu")
+FACTS = ModelFacts.of(
+    {
+        "model_type": "qwen3_moe", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "head_dim": 16,
+        "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "num_experts": 8,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 24, "max_position_embeddings": 512,
+    }
+)  # fmt: skip
+
+
+@pytest.fixture
+def choice(world: Any) -> Any:
+    from agent_rl.train.megatron import kernel_choice
+
+    return kernel_choice
+
+
+def slightly_off(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda *given: kernel(*given) * 1.01
+
+
+def not_finite(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda *given: kernel(*given) * torch.nan
+
+
+def wrong_backwards(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """What it gives is right, and the gradient of its second input is twice what it should be."""
+    return lambda first, second, *given: kernel(first, 2 * second - second.detach(), *given)
+
+
+def raising(_: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def kernel(*_: Any) -> Tensor:
+        raise RuntimeError("no kernel image is available\nfor execution on the device")
+
+    return kernel
+
+
+FAULTS = [
+    (slightly_off, r"its error is 1\.0e-02 of the largest value, and 0\.0001 is allowed"),
+    (not_finite, r"its error is inf of the largest value, and 0\.0001 is allowed"),
+    (wrong_backwards, r"its error is 1\.0e\+00 of the largest value, and 0\.0001 is allowed"),
+    (raising, r"it raised RuntimeError: no kernel image is available"),
+]
+
+
+@pytest.mark.parametrize(("fault", "told"), FAULTS)
+@pytest.mark.parametrize(
+    "layout", [ParallelConfig(), ParallelConfig(world_size=2, context=2)], ids=["whole", "context"]
+)
+def test_an_attention_that_is_at_fault_is_passed_over(
+    choice: Any, fault: Callable[..., Any], told: str, layout: ParallelConfig
+) -> None:
+    (right,) = choice.attentions(torch.float32, CPU)
+    wrong = choice.Candidate("a fast kernel", fault(right.use))
+    exam, notes = choice.attention_exam(FACTS, layout, torch.float32), []
+    assert choice.choose("attention", [wrong, right], exam, CPU, notes) is right
+    (line,) = notes
+    found = rf"kernels: a fast kernel is not used for attention: {told}; next is torch's attention run by run"
+    assert re.fullmatch(found, line)
+
+
+@pytest.mark.parametrize(("fault", "told"), FAULTS)
+def test_a_grouped_product_that_is_at_fault_is_passed_over(
+    choice: Any, monkeypatch: pytest.MonkeyPatch, fault: Callable[..., Any], told: str
+) -> None:
+    grouped, one_by_one = choice.PRODUCTS
+    wrong = choice.Candidate(grouped.name, fault(grouped.use))
+    monkeypatch.setattr(choice, "PRODUCTS", (wrong, one_by_one))
+    kernels = choice.choose_kernels(FACTS, ParallelConfig(), torch.float32, CPU, balanced=False)
+    assert kernels.product is one_by_one.use
+    (line,) = kernels.notes
+    assert re.fullmatch(rf"kernels: torch's grouped .* products: {told}; next is one product an expert", line)
+    with pytest.raises(TrainerError, match=f"{told}; there is no other$"):
+        choice.choose_kernels(FACTS, ParallelConfig(), torch.float32, CPU, balanced=True)
+
+
+def test_one_that_is_not_installed_is_passed_over_without_a_line(choice: Any) -> None:
+    exam, (grouped, _), notes = choice.product_exam(FACTS, torch.float32), choice.PRODUCTS, []
+    missing = choice.Candidate("not there", grouped.use, there=False)
+    assert choice.choose("products", [missing, grouped], exam, CPU, notes) is grouped
+    assert not notes
+    fast = [candidate.there for candidate in choice.attentions(torch.bfloat16, torch.device("cuda"))]
+    assert fast == [False, False, True, True], "Transformer Engine, FlashAttention 3, and torch's two"
+    assert len(choice.attentions(torch.float32, torch.device("cuda"))) == 1
+
+
+def test_what_is_wrong_on_another_rank_is_not_used_here(choice: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[float] = []
+
+    def worst(error: float, _: torch.device) -> float:
+        seen.append(error)
+        return 0.5 if len(seen) == 1 else error
+
+    monkeypatch.setattr(choice, "_worst", worst)
+    notes: list[str] = []
+    exam = choice.product_exam(FACTS, torch.float32)
+    assert choice.choose("products", choice.PRODUCTS, exam, CPU, notes) is choice.PRODUCTS[1]
+    assert seen[0] < 1e-5
+    assert "it is missing or wrong on another rank; next is one product an expert" in notes[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_of_a_cpu_are_right_and_draw_no_random_number(choice: Any, dtype: torch.dtype) -> None:
+    state = torch.get_rng_state()
+    kernels = choice.choose_kernels(FACTS, ParallelConfig(), dtype, CPU, balanced=False)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert (kernels.product, kernels.fused_permutation, kernels.notes) == (choice.PRODUCTS[0].use, False, ())
+    assert 0 < choice.product_exam(FACTS, dtype).make().error(lambda *g: choice.product_exam(FACTS, dtype).run(
+        choice.PRODUCTS[1].use, *g), dtype, CPU) < choice.LIMITS[dtype]  # fmt: skip
+
+
+def test_a_model_with_one_product_an_expert_computes_the_same(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from agent_rl.train.megatron import kernel_choice
+    from agent_rl.train.megatron.packed_batch import PackedBatch
+
+    batch = PackedBatch.from_sequences(tiny.sequences())
+    wanted = build().forward_logprobs([batch], None)[0].logprobs
+    monkeypatch.setattr(kernel_choice, "PRODUCTS", kernel_choice.PRODUCTS[1:])
+    found = build().forward_logprobs([batch], None)[0].logprobs
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+
+
+@pytest.fixture
+def fused(choice: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Doubles of Transformer Engine's permutation in Megatron: they compute what its own does."""
+    from megatron.core.transformer.moe import moe_utils
+
+    permute, unpermute, sort = moe_utils.permute, moe_utils.unpermute, moe_utils.sort_chunks_by_idxs
+    doubles = {
+        "permute": lambda tokens, routing_map, num_out_tokens: permute(tokens, routing_map)[::2],
+        "permute_with_probs": lambda tokens, probs, routing_map, num_out_tokens: permute(tokens, routing_map, probs),
+        "unpermute": lambda rows, order, merging_probs, restore_shape: unpermute(rows, order, restore_shape),
+        "sort_chunks_by_index": lambda rows, sizes, order: sort(rows, sizes, order)[0],
+        "sort_chunks_by_index_with_probs": lambda rows, probs, sizes, order: sort(rows, sizes, order, probs),
+    }
+    monkeypatch.setattr(moe_utils, "HAVE_TE", True)
+    for name, double in doubles.items():
+        monkeypatch.setattr(moe_utils, f"fused_{name}", double, raising=False)
+    return moe_utils
+
+
+def test_a_fused_permutation_is_taken_where_it_is_right(
+    choice: Any, fused: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exam, notes = choice.permutation_exam(FACTS, torch.float32), []
+    ways = [way() for way in choice.PERMUTATIONS]
+    assert [way.there for way in ways] == [True, True]
+    assert choice.choose("permutation", ways, exam, CPU, notes).use is True
+    right = fused.fused_unpermute
+    monkeypatch.setattr(fused, "fused_unpermute", lambda rows, *rest, **options: right(rows.flip(0), *rest, **options))
+    assert choice.choose("permutation", ways, exam, CPU, notes).use is False
+    assert "Transformer Engine's permutation is not used for permutation: its error is" in notes[0]
+
+
+def test_a_permutation_that_is_not_installed_is_megatrons_own(choice: Any) -> None:
+    assert [way().there for way in choice.PERMUTATIONS] == [False, True]
