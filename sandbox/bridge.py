@@ -30,6 +30,7 @@ def _pump(source: socket.socket, target: socket.socket) -> None:
 
 def _carry(client: socket.socket, path: str) -> None:
     """Join ``client`` to the socket at ``path`` until both sides have ended."""
+    client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else the second part of an answer waits 40 ms
     with client, socket.socket(socket.AF_UNIX) as upstream:
         try:
             upstream.connect(path)

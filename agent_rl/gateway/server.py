@@ -151,7 +151,7 @@ def _unix_socket(path: Path) -> socket.socket:
 
 
 def _loopback(port: int) -> socket.socket:
-    listening = socket.socket()
+    listening = socket.socket(proto=socket.IPPROTO_TCP)  # named: asyncio then waits for no acknowledgement
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind(("127.0.0.1", port))

@@ -157,7 +157,7 @@ def _status(body: bytes) -> int:
 
 def listen(port: int) -> socket.socket:
     """A socket on this machine's own address; 0 is a free port. Raises UserError where the port is taken."""
-    opened = socket.socket()
+    opened = socket.socket(proto=socket.IPPROTO_TCP)  # named: asyncio then waits for no acknowledgement
     opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         opened.bind((HOST, port))

@@ -107,3 +107,10 @@ async def test_the_printed_environment_leads_to_the_model(
                 body = {"model": env["AGENT_RL_MODEL"], "messages": [{"role": "user", "content": "u"}]}
                 answer = await client.post(f"{env['OPENAI_BASE_URL']}/chat/completions", json=body)
                 assert answer.json()["choices"][0]["message"]["content"] == "hello"
+
+
+async def test_an_answer_is_sent_at_once(gateway: Gateway) -> None:
+    """Its body waited 40 ms for the program to acknowledge its head."""
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.port}") as client:
+        seconds = sorted([(await client.get("/v1/models")).elapsed.total_seconds() for _ in range(20)])
+    assert seconds[5] < 0.03  # a connection's first answers are acknowledged at once

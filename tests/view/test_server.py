@@ -36,6 +36,13 @@ def test_the_page_and_its_resources(served: Served) -> None:
     assert absent.json()["error"]["kind"] == "unknown"
 
 
+def test_an_answer_is_sent_at_once(served: Served) -> None:
+    """Its body waited 40 ms for the client to acknowledge its head."""
+    with httpx.Client(base_url=served.address) as client:
+        seconds = sorted(client.get("/api/runs").elapsed.total_seconds() for _ in range(20))
+    assert seconds[5] < 0.03  # a connection's first answers are acknowledged at once
+
+
 def test_the_built_files_are_small() -> None:
     assert sum(path.stat().st_size for path in server.STATIC.iterdir()) <= 160_000
 
