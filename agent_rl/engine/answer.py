@@ -83,9 +83,9 @@ def read_scores(body: bytes, tokens: TokenIds, asked: Asked, vocab_size: int) ->
         raise EngineRejected(
             f"{asked}: expected input log-probs of its {len(tokens)} tokens, received {len(entries)} of others"
         )
-    _no_null(entries[1:], asked)
-    logprobs = (0.0, *(float(entry[0]) for entry in entries[1:]))
-    return Scores(logprobs, _last_version(meta), _routing(payload, meta, 0, asked))
+    values = [entry[0] for entry in entries[1:]]
+    _no_null(values, asked)
+    return Scores((0.0, *map(float, values)), _last_version(meta), _routing(payload, meta, 0, asked))
 
 
 def split_body(body: bytes, asked: Asked) -> tuple[Mapping[str, Any], bytes | memoryview | None]:
@@ -126,14 +126,16 @@ def _logprobs(meta: Mapping[str, Any], tokens: Sequence[int], asked: Asked) -> t
     if entries is None or len(entries) != len(tokens):
         received = "none" if entries is None else str(len(entries))
         raise EngineRejected(f"{asked}: expected {len(tokens)} log-probs, received {received}")
-    if tuple(entry[1] for entry in entries) != tuple(tokens):
+    # By columns: Python's loops over entries cost as much as the decoding of their routes.
+    values, named, *_ = zip(*entries, strict=True) if entries else ((), ())
+    if named != tuple(tokens):
         raise EngineRejected(f"{asked}: the log-probs belong to other tokens than output_ids")
-    _no_null(entries, asked)
-    return tuple(float(entry[0]) for entry in entries)
+    _no_null(values, asked)
+    return tuple(map(float, values))
 
 
-def _no_null(entries: Sequence[Sequence[Any]], asked: Asked) -> None:
-    if any(entry[0] is None for entry in entries):
+def _no_null(values: Sequence[Any], asked: Asked) -> None:
+    if None in values:
         raise EngineRejected(f"{asked}: a log-prob is null, which is how the engine writes NaN: its weights are broken")
 
 

@@ -166,8 +166,9 @@ class Fleet:
     def answered(self, name: str) -> None:
         """It answered a question about its health."""
         member = self._members[name]
-        phase = Phase.SERVING if member.phase is Phase.SUSPECT else member.phase
-        self._turn(replace(member, phase=phase, misses=0))
+        if member.phase is Phase.SUSPECT or member.misses:  # else nothing changes, as with nearly every request
+            phase = Phase.SERVING if member.phase is Phase.SUSPECT else member.phase
+            self._turn(replace(member, phase=phase, misses=0))
 
     def missed(self, name: str, reason: str) -> None:
         """It did not answer a question about its health."""

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import time
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -87,7 +87,7 @@ class SGLangEngine:
     ) -> None:
         config = config or EngineConfig()
         self.fleet = fleet or _unattended((urls,) if isinstance(urls, str) else urls, config.restarts)
-        self.facts = facts
+        self.facts, self._layout = facts, facts.layout
         self._routes = routes
         self.gate = TurnGate(config.weight_sync_timeout)
         self._turns = Pulse()
@@ -147,7 +147,7 @@ class SGLangEngine:
         is EngineRejected."""
         body = self._request(tokens, SamplingParams(temperature=0.0, max_new_tokens=1), 0)
         if afresh:
-            body["extra_key"] = uuid.uuid4().hex  # prefixes are shared among requests of one key
+            body["extra_key"] = secrets.token_hex(16)  # prefixes are shared among requests of one key
         return await self._ask(body, tokens, 0, session)
 
     async def _ask(
@@ -209,6 +209,8 @@ class SGLangEngine:
 
     async def _candidates(self, tried: _Tried) -> tuple[str, ...]:
         """Engines for a request; waits for one that is being started or published to."""
+        if found := self.fleet.candidates(tried.urls):
+            return found
         try:
             async with asyncio.timeout(self._patience):
                 return await self.until(lambda fleet: fleet.candidates(tried.urls))
@@ -218,10 +220,10 @@ class SGLangEngine:
     async def _once(
         self, body: Mapping[str, Any], tokens: TokenIds, routes_from: int | None, session: str, tried: _Tried
     ) -> Completion:
-        rid, prompt_tokens = uuid.uuid4().hex, len(tokens)
+        rid, prompt_tokens = secrets.token_hex(16), len(tokens)
         started = time.perf_counter()
         async with self._visit(session, tried) as url:
-            asked, floor = Asked(rid, session, url, prompt_tokens, routes_from, self.facts.layout), self.fleet.floor
+            asked, floor = Asked(rid, session, url, prompt_tokens, routes_from, self._layout), self.fleet.floor
             with self.gate.passing(partial(self._abort, url, rid)) as passage:
                 answer = await self._post(url, {"rid": rid, **body})
         read = partial(read_answer, answer, asked, time.perf_counter() - started)
@@ -285,7 +287,7 @@ class SGLangEngine:
 
     async def _scores(self, url: str, tokens: TokenIds, session: str, *, routes: bool = False) -> tuple[Asked, Scores]:
         wanted = {"return_routed_experts": True, "routed_experts_start_len": 0} if routes else {}
-        asked = Asked(uuid.uuid4().hex, session, url, len(tokens), 0 if routes else None, self.facts.layout)
+        asked = Asked(secrets.token_hex(16), session, url, len(tokens), 0 if routes else None, self._layout)
         body = {
             "rid": asked.rid,
             "input_ids": np.array(tokens, np.int32),
@@ -337,7 +339,7 @@ class SGLangEngine:
         await self._read_limit(url)
 
     async def _check_capture(self, url: str) -> None:
-        asked = Asked(uuid.uuid4().hex, "capture probe", url, 2, 0, self.facts.layout)
+        asked = Asked(secrets.token_hex(16), "capture probe", url, 2, 0, self._layout)
         body = self._request((0, 1), SamplingParams(temperature=0.0, max_new_tokens=1), 0)
         answer = await self._post(url, {"rid": asked.rid, **body})
         _, payload = split_body(answer, asked)
