@@ -19,7 +19,7 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +39,7 @@ from agent_rl.gateway.dialects.chat import Chat
 from agent_rl.gateway.dialects.messages import Messages
 from agent_rl.gateway.dialects.responses import Responses
 from agent_rl.gateway.session import Session
+from agent_rl.rollout.forest import Node
 from sandbox import bridge
 
 MODEL = "agent-rl"
@@ -132,6 +133,7 @@ def _config(app: Starlette) -> uvicorn.Config:
         app,
         log_config=None,
         access_log=False,
+        proxy_headers=False,
         lifespan="off",
         timeout_keep_alive=_KEEP_ALIVE,
         timeout_graceful_shutdown=1,
@@ -170,7 +172,7 @@ def _routes(gateway: Gateway, dialects: Sequence[str]) -> list[BaseRoute]:
         return Response(b"")
 
     routes: list[BaseRoute] = []
-    for prefix in ("", "/s/{key}"):
+    for prefix in ("/s/{key}", ""):  # the first that fits is taken: those that programs are given come first
         routes += [Route(f"{prefix}/", probe), Route(prefix, probe)] if prefix else [Route("/", probe)]
         routes.append(Route(f"{prefix}/v1/models", models))
         for path, dialect in (DIALECTS[name] for name in dialects):
@@ -186,14 +188,23 @@ class _Asked:
     """A request whose reply is being sampled. ``gone`` is done once its client has left."""
 
     ask: Ask
-    replying: asyncio.Task[Reply]
+    node: Node
+    session: Session
     gone: asyncio.Task[None]
-    deliver: Callable[[], None]
 
     async def settled(self, timeout: float | None = None) -> bool:
         """Whether there is a reply, or a refusal, once there is, the client has left or ``timeout`` seconds passed."""
-        await asyncio.wait({self.replying, self.gone}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-        return self.replying.done()
+        sampling = self.session.sampling(self.node)
+        await asyncio.wait({sampling, self.gone}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        return sampling.done()
+
+    def reply(self) -> Reply:
+        """The reply, once it is settled. Raises Refusal where there is none."""
+        return self.session.reply(self.node, self.ask)
+
+    def deliver(self) -> None:
+        """The reply reaches its client."""
+        self.session.forest.deliver(self.node)
 
 
 class Endpoint:
@@ -219,16 +230,10 @@ class Endpoint:
         except Refusal as refusal:
             await _send(send, refusal.status, self._dialect.refusal(refusal))
             return
-        asked = _Asked(
-            ask,
-            asyncio.create_task(session.reply(node, ask)),
-            asyncio.create_task(_disconnected(receive)),
-            lambda: session.forest.deliver(node),
-        )
+        asked = _Asked(ask, node, session, asyncio.create_task(_disconnected(receive)))
         try:
             await (self._stream if ask.stream else self._answer)(asked, send)
         finally:
-            asked.replying.cancel()
             asked.gone.cancel()
             session.leave(node)
 
@@ -236,7 +241,7 @@ class Endpoint:
         if not await asked.settled():
             return
         try:
-            data = self._dialect.reply(asked.replying.result())
+            data = self._dialect.reply(asked.reply())
         except Refusal as refusal:
             await _send(send, refusal.status, self._dialect.refusal(refusal))
             return
@@ -253,7 +258,7 @@ class Endpoint:
                 return
             await send(_body(b": keepalive\n\n", more=True))
         try:
-            events = list(self._dialect.events(asked.replying.result(), asked.ask))
+            events = list(self._dialect.events(asked.reply(), asked.ask))
         except Refusal as refusal:
             error = orjson.dumps(self._dialect.refusal(refusal))
             await send(_body(b"event: error\ndata: " + error + b"\n\n", more=False))

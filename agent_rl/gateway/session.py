@@ -108,7 +108,7 @@ class Session:
 
     def begin(self, ask: Ask) -> Node:
         """Begin to sample a reply, or find the one that a request before this asked for and did not get; then await
-        :meth:`reply`, and :meth:`leave` it however that goes. Raises Refusal."""
+        :meth:`sampling`, and :meth:`leave` it however that goes. Raises Refusal."""
         self._check_open()
         node = self._found_or_begun(ask)
         self._took[node].clients += 1
@@ -126,22 +126,23 @@ class Session:
             self.end(StopReason.MAX_TURNS)
             self._check_open()
         self.context_full = False
-        node = self.forest.begin(plan, ask.tools)
+        node = self.forest.begin(plan)
         self._took[node] = _Took(time.perf_counter() - self._started)
         self._sampling[node] = asyncio.create_task(
             self._sample(node, ask, plan.prompt), name=f"reply-{self.name}-{node.number}"
         )
         return node
 
-    async def reply(self, node: Node, ask: Ask) -> Reply:
-        """What answers ``ask``, once it is whole. Raises Refusal where it never will be."""
-        try:
-            await asyncio.shield(self._sampling[node])
-        except asyncio.CancelledError:
-            if not self._sampling[node].cancelled():
-                raise
-            raise Refusal("ended", "the episode is over") from None
-        except Exception as error:
+    def sampling(self, node: Node) -> asyncio.Task[None]:
+        """Done once a reply is whole or never will be; whoever waits for it leaves it running."""
+        return self._sampling[node]
+
+    def reply(self, node: Node, ask: Ask) -> Reply:
+        """What answers ``ask``, once :meth:`sampling` is done. Raises Refusal where it never will be whole."""
+        sampling = self._sampling[node]
+        if sampling.cancelled():
+            raise Refusal("ended", "the episode is over")
+        if (error := sampling.exception()) is not None:
             raise Refusal("ended", f"the episode is over: {error}") from error
         assert node.spoken is not None
         return self._reply(node, ask, node.spoken)

@@ -22,7 +22,7 @@ import secrets
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import orjson
@@ -40,9 +40,11 @@ Tokens = NDArray[np.int32]
 Tools = Sequence[Mapping[str, Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class ChatMessage:
-    """One message of a request. ``reply`` is the id of the node whose reply an assistant's message says it is."""
+class ChatMessage(NamedTuple):
+    """One message of a request. ``reply`` is the id of the node whose reply an assistant's message says it is.
+
+    A tuple, for each request brings all of its conversation, and a frozen dataclass takes more than twice as long.
+    """
 
     role: Literal["system", "user", "tool", "assistant"]
     text: str
@@ -54,9 +56,9 @@ class ChatMessage:
         """Whether it says what was ``spoken``; outer blanks don't matter, and thoughts may be left out. A program that
         brings the reply's id back may have given its calls further arguments, as Claude Code does with defaults."""
         return (
-            self.text.strip() == spoken.text.strip()
+            (self.text == spoken.text or self.text.strip() == spoken.text.strip())
             and (self.calls == spoken.calls or (self.reply != "" and _extend(self.calls, spoken.calls)))
-            and self.reasoning.strip() in ("", spoken.reasoning.strip())
+            and (not self.reasoning or self.reasoning.strip() in ("", spoken.reasoning.strip()))
         )
 
 
@@ -152,9 +154,10 @@ class Node:
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
     """How a request is answered: by what is sampled after ``prompt``, or by one of the nodes ``waiting``, whose replies
-    to this very request have reached nobody yet."""
+    to this very request have reached nobody yet. ``offered`` stands for the tools that it offers."""
 
     key: bytes
+    offered: bytes
     prompt: Tokens
     parent: Node | None
     shared: int
@@ -173,6 +176,7 @@ class Forest:
         self._by_key: dict[bytes, list[Node]] = {}
         self._by_id: dict[str, Node] = {}
         self._tools: set[bytes] = set()
+        self._parents: set[Node] = set()
         self._differing: set[bytes] = set()
 
     @property
@@ -183,18 +187,26 @@ class Forest:
     def plan(self, messages: Sequence[ChatMessage], tools: Tools) -> Plan:
         """What ``messages`` add to what is here. Raises TemplateError for messages that cannot be rendered."""
         offered = xxh3_128_digest(orjson.dumps(list(tools)))
-        key, last, start, shown = self._match(offered, messages)
+        key, last, start, echoed = self._match(offered, messages)
         same = self._by_key.get(key, ())
         waiting = tuple(node for node in same if not node.delivered)
         asked = tuple(messages[start:])
-        prompt = self._render(last, start, shown, tools)
-        parent, shared = self._attach(prompt, last)
+        if last is None or self._rendering.begins_anew(asked):
+            shown = [self._shown(message, node) for message, node in zip(messages, echoed, strict=True)]
+            prompt = np.array(self._rendering.opening(shown, tools), np.int32)
+            goes_on = last is not None and _common(self.tokens(last), prompt) == last.end
+        else:
+            prompt, goes_on = self._extended(last, asked), True
+        if last is not None and goes_on and last not in self._parents:
+            parent, shared = last, last.end  # as nearly always: a program that goes on from its last reply
+        else:
+            parent, shared = self._attach(prompt, last)
         done = tuple(node for node in same if node.delivered)
         cause = self._cause(parent, shared, offered, retried=bool(done))
         replaces = tuple(node for node in done if not node.followed)
-        return Plan(key, prompt, parent, shared, cause, asked, replaces, waiting)
+        return Plan(key, offered, prompt, parent, shared, cause, asked, replaces, waiting)
 
-    def begin(self, plan: Plan, tools: Tools) -> Node:
+    def begin(self, plan: Plan) -> Node:
         """A node that is to be sampled."""
         node = Node(
             secrets.token_hex(8), len(self.nodes), plan.key, plan.parent, plan.shared,
@@ -203,7 +215,9 @@ class Forest:
         self.nodes.append(node)
         self._by_key.setdefault(plan.key, []).append(node)
         self._by_id[node.id] = node
-        self._tools.add(xxh3_128_digest(orjson.dumps(list(tools))))
+        self._tools.add(plan.offered)
+        if plan.parent is not None:
+            self._parents.add(plan.parent)
         return node
 
     def tokens(self, node: Node) -> Tokens:
@@ -261,22 +275,21 @@ class Forest:
 
     def _match(
         self, offered: bytes, messages: Sequence[ChatMessage]
-    ) -> tuple[bytes, Node | None, int, list[ChatMessage]]:
-        """The request's key, the last reply that it goes on from, where the messages after that begin, and all of the
-        messages, replies with the text that was sampled."""
+    ) -> tuple[bytes, Node | None, int, list[Node | None]]:
+        """The request's key, the last reply that it goes on from, where the messages after that begin, and of each of
+        the messages the reply that it repeats."""
         key, last, start = offered, None, 0
-        shown = list[ChatMessage]()
+        echoed = list[Node | None]()
         for at, message in enumerate(messages):
             node = self._echoed(key, message) if message.role == "assistant" else None
+            echoed.append(node)
             if node is not None:
                 node.delivered = node.followed = True
                 node.superseded = False
                 key, last, start = xxh3_128_digest(key + node.id.encode()), node, at + 1
-                shown.append(ChatMessage("assistant", node.text))
             else:
                 key = xxh3_128_digest(key + _digestible(message))
-                shown.append(self._as_sampled(message))
-        return key, last, start, shown
+        return key, last, start, echoed
 
     def _echoed(self, key: bytes, message: ChatMessage) -> Node | None:
         """The reply to the request of ``key`` that ``message`` repeats."""
@@ -290,26 +303,24 @@ class Forest:
             self._differing.add(xxh3_128_digest(key + _digestible(message)))
         return None
 
-    def _render(self, last: Node | None, start: int, shown: Sequence[ChatMessage], tools: Tools) -> Tokens:
-        if last is None or self._rendering.begins_anew(shown[start:]):
-            return np.array(self._rendering.opening(shown, tools), np.int32)
+    def _extended(self, last: Node, asked: Sequence[ChatMessage]) -> Tokens:
+        """The tokens of a conversation that goes on from ``last`` with the messages ``asked``."""
         stopped = bool(last.sampled) and last.sampled[-1] in self._rendering.stop_token_ids
-        tail = self._rendering.extension(shown[start:], stop_included=stopped)
+        shown = [self._shown(message) for message in asked]
+        tail = self._rendering.extension(shown, stop_included=stopped)
         return np.concatenate([self.tokens(last), np.array(tail, np.int32)])
 
-    def _as_sampled(self, message: ChatMessage) -> ChatMessage:
-        """An assistant's message that repeats a reply in another conversation, with the text that was sampled."""
-        node = self._by_id.get(message.reply)
-        if node is None or node.spoken is None or not message.echoes(node.spoken):
+    def _shown(self, message: ChatMessage, echoed: Node | None = None) -> ChatMessage:
+        """A message as it is rendered: one that repeats a reply, be it in another conversation, with the text that was
+        sampled."""
+        node = echoed or self._by_id.get(message.reply)
+        if node is None or node.spoken is None or not (echoed or message.echoes(node.spoken)):
             return message
         return ChatMessage("assistant", node.text)
 
     def _attach(self, prompt: Tokens, last: Node | None) -> tuple[Node | None, int]:
         """The finished node whose path has the longest beginning in common with ``prompt``, and how long that is;
         among equals ``last``, else the earliest."""
-        alone = last is not None and not any(node.parent is last for node in self.nodes)
-        if last is not None and alone and _common(self.tokens(last), prompt) == last.end:
-            return last, last.end  # as nearly always: a program that goes on from its last reply
         held: dict[Node | None, int] = {None: 0}
         best: tuple[int, bool, Node | None] = (0, False, None)
         for node in self.nodes:
@@ -327,7 +338,7 @@ class Forest:
         """Why a branch begins here, if one does."""
         if not self.nodes:
             return BranchCause.START
-        if parent is not None and shared == parent.end and not any(c.parent is parent for c in self.nodes):
+        if parent is not None and shared == parent.end and parent not in self._parents:
             return parent.cause
         if offered not in self._tools:
             return BranchCause.TOOLS
@@ -448,7 +459,10 @@ def _common(first: Tokens, second: Tokens) -> int:
 
 
 def _digestible(message: ChatMessage) -> bytes:
+    said = message.text + message.reasoning
+    if not message.calls:  # as nearly all: one text, encoded at once
+        return f"{message.role} 0 {len(message.text)} {said}".encode(errors="surrogatepass")
     calls = [(call.name, dict(call.arguments)) for call in message.calls]
-    written = orjson.dumps(calls, option=orjson.OPT_SORT_KEYS) if calls else b""
+    written = orjson.dumps(calls, option=orjson.OPT_SORT_KEYS)
     head = f"{message.role} {len(written)} {len(message.text)} ".encode()
-    return head + written + (message.text + message.reasoning).encode(errors="surrogatepass")
+    return head + written + said.encode(errors="surrogatepass")

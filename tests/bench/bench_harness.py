@@ -1,9 +1,10 @@
 """What the harness endpoint costs: a request's processor time, and many sessions at once.
 
-    python tests/bench/bench_harness.py
+    python tests/bench/bench_harness.py [seconds an answer ...]        (default 0.05 0.2 0.5 2)
 
-Requests of 100 messages and 250 kB over loopback, their answers sampled at once; 256 sessions of 50 turns, each answer
-50 ms away; a fork of a conversation of 60,000 tokens, and what a forest of it holds in memory.
+Requests of 100 messages and 250 kB over loopback, their answers sampled at once; 256 sessions of 50 turns by clients in
+a process of their own, each answer so many seconds away; a fork of a conversation of 60,000 tokens, and what a forest
+of it holds in memory.
 """
 
 from __future__ import annotations
@@ -11,20 +12,24 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import multiprocessing
 import statistics
+import sys
 import threading
 import time
 import tracemalloc
 from collections.abc import Sequence
-from dataclasses import replace
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from typing import Any
 
-import numpy as np
-
+from agent_rl.aio import beside, collect_rarely
 from agent_rl.config import R3Config, RolloutConfig
 from agent_rl.engine.scripted import ScriptedEngine
-from agent_rl.gateway.server import Gateway, open_gateway
+from agent_rl.gateway.server import open_gateway
 from agent_rl.gateway.session import HarnessRenderer, Session
+from agent_rl.observe.loop_lag import LoopLag
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.forest import ChatMessage, Forest
 from agent_rl.rollout.solvers import ByteRenderer
@@ -57,14 +62,22 @@ def session(name: str, latency: float) -> Session:
 
 
 class Client:
-    """Requests over one connection, as bytes."""
+    """Requests of one session over one connection, as bytes."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: str) -> None:
         self.reader, self.writer, self.key = reader, writer, key
 
     @classmethod
-    async def to(cls, gateway: Gateway, key: str) -> Client:
-        return cls(*await asyncio.open_connection("127.0.0.1", gateway.port, limit=1 << 22), key)
+    async def to(cls, port: int, key: str) -> Client:
+        return cls(*await asyncio.open_connection("127.0.0.1", port, limit=1 << 22), key)
+
+    async def talk(self, turns: int) -> None:
+        """A conversation that goes on from every reply."""
+        said = [{"role": "user", "content": "go"}]
+        for turn in range(turns):
+            await self.ask(json.dumps({"messages": said}).encode())
+            said += [{"role": "assistant", "content": "ok"}, {"role": "user", "content": f"seen {turn}"}]
+        self.writer.close()
 
     async def ask(self, body: bytes) -> bytes:
         head = f"POST /s/{self.key}/v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
@@ -72,6 +85,18 @@ class Client:
         answer = await self.reader.readuntil(b"\r\n\r\n")
         length = int(answer.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
         return await self.reader.readexactly(length)
+
+
+def talk_all(port: int, keys: Sequence[str], turns: int, took: Connection) -> None:
+    """A conversation of each session, all at once; the seconds that they took go into ``took``."""
+
+    async def run() -> None:
+        clients = [await Client.to(port, key) for key in keys]
+        began = time.perf_counter()
+        await asyncio.gather(*(client.talk(turns) for client in clients))
+        took.send(time.perf_counter() - began)
+
+    asyncio.run(run())
 
 
 async def request_cpu(messages: int = 100, size: int = 250_000, requests: int = 20) -> float:
@@ -100,34 +125,33 @@ def grow(port: int, path: str, clock: int, messages: int, size: int) -> list[flo
     return costs
 
 
-async def many(sessions: int = 256, turns: int = 50, latency: float = 0.05) -> tuple[float, float]:
-    """``(wall over ideal, p99 of the loop's lag in ms)``; clients are in the same loop."""
-    lags: list[float] = []
+@dataclass(frozen=True)
+class Many:
+    """What many sessions at once took: wall time over that of one alone, the loop's lag in ms (99th percentile), and ms
+    of the server thread's processor time a request."""
 
-    async def watch() -> None:
-        while True:
-            began = time.perf_counter()
-            await asyncio.sleep(0.005)
-            lags.append(time.perf_counter() - began - 0.005)
+    wall: float
+    lag: float
+    cpu: float
 
-    async with open_gateway() as gateway, asyncio.TaskGroup() as scope:
-        began = time.perf_counter()
-        watching = asyncio.create_task(watch())
 
-        async def talk(number: int) -> None:
-            async with gateway.serving(session(f"many-{number}", latency)) as served:
-                client = await Client.to(gateway, served.key)
-                said = [{"role": "user", "content": "go"}]
-                for turn in range(turns):
-                    await client.ask(json.dumps({"messages": said}).encode())
-                    said += [{"role": "assistant", "content": "ok"}, {"role": "user", "content": f"seen {turn}"}]
-                client.writer.close()
-
-        talking = [scope.create_task(talk(number)) for number in range(sessions)]
-        await asyncio.wait(talking)
-        wall = time.perf_counter() - began
-        watching.cancel()
-    return wall / (turns * latency), 1000 * float(np.percentile(lags, 99))
+async def many(latency: float, sessions: int = 256, turns: int = 50) -> Many:
+    """Conversations whose every answer is ``latency`` seconds away; their clients are in a process of their own."""
+    lag, spawn = LoopLag(every=0.005), multiprocessing.get_context("spawn")
+    async with open_gateway() as gateway, AsyncExitStack() as open_sessions, beside(lag.watch()):
+        served = [
+            await open_sessions.enter_async_context(gateway.serving(session(f"many-{number}", latency)))
+            for number in range(sessions)
+        ]
+        took, sent = spawn.Pipe(duplex=False)
+        keys = [each.key for each in served]
+        clients = spawn.Process(target=talk_all, args=(gateway.port, keys, turns, sent), daemon=True)
+        began = time.thread_time()
+        clients.start()
+        wall = await asyncio.to_thread(took.recv)
+        cpu = time.thread_time() - began
+    clients.join()
+    return Many(wall / (turns * latency), lag.metrics()["loop/lag_p99_ms"], 1000 * cpu / (sessions * turns))
 
 
 async def fork(tokens: int = 60_000, turns: int = 50) -> tuple[float, float]:
@@ -142,7 +166,7 @@ async def fork(tokens: int = 60_000, turns: int = 50) -> tuple[float, float]:
     forest = Forest(rendering, routes=R3Config())
     said = [ChatMessage("user", each)]
     for turn in range(turns):
-        node = forest.begin(forest.plan(said, []), [])
+        node = forest.begin(forest.plan(said, []))
         completion = await engine.generate(
             forest.tokens(node).tolist(), rules.sampling(99, ()), routes_from=forest.routes_from(node), session="s"
         )
@@ -160,14 +184,20 @@ async def fork(tokens: int = 60_000, turns: int = 50) -> tuple[float, float]:
     tensors = branch.tokens.nbytes + 8 * branch.sampled_tokens + branch.routing.experts.nbytes
     changed = [*said[: turns - 2], ChatMessage("assistant", "edited"), *said[turns - 1 :]]
     began = time.process_time()
-    forest.routes_from(forest.begin(forest.plan(changed, []), []))
+    forest.routes_from(forest.begin(forest.plan(changed, [])))
     return 1000 * (time.process_time() - began), held / tensors
 
 
 def main() -> None:
+    collect_rarely()  # as every run does that opens an engine
     print(f"processor time a request (100 messages, 250 kB)   {asyncio.run(request_cpu()):.2f} ms")
-    wall, lag = asyncio.run(many())
-    print(f"256 sessions of 50 turns, 50 ms a turn            wall {wall:.2f} of ideal, loop lag p99 {lag:.0f} ms")
+    for latency in map(float, sys.argv[1:] or (0.05, 0.2, 0.5, 2)):
+        found = asyncio.run(many(latency))
+        print(
+            f"256 sessions of 50 turns, {latency:g} s a turn: wall {found.wall:.2f} of ideal, loop lag p99 "
+            f"{found.lag:.0f} ms, {found.cpu:.2f} ms of the server's processor time a request",
+            flush=True,
+        )
     cost, memory = asyncio.run(fork())
     print(f"a fork at 60,000 tokens                           {cost:.1f} ms; forest memory {memory:.2f} of its tensors")
 

@@ -115,7 +115,7 @@ class Program:
         if late and self.rng.random() < 0.8:
             self.deliver(late[0], messages, tools)
             return
-        node = self.forest.begin(plan, [{}] * tools)
+        node = self.forest.begin(plan)
         assert self.forest.tokens(node).tolist() == plan.prompt.tolist()
         self.seen[node] = plan.prompt.tolist()
         self.asked.append((node, messages, tools))
@@ -155,7 +155,7 @@ class Program:
         if kind < 0.6:
             return messages, tools
         if kind < 0.7:
-            return (*messages[:at], replace(messages[at], text=messages[at].text + "z"), *messages[at + 1 :]), tools
+            return (*messages[:at], messages[at]._replace(text=messages[at].text + "z"), *messages[at + 1 :]), tools
         if kind < 0.8 and at > 1:
             return (*messages[:at], *messages[at + 1 :]), tools
         if kind < 0.9:
@@ -213,7 +213,7 @@ class Talk:
         self.forest, self.engine = Forest(LetterRendering(), routes=routes or R3Config()), Prefixes()
 
     def begin(self, messages: Sequence[ChatMessage], tools: int = 1) -> Node:
-        return self.forest.begin(self.forest.plan(messages, [{}] * tools), [{}] * tools)
+        return self.forest.begin(self.forest.plan(messages, [{}] * tools))
 
     def finish(self, node: Node, said: str, *, calls: tuple[ToolCall, ...] = (), deliver: bool = True) -> ChatMessage:
         letters = [*said.encode(), END]
@@ -248,10 +248,10 @@ def test_thoughts_may_be_left_out_and_blanks_differ_but_nothing_else() -> None:
     talk = Talk()
     said = talk.turn([S, U], "yes")
     seen = ChatMessage("user", "go on")
-    for echo in (replace(said, text=" yes\n"), replace(said, reasoning="thought"), replace(said, reply="")):
+    for echo in (said._replace(text=" yes\n"), said._replace(reasoning="thought"), said._replace(reply="")):
         assert talk.forest.plan([S, U, echo, seen], [{}]).parent is talk.forest.nodes[0]
     assert talk.forest.echo_differs == 0
-    plan = talk.forest.plan([S, U, replace(said, text="no"), seen], [{}])
+    plan = talk.forest.plan([S, U, said._replace(text="no"), seen], [{}])
     assert (plan.shared, talk.forest.echo_differs) == (len(talk.forest.nodes[0].context), 1)
 
 
@@ -264,12 +264,12 @@ def test_arguments_that_a_program_adds_to_a_call_which_it_names_begin_no_branch(
 
     def shared(echo: ChatMessage, **arguments: Any) -> int:
         calls = (replace(call, arguments=arguments),)
-        return talk.forest.plan([S, U, replace(echo, calls=calls), seen], [{}]).shared
+        return talk.forest.plan([S, U, echo._replace(calls=calls), seen], [{}]).shared
 
     whole = talk.forest.nodes[0].end
     assert shared(said, old=["a"], everywhere=False) == whole
-    assert shared(replace(said, reply=""), old=["a"]) == whole
-    for other in (shared(said, old=["b"], everywhere=False), shared(replace(said, reply=""), old=["a"], new="b")):
+    assert shared(said._replace(reply=""), old=["a"]) == whole
+    for other in (shared(said, old=["b"], everywhere=False), shared(said._replace(reply=""), old=["a"], new="b")):
         assert other < whole
     assert shared(said) < whole
 
@@ -279,13 +279,13 @@ def test_a_program_goes_on_after_a_message_that_nobody_sampled() -> None:
     talk, messages = Talk(), [S, U, ChatMessage("assistant", "an example"), U]
     for number in range(3):
         said = talk.turn(messages, f"<raw {number}>", calls=(ToolCall("bash", {"command": "ls"}),))
-        messages += [replace(said, reply=""), ChatMessage("tool", f"seen {number}")]
+        messages += [said._replace(reply=""), ChatMessage("tool", f"seen {number}")]
     (branch,) = talk.forest.branches()
     assert talk.engine.rows == len(branch.tokens) - 1
     messages[4] = ChatMessage("assistant", "edited")
     for number in range(3):
         said = talk.turn(messages, f"<raw {number}>", calls=(ToolCall("bash", {"command": "ls"}),))
-        messages += [replace(said, reply=""), ChatMessage("tool", f"seen {number}")]
+        messages += [said._replace(reply=""), ChatMessage("tool", f"seen {number}")]
     assert causes(talk) == [BranchCause.START, BranchCause.REWRITE]
     assert talk.forest.echo_differs == 1
 

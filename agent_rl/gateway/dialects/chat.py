@@ -153,16 +153,11 @@ def _message(message: _Message, at: int) -> ChatMessage:
         raise Refusal(
             "bad", f"messages.{at}.role: {message.role!r}, expected system, developer, user, assistant or tool"
         )
-    calls = message.tool_calls or ()
-    return ChatMessage(
-        "assistant",
-        text,
-        tuple(
-            ToolCall(c.function.name, read_arguments(c.function.arguments, f"messages.{at}.tool_calls")) for c in calls
-        ),
-        message.reasoning_content or "",
-        minted(*(call.id for call in calls)),
-    )
+    calls, reasoning = message.tool_calls, message.reasoning_content or ""
+    if not calls:
+        return ChatMessage("assistant", text, reasoning=reasoning)
+    read = [ToolCall(c.function.name, read_arguments(c.function.arguments, f"messages.{at}.tool_calls")) for c in calls]
+    return ChatMessage("assistant", text, tuple(read), reasoning, minted(*(call.id for call in calls)))
 
 
 def _extras(spoken: Spoken) -> dict[str, Any]:
