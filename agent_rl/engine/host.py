@@ -6,17 +6,13 @@ The server dies with the actor's process (:mod:`agent_rl.engine.launch`), and th
 from __future__ import annotations
 
 import asyncio
-import fcntl
-import os
-import shutil
-import tempfile
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from agent_rl.config import EngineConfig
 from agent_rl.engine.launch import EngineServer, Seat, free_port, sglang_version
 from agent_rl.errors import AgentRlError, EngineStartError, UserError
+from sandbox.own_folder import OwnFolder
 
 _LOOK_SECONDS = 0.2
 _LOG_BYTES = 4 << 20
@@ -60,11 +56,8 @@ class LogFolder:
     """A folder for a server's log on this machine. Those whose owners were killed are removed as one is made."""
 
     def __init__(self) -> None:
-        remove_stale()
-        hidden = Path(tempfile.mkdtemp(prefix=f".{_FOLDER}"))
-        self._lock = os.open(hidden, os.O_RDONLY)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)  # before it gets the name by which stale ones are found
-        self.log = hidden.rename(hidden.with_name(hidden.name[1:])) / "engine.log"
+        self._folder = OwnFolder(_FOLDER)
+        self.log = self._folder.path / "engine.log"
 
     def take(self) -> bytes:
         """Remove the folder; the end of its log."""
@@ -73,21 +66,8 @@ class LogFolder:
             with self.log.open("rb") as file:
                 file.seek(max(0, self.log.stat().st_size - _LOG_BYTES))
                 end = file.read()
-        shutil.rmtree(self.log.parent, ignore_errors=True)
-        os.close(self._lock)
+        self._folder.remove()
         return end
-
-
-def remove_stale() -> None:
-    """Remove the log folders of this machine that no living process holds."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
-        with suppress(OSError):  # another user's, or just being removed
-            lock = os.open(folder, os.O_RDONLY)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder)
-            finally:
-                os.close(lock)
 
 
 class EngineHost:

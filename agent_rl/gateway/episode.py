@@ -131,7 +131,8 @@ class HarnessRun(EpisodeRun):
         return await run(argv, timeout=LONGEST, env=self._env(BOX_PORT), stdin=self._prompt())
 
     async def _on_host(self) -> ExecResult:
-        with tempfile.TemporaryDirectory(prefix="agent-rl-home-", ignore_cleanup_errors=True) as home:
+        folder = self.gateway.folder
+        with tempfile.TemporaryDirectory(prefix="home-", dir=folder, ignore_cleanup_errors=True) as home:
             env = {"PATH": os.environ.get("PATH", os.defpath), "HOME": home, "LANG": "C.UTF-8"}
             return await run_on_host(self.harness.command, {**env, **self._env(self.gateway.port)}, self._prompt())
 

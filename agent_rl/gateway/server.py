@@ -18,7 +18,6 @@ import contextlib
 import os
 import shutil
 import socket
-import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -41,6 +40,7 @@ from agent_rl.gateway.dialects.responses import Responses
 from agent_rl.gateway.session import Session
 from agent_rl.rollout.forest import Node
 from sandbox import bridge
+from sandbox.own_folder import OwnFolder
 
 MODEL = "agent-rl"
 DIALECTS: dict[str, tuple[str, Dialect]] = {
@@ -48,6 +48,8 @@ DIALECTS: dict[str, tuple[str, Dialect]] = {
     "responses": ("/v1/responses", Responses()),
     "messages": ("/v1/messages", Messages()),
 }
+FOLDER = "agent-rl-gateway-"
+"""What the name of an endpoint's folder begins with. Those of killed runs are removed by the next that serves."""
 SOCKET = "gateway.sock"
 BRIDGE = "bridge.py"
 _LONGEST_SOCKET = 107  # bytes: sockaddr_un.sun_path holds 108 with the null byte
@@ -101,7 +103,8 @@ class Gateway:
 @asynccontextmanager
 async def open_gateway(dialects: Sequence[str] = tuple(DIALECTS), *, port: int = 0) -> AsyncIterator[Gateway]:
     """Serve the endpoint until left. ``port`` 0 takes a free one. Raises UserError where no socket can be made."""
-    folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="agent-rl-"))
+    own = await asyncio.to_thread(OwnFolder, FOLDER)
+    folder = own.path
     try:
         sockets = [_unix_socket(folder / SOCKET), _loopback(port)]
         shutil.copy(bridge.__file__, folder / BRIDGE)
@@ -117,7 +120,7 @@ async def open_gateway(dialects: Sequence[str] = tuple(DIALECTS), *, port: int =
             server.should_exit = True
             await asyncio.wait({serving})
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        own.remove()
 
 
 class _Server(uvicorn.Server):

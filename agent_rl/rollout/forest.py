@@ -197,10 +197,10 @@ class Forest:
             goes_on = last is not None and _common(self.tokens(last), prompt) == last.end
         else:
             prompt, goes_on = self._extended(last, asked), True
-        if last is not None and goes_on and last not in self._parents:
-            parent, shared = last, last.end  # as nearly always: a program that goes on from its last reply
-        else:
+        if last is None or not goes_on or last in self._parents:
             parent, shared = self._attach(prompt, last)
+        else:
+            parent, shared = last, last.end  # as nearly always: a program that goes on from its last reply
         done = tuple(node for node in same if node.delivered)
         cause = self._cause(parent, shared, offered, retried=bool(done))
         replaces = tuple(node for node in done if not node.followed)

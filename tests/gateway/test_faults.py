@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import subprocess
+import sys
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +28,7 @@ from agent_rl.types import BranchCause, FinishReason
 
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "u"}]
+OWNER = "import sys; from sandbox.own_folder import OwnFolder; own = OwnFolder(sys.argv[1]); print(flush=True); input()"
 
 
 @asynccontextmanager
@@ -263,10 +268,36 @@ async def test_a_gateway_closed_under_a_request_answers_it(renderer: ChatRendere
 async def test_a_socket_path_that_is_too_long_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     folder = tmp_path / ("long" * 30)
     folder.mkdir()
-    monkeypatch.setattr(server.tempfile, "mkdtemp", lambda prefix: str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
     with pytest.raises(UserError, match=r"too long for a unix socket .* set TMPDIR"):
         async with server.open_gateway():
             pass
+
+
+def test_what_a_killed_controllers_endpoint_left_is_removed_by_the_next(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    command = [sys.executable, "-c", OWNER, server.FOLDER]
+    owner = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert owner.stdout is not None
+    owner.stdout.readline()
+
+    def there() -> set[Path]:
+        return set(tmp_path.iterdir())
+
+    async def serve() -> None:
+        (owned,) = there()
+        async with server.open_gateway() as first:
+            assert there() == {owned, first.folder}, "a living owner's stays"
+            owner.kill()
+            owner.communicate()
+            async with server.open_gateway() as second:
+                assert there() == {first.folder, second.folder}
+
+    asyncio.run(serve())
+    assert there() == set()
 
 
 async def test_while_nothing_is_there_yet_a_stream_says_so(
