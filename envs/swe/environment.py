@@ -9,12 +9,13 @@ from pathlib import Path
 
 from envs.context import EnvContext
 from envs.interface import Interface
+from envs.rows import of_split
 from envs.swe.audit import audit_record
 from envs.swe.boxes import site_folder
 from envs.swe.episode import SweEpisode, start_episode
 from envs.swe.records import SweRecord, parse_record
 from envs.swe.repositories import Repositories
-from envs.swe.sources import FILE_TYPES, Records, is_data_set, read_records
+from envs.swe.sources import Records, is_data_set, read_records
 from envs.swe.swebench import check_gradable
 from envs.swe.verdict import Controls
 from envs.types import Finding, Task, TaskRecordError
@@ -53,7 +54,6 @@ class SweEnvironment:
             )
         self._context = context
         self._path = Path(path)
-        self._source = str(path)
         self._data_split = data_split
         self._specs = specs
         self._heldout = heldout
@@ -129,24 +129,4 @@ class SweEnvironment:
         return self._read[source].records
 
     def _split(self, split: str) -> Sequence[SweRecord]:
-        if files := self._split_files():
-            if split not in files:
-                raise TaskRecordError(f"{self._path}: no split {split!r}; it holds: {', '.join(sorted(files))}")
-            return self._records(str(files[split]))
-        records = self._records(self._source)
-        if self._heldout is None:
-            return records
-        cut = max(0, len(records) - self._heldout)
-        parts = {"train": records[:cut], "heldout": records[cut:]}
-        if split not in parts:
-            raise TaskRecordError(f"{self._path}: no split {split!r}; a single file has train and heldout")
-        return parts[split]
-
-    def _split_files(self) -> dict[str, Path]:
-        """The files of a folder with one a split, by split; none where ``path`` is anything else."""
-        if not self._path.is_dir() or is_data_set(self._path):
-            return {}
-        files = {file.stem: file for file in sorted(self._path.iterdir()) if file.suffix in FILE_TYPES}
-        if not files:
-            raise TaskRecordError(f"{self._path}: a folder without a file of task records ({', '.join(FILE_TYPES)})")
-        return files
+        return of_split(self._path, split, self._heldout, self._records, whole=is_data_set(self._path))

@@ -1,0 +1,181 @@
+"""Rows from a file (JSONL, JSON, Parquet), or from a data set's folder or name on the Hugging Face hub."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, TypeVar
+
+from envs.types import TaskRecordError
+
+FILE_TYPES = (".jsonl", ".json", ".parquet")
+HUB_SECONDS = 5.0
+_TOLD = 4
+
+Record = TypeVar("Record")
+Row = tuple[int, Mapping[str, Any] | str]
+"""A row's number, from 1, and the row; or a sentence on why there is none."""
+
+
+class BrokenRowsError(TaskRecordError):
+    """Rows cannot be used. ``problems`` has a line for every broken field: the row's number, the field, its fault."""
+
+    def __init__(self, source: str, problems: Sequence[str]) -> None:
+        self.problems = tuple(problems)
+        if len(problems) == 1:
+            message = f"{source}: {problems[0]}"
+        else:
+            more = [f"and {len(problems) - _TOLD} more"] if len(problems) > _TOLD else []
+            listed = "; ".join([*problems[:_TOLD], *more])
+            message = f"{source}: {len(problems)} broken fields (skip_broken: true leaves their rows out): {listed}"
+        super().__init__(message)
+
+
+def of_split(
+    path: Path, split: str, heldout: int | None, read: Callable[[str], Sequence[Record]], *, whole: bool
+) -> Sequence[Record]:
+    """The records of ``split``, which ``read`` reads of a source.
+
+    A folder that is not the ``whole`` of a data set has a file for each split. Of anything else the last ``heldout``
+    records are the split "heldout" and the others "train"; with None every split holds all of them. Raises
+    ``TaskRecordError`` for a split that there is not.
+    """
+    if path.is_dir() and not whole:
+        files = {file.stem: file for file in sorted(path.iterdir()) if file.suffix in FILE_TYPES}
+        if not files:
+            raise TaskRecordError(f"{path}: a folder without a file of task records ({', '.join(FILE_TYPES)})")
+        if split not in files:
+            raise TaskRecordError(f"{path}: no split {split!r}; it holds: {', '.join(sorted(files))}")
+        return read(str(files[split]))
+    records = read(str(path))
+    if heldout is None:
+        return records
+    cut = max(0, len(records) - heldout)
+    parts = {"train": records[:cut], "heldout": records[cut:]}
+    if split not in parts:
+        raise TaskRecordError(f"{path}: no split {split!r}; a single file has train and heldout")
+    return parts[split]
+
+
+def is_one_data_set(path: Path) -> bool:
+    """Whether ``path`` is a folder that holds one data set: saved, or cloned from the hub."""
+    return is_saved(path) or any((path / "data").glob("*.parquet"))
+
+
+def read_rows(source: Path | str, split: str | None, *, missing: str = "") -> Iterator[Row]:
+    """The rows of ``source``; ``split`` says which part of a data set is meant, where it has several. ``missing`` ends
+    the line on a file that is not there. Raises ``TaskRecordError`` for a source that cannot be read."""
+    path = Path(source)
+    if path.suffix not in FILE_TYPES:
+        return _data_set(str(source), split)
+    if not path.is_file():
+        raise TaskRecordError(f"{path}: no such file; right would be a file of task records{missing}")
+    readers = {".jsonl": _jsonl, ".json": _json, ".parquet": _parquet}
+    return readers[path.suffix](path)
+
+
+def is_saved(path: Path) -> bool:
+    """Whether ``path`` is a folder that ``datasets`` wrote with ``save_to_disk``."""
+    return any((path / file).is_file() for file in ("dataset_dict.json", "state.json"))
+
+
+def _jsonl(path: Path) -> Iterator[Row]:
+    # What is not UTF-8 becomes text that no field of a record may hold, so that its row is named.
+    with path.open(encoding="utf-8", errors="surrogateescape") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield number, _object(line)
+
+
+def _object(line: str) -> Mapping[str, Any] | str:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return f"not JSON ({error}); right would be one JSON object a line"
+    return row if isinstance(row, dict) else f"a {type(row).__name__}; right would be one JSON object a line"
+
+
+def _json(path: Path) -> Iterator[Row]:
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise TaskRecordError(f"{path}: not JSON ({error}); right would be a list of objects") from None
+    if not isinstance(rows, list):
+        raise TaskRecordError(f"{path}: a {type(rows).__name__}; right would be a list of objects")
+    for number, row in enumerate(rows, start=1):
+        yield number, row if isinstance(row, dict) else f"a {type(row).__name__}; right would be an object"
+
+
+def _parquet(path: Path) -> Iterator[Row]:
+    try:
+        from pyarrow import ArrowInvalid
+        from pyarrow.parquet import ParquetFile
+    except ImportError:
+        raise TaskRecordError(f"{path}: reading Parquet needs pyarrow: pip install 'agent-rl[datasets]'") from None
+    try:
+        with ParquetFile(path) as file:
+            number = 0
+            for batch in file.iter_batches(batch_size=64):
+                for row in batch.to_pylist():
+                    yield (number := number + 1), row
+    except ArrowInvalid as error:
+        raise TaskRecordError(f"{path}: not Parquet ({str(error).splitlines()[0]})") from None
+
+
+def _data_set(name: str, split: str | None) -> Iterator[Row]:
+    """The rows of a data set: a folder that ``save_to_disk`` wrote, or one that ``load_dataset`` finds."""
+    try:
+        import datasets
+    except ImportError:
+        raise TaskRecordError(
+            f"{name}: neither a file of task records ({', '.join(FILE_TYPES)}) nor a folder of them; if it is a data "
+            "set's name on the Hugging Face hub, it needs datasets: pip install 'agent-rl[datasets]'"
+        ) from None
+    try:
+        if is_saved(Path(name)):
+            found = datasets.load_from_disk(name)
+        else:
+            with nullcontext() if _hub_answers(name) else _from_cache_alone():
+                found = datasets.load_dataset(name, split=split)
+    except Exception as error:  # hub, network and file errors of a dozen classes; all mean that it can't be read
+        raise TaskRecordError(f"{name}: no such data set, or it cannot be read ({first_line(error)})") from None
+    if isinstance(found, Mapping):
+        if split is None and len(found) == 1:
+            split = next(iter(found))
+        if split not in found:
+            raise TaskRecordError(f"{name}: data_split is {split!r}; it has {', '.join(sorted(found))}")
+        found = found[split]
+    yield from enumerate(found, start=1)
+
+
+def _hub_answers(name: str) -> bool:
+    """Whether the hub can be asked for data set ``name``; a folder does not need it."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    try:
+        Path(name).exists() or get_session().head(constants.ENDPOINT, timeout=HUB_SECONDS)
+    except Exception:  # of whichever HTTP library the client uses
+        return False
+    return True
+
+
+@contextmanager
+def _from_cache_alone() -> Iterator[None]:
+    """Let the hub's client read its cache and ask nothing: it would go on for half a minute and print each failure."""
+    import datasets
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
+
+
+def first_line(error: Exception) -> str:
+    """What it says first, for a message of one line."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
