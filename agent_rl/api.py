@@ -2,6 +2,7 @@
 
 from envs import (
     Audited,
+    Dialogue,
     EnvContext,
     Environment,
     Episode,
@@ -21,6 +22,7 @@ from tools import FunctionToolSet, ToolCall, ToolError, ToolResult, ToolSet, swe
 
 __all__ = [
     "Audited",
+    "Dialogue",
     "EnvContext",
     "Environment",
     "Episode",

@@ -2,10 +2,11 @@
 
 from envs.context import EnvContext, ToolStyle
 from envs.interface import Interface, Interfaced, InterfaceError, find_interface
-from envs.registry import ENVIRONMENTS, EnvironmentLoadError, load_environment
+from envs.registry import ENVIRONMENTS, EnvironmentLoadError, load_environment, needs_boxes
 from envs.types import (
     Audited,
     Boxed,
+    Dialogue,
     Environment,
     EnvsError,
     Episode,
@@ -23,6 +24,7 @@ __all__ = [
     "ENVIRONMENTS",
     "Audited",
     "Boxed",
+    "Dialogue",
     "EnvContext",
     "Environment",
     "EnvironmentLoadError",
@@ -42,4 +44,5 @@ __all__ = [
     "UndecidableError",
     "find_interface",
     "load_environment",
+    "needs_boxes",
 ]

@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 
-from envs.types import Environment, Episode, Finding, Grade, Solvable, Task
+from envs.types import Dialogue, Environment, Episode, Finding, Grade, Solvable, Task
 from tools import ToolCall, ToolResult
 
 TASKS = 2
@@ -71,6 +71,10 @@ async def _starts(env: Environment, task: Task) -> str:
 async def _schemas(env: Environment, task: Task) -> str:
     async with env.start(task) as episode:
         schemas = json.loads(json.dumps(list(episode.tools.schemas())))
+        hears = isinstance(episode, Dialogue)
+    if hears:
+        assert not schemas, "the episode hears words, so no tool of it is ever called: leave the tools out"
+        return "none: the agent answers in words"
     names = [schema["function"]["name"] for schema in schemas]
     assert names, "there is no tool"
     assert len(set(names)) == len(names), f"two tools have one name: {names}"
@@ -81,6 +85,9 @@ async def _schemas(env: Environment, task: Task) -> str:
 
 async def _wrong_call(env: Environment, task: Task) -> str:
     async with env.start(task) as episode:
+        if isinstance(episode, Dialogue):
+            _is_answer(await episode.hear(""))
+            return "an empty turn"
         answer = await episode.tools.call(ToolCall("no_such_tool", {}))
         _is_answer(answer)
         assert answer.failed, "a call of a tool that there is not must be a failed result"
@@ -115,17 +122,21 @@ async def _solution(env: Environment, task: Task) -> str:
         await _solve(episode, calls)
         grade = await _grade(episode)
     assert grade.resolved, f"task {task.id!r}: its own solution is not resolved (reward {grade.reward:g})"
-    return f"{len(calls)} call(s), reward {grade.reward:g}"
+    return f"{len(calls)} turn(s), reward {grade.reward:g}"
 
 
-def _calls(env: Environment, task: Task) -> Sequence[ToolCall]:
+def _calls(env: Environment, task: Task) -> Sequence[ToolCall | str]:
     return env.solution(task) if isinstance(env, Solvable) else []
 
 
-async def _solve(episode: Episode, calls: Sequence[ToolCall]) -> None:
-    for call in calls:
-        answer = await episode.tools.call(call)
-        assert not answer.failed, f"the solution's call of {call.name} failed: {answer.text[:200]}"
+async def _solve(episode: Episode, turns: Sequence[ToolCall | str]) -> None:
+    for turn in turns:
+        if isinstance(turn, str):
+            assert isinstance(episode, Dialogue), "the solution is words, and the episode has no method hear"
+            await episode.hear(turn)
+            continue
+        answer = await episode.tools.call(turn)
+        assert not answer.failed, f"the solution's call of {turn.name} failed: {answer.text[:200]}"
 
 
 async def _two_at_once(env: Environment, task: Task) -> str:

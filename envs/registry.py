@@ -10,7 +10,7 @@ from typing import Any, get_args, get_type_hints
 
 from envs.context import EnvContext
 from envs.interface import OWN, Interfaced, InterfaceError
-from envs.tool_class import ToolClassEnvironment, is_tool_class
+from envs.tool_class import ToolClassEnvironment, is_tool_class, takes_sandbox
 from envs.types import Environment, EnvsError
 from sandbox.plugins import Registry
 
@@ -24,7 +24,7 @@ class EnvironmentLoadError(EnvsError):
 ENVIRONMENTS = Registry(
     "environment",
     "agent_rl.envs",
-    {"mini": "envs.mini:MiniEnvironment", "swe": "envs.swe:SweEnvironment"},
+    {"maths": "envs.maths:MathsEnvironment", "mini": "envs.mini:MiniEnvironment", "swe": "envs.swe:SweEnvironment"},
     EnvironmentLoadError,
 )
 
@@ -49,7 +49,7 @@ def _made(name: str, context: EnvContext, options: Mapping[str, Any] | None) -> 
     make = ENVIRONMENTS.load(name)
     if not callable(make):
         raise EnvironmentLoadError(f"environment {name!r} is a {type(make).__name__}, not a class")
-    if isinstance(make, type) and is_tool_class(make) and not hasattr(make, "start"):
+    if _is_small(make):
         return ToolClassEnvironment(context, make, name, options or {})
     _check_options(name, make, options or {})
     environment = make(context, **(options or {}))
@@ -57,6 +57,18 @@ def _made(name: str, context: EnvContext, options: Mapping[str, Any] | None) -> 
     if missing:
         raise EnvironmentLoadError(f"environment {name!r} is no environment, it lacks {', '.join(missing)}")
     return environment
+
+
+def needs_boxes(name: str) -> bool:
+    """Whether environment ``name`` starts boxes: a class of tools does where its constructor takes a sandbox, another
+    class unless it says ``boxes = False``. Raises ``EnvironmentLoadError`` where it does not load."""
+    make = ENVIRONMENTS.load(name)
+    return takes_sandbox(make) if _is_small(make) else getattr(make, "boxes", True)
+
+
+def _is_small(make: Any) -> bool:
+    """Whether ``make`` is a class of tools, and not an environment of the whole protocol."""
+    return is_tool_class(make) and not hasattr(make, "start")
 
 
 def path_options(name: str) -> frozenset[str]:

@@ -76,6 +76,11 @@ class ToolEpisode:
         raise TypeError(f"{type(self.subject).__name__}.grade returned a {type(grade).__name__}, not a number or Grade")
 
 
+def takes_sandbox(made: type[Any]) -> bool:
+    """Whether the constructor of such a class asks for a box."""
+    return "sandbox" in _parameters(made)
+
+
 def is_tool_class(made: Any) -> bool:
     """Whether ``made`` is such a class: it has ``tasks``, and async ``setup`` and ``grade``."""
     return (
@@ -182,11 +187,15 @@ def _validated(made: type[Any], name: str, options: Mapping[str, Any]) -> BaseMo
         raise ToolClassError(f"environment {name!r}: option {key!r}: {first['msg']}") from None
 
 
+def _parameters(made: type[Any]) -> frozenset[str]:
+    return frozenset() if made.__init__ is object.__init__ else frozenset(inspect.signature(made).parameters)
+
+
 def _constructor_takes(made: type[Any], name: str) -> frozenset[str]:
-    parameters = [] if made.__init__ is object.__init__ else list(inspect.signature(made).parameters)
-    if unknown := set(parameters) - {"options", "sandbox"}:
+    parameters = _parameters(made)
+    if unknown := parameters - {"options", "sandbox"}:
         raise ToolClassError(
             f"environment {name!r}: {made.__name__}.__init__ takes {', '.join(sorted(unknown))}; it may take options "
             "and sandbox"
         )
-    return frozenset(parameters)
+    return parameters

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from sandbox import Sandbox, printable
-from tools import ToolCall, ToolSet
+from tools import ToolCall, ToolResult, ToolSet
 
 Message = Mapping[str, str]
 """A chat message, ``{"role": ..., "content": ...}``."""
@@ -89,6 +89,15 @@ class Episode(Protocol):
 
 
 @runtime_checkable
+class Dialogue(Protocol):
+    """An episode whose agent answers in words and has no tools to call. Optional: others have their tools called."""
+
+    async def hear(self, text: str) -> ToolResult:
+        """Take a whole turn of the agent. The result is what the agent reads next; ``submitted`` ends the episode."""
+        ...
+
+
+@runtime_checkable
 class Boxed(Protocol):
     """An episode whose agent works in a box, where a program of its own may run. Optional."""
 
@@ -97,7 +106,10 @@ class Boxed(Protocol):
 
 
 class Environment(Protocol):
-    """A source of tasks and the way to start one. Plugged in by registry name, dotted path or entry point."""
+    """A source of tasks and the way to start one. Plugged in by registry name, dotted path or entry point.
+
+    One that starts no boxes says so with the class attribute ``boxes = False``: then no sandbox is asked for.
+    """
 
     @property
     def name(self) -> str: ...
@@ -121,10 +133,11 @@ class Environment(Protocol):
 
 @runtime_checkable
 class Solvable(Protocol):
-    """An environment whose tasks are solved by tool calls, not by a patch. Optional; the gold solver asks."""
+    """An environment whose tasks are solved by tool calls or words, not by a patch. Optional; the gold solver asks."""
 
-    def solution(self, task: Task) -> Sequence[ToolCall]:
-        """The calls that solve ``task``, without the last one that says so; none where that is not known."""
+    def solution(self, task: Task) -> Sequence[ToolCall | str]:
+        """The turns that solve ``task``: calls, without the last one that says so, or what is said in a
+        :class:`Dialogue`; none where that is not known."""
         ...
 
 

@@ -1,5 +1,6 @@
 """Where commands run: isolated boxes with limits, behind one protocol."""
 
+from sandbox.absent import NoBoxes
 from sandbox.bounds import bounded
 from sandbox.errors import (
     ImageMissingError,
@@ -36,6 +37,7 @@ __all__ = [
     "ImageMissingError",
     "ImagePolicy",
     "ImagePullError",
+    "NoBoxes",
     "Sandbox",
     "SandboxBackend",
     "SandboxDiskFullError",

@@ -25,6 +25,7 @@ from agent_rl.engine.open import open_engine
 from agent_rl.errors import AgentRlError
 from agent_rl.model_facts import read_facts
 from agent_rl.observe.display import cell
+from envs import needs_boxes
 from sandbox import SandboxBackend, SandboxError
 from sandbox.cluster.backend import ClusterBackend, Place
 
@@ -121,6 +122,8 @@ async def _trainer() -> str:
 
 async def check_sandboxes(config: RunConfig) -> list[Check]:
     """The sandbox of this machine, or of each host; with several hosts also whether they have the same image."""
+    if not needs_boxes(config.env.name):
+        return [Check("sandbox", True, f"environment {config.env.name} starts no box")]
     try:
         async with open_boxes(config, lambda line: None) as backend:
             if not isinstance(backend, ClusterBackend):

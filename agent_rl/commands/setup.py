@@ -11,6 +11,7 @@ from agent_rl.config import RunConfig
 from agent_rl.controller.preflight import check_room
 from agent_rl.controller.world import open_workshop
 from agent_rl.observe.display import Display
+from envs import needs_boxes
 from sandbox import open_backend
 from sandbox.base_image import ENGINES, build_image
 from sandbox.docker.backend import DEFAULT_IMAGE
@@ -43,6 +44,9 @@ async def warm_up(out: Path, shape: str, seed: int) -> None:
 
 async def _image(config: RunConfig, display: Display) -> None:
     """Build the base image where the backend is a container engine that lacks it; other backends need none."""
+    if not needs_boxes(config.env.name):
+        display.fact("sandbox image", f"environment {config.env.name} starts no box")
+        return
     if config.sandbox.hosts == "ray":
         display.fact("sandbox image", "each host needs its own: `agent-rl doctor` says which lack it")
         return

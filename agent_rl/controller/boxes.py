@@ -9,20 +9,24 @@ from dataclasses import replace
 
 from agent_rl.config import RunConfig, SandboxConfig
 from agent_rl.controller.cluster import open_ray
-from sandbox import ImagePolicy, SandboxBackend, SandboxPool, SandboxSpec, open_backend
+from envs import needs_boxes
+from sandbox import ImagePolicy, NoBoxes, SandboxBackend, SandboxPool, SandboxSpec, open_backend
 from sandbox.cluster.backend import ClusterBackend
 from sandbox.cluster.open import open_cluster
 
 
 @asynccontextmanager
 async def open_boxes(config: RunConfig, tell: Callable[[str], None]) -> AsyncIterator[SandboxBackend]:
-    """The config's sandbox backend. ``tell`` is given a line for every host that is lost.
+    """The config's sandbox backend; none where its environment starts no boxes. ``tell`` is given a line for every host
+    that is lost.
 
     Raises SandboxUnavailableError where this machine or a host lacks it, UserError where no Ray answers.
     """
     async with AsyncExitStack() as stack:
         backend: SandboxBackend
-        if config.sandbox.hosts == "ray":
+        if not needs_boxes(config.env.name):
+            backend = NoBoxes()
+        elif config.sandbox.hosts == "ray":
             await stack.enter_async_context(open_ray(config))
             backend = await _on_hosts(config.sandbox, tell)
         else:

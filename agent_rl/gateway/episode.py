@@ -31,7 +31,7 @@ from agent_rl.gateway.server import BRIDGE, MODEL, SOCKET, Gateway
 from agent_rl.gateway.session import ExtendingRenderer, HarnessRenderer, Session
 from agent_rl.rollout.episode import EpisodeRules, EpisodeRun
 from agent_rl.types import StopReason, Trajectory
-from envs import Boxed, Environment, Episode, Grade, Task
+from envs import Boxed, Dialogue, Environment, Episode, Grade, Task
 from sandbox import ExecResult, Sandbox, printable
 from sandbox.pool import PooledBox
 from tools import ToolCallFormat, ToolSet
@@ -86,7 +86,14 @@ class HarnessRun(EpisodeRun):
                 f"environment {self.env.name} has no box for rollout.harness.place box: set place to host"
             )
 
-    async def _act(self, tools: ToolSet) -> StopReason:
+    async def _act(self, partner: ToolSet | Dialogue) -> StopReason:
+        stop = await self._driven()
+        if isinstance(partner, Dialogue) and (turns := self.served.turns()):
+            await partner.hear(turns[-1].text)
+        return stop
+
+    async def _driven(self) -> StopReason:
+        """Run the program to its end, or to the episode's."""
         async with self.gateway.serving(self.served):
             program = asyncio.ensure_future(self._in_box(self.box) if self.box is not None else self._on_host())
             try:

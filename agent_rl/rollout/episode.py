@@ -1,5 +1,7 @@
 """One episode: sample a turn, run its tool call, append what came back; until an ending, which is then graded.
 
+A turn of a :class:`envs.Dialogue` is heard by the episode as it stands, and no call is looked for.
+
 Every ending but an infrastructure failure is graded on whatever the agent left behind, submitted or not, as R2E-Gym
 does. Infrastructure failures become a trajectory without a reward; errors that no other episode would escape (missing
 routes, a missing image, no usable sandbox backend, a broken task record) are raised and stop the run.
@@ -11,7 +13,7 @@ import asyncio
 import time
 import uuid
 from array import array
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
@@ -26,9 +28,9 @@ from agent_rl.rollout.opening import Renderer, open_conversation
 from agent_rl.rollout.transcript import Transcript
 from agent_rl.rollout.turn_log import Answered, LoggedTurn, ReplayDiffers, TurnLog
 from agent_rl.types import Completion, FinishReason, SamplingParams, StopReason, Trajectory, Turn
-from envs import Environment, Episode, Grade, GradingError, Task, UndecidableError, find_interface
+from envs import Dialogue, Environment, Episode, Grade, GradingError, Task, UndecidableError, find_interface
 from sandbox import ImageMissingError, SandboxError, SandboxHostLostError, SandboxUnavailableError, bounded
-from tools import ParseFailure, ToolCall, ToolCallFormat, ToolSet
+from tools import ParseFailure, ToolCallFormat, ToolResult, ToolSet
 
 MAX_ABORTS = 3
 """How often a turn is asked on after the engine aborted it of itself."""
@@ -132,7 +134,7 @@ class EpisodeRun:
             async with self._started_episode() as episode:
                 tools = episode.tools
                 self._open(episode, tools)
-                stop = await self._act(tools)
+                stop = await self._act(episode if isinstance(episode, Dialogue) else tools)
                 return self._trajectory(stop, await self._grade(episode))
         except (RoutesMissingError, ImageMissingError, SandboxUnavailableError):
             raise
@@ -167,25 +169,26 @@ class EpisodeRun:
         self.transcript = Transcript(opening, max_tokens=self.limits.max_tokens, routes=self.rules.routes)
         self.opening = sha256(array("i", opening).tobytes()).hexdigest()[:16]
 
-    async def _act(self, tools: ToolSet) -> StopReason:
+    async def _act(self, partner: ToolSet | Dialogue) -> StopReason:
+        """Take the turns. ``partner`` is what they are given to: the tools, or the episode itself."""
         kept = [] if self.log is None else await self.log.kept()
         async with bounded(self.limits.time_limit, "calling the tools again"):
             for logged in kept:
-                if stop := await self._take_again(tools, logged):
+                if stop := await self._take_again(partner, logged):
                     return stop
         limit = asyncio.timeout(kept[-1].left if kept else self.limits.time_limit)
         try:
             async with limit:
                 with self.gate.uncharged(limit):
-                    return await self._take_turns(tools, limit)
+                    return await self._take_turns(partner, limit)
         except TimeoutError:
             if not limit.expired():
                 raise
             return StopReason.TIME_LIMIT
 
-    async def _take_turns(self, tools: ToolSet, limit: asyncio.Timeout) -> StopReason:
+    async def _take_turns(self, partner: ToolSet | Dialogue, limit: asyncio.Timeout) -> StopReason:
         while len(self.turns) < self.limits.max_turns:
-            stop = await self._turn(tools, self.engine)
+            stop = await self._turn(partner, self.engine)
             if self.log is not None and self.answers:
                 completions, self.answers = tuple(self.answers), []
                 turn = Turn(**self.turns[-1])
@@ -194,11 +197,11 @@ class EpisodeRun:
                 return stop
         return StopReason.MAX_TURNS
 
-    async def _take_again(self, tools: ToolSet, logged: LoggedTurn) -> StopReason | None:
+    async def _take_again(self, partner: ToolSet | Dialogue, logged: LoggedTurn) -> StopReason | None:
         """As :meth:`_turn`, with what was sampled before. Raises ReplayDiffers where anything else comes of it."""
         if self.opening != logged.opening:
             raise ReplayDiffers(f"{self.session} begins with another prompt than the first time")
-        stop = await self._turn(tools, Answered(logged.completions))
+        stop = await self._turn(partner, Answered(logged.completions))
         self.answers.clear()
         if self.turns[-1]["observation"] != logged.turn.observation:
             raise ReplayDiffers(f"turn {self.replayed} of {self.session} was answered otherwise than the first time")
@@ -206,13 +209,12 @@ class EpisodeRun:
         self.replayed += 1
         return stop
 
-    async def _turn(self, tools: ToolSet, engine: Engine) -> StopReason | None:
-        """Sample, call, observe; the ending if there is one."""
+    async def _turn(self, partner: ToolSet | Dialogue, engine: Engine) -> StopReason | None:
+        """Sample, call or speak, observe; the ending if there is one."""
         if self.transcript.room < 1:
             return StopReason.CONTEXT_FULL
         sampled = await self._sample(engine)
-        parsed = self.fmt.parse(self.turns[-1]["text"])
-        observation, stop = await self._answer(tools, parsed)
+        observation, stop = await self._answer(partner, self.turns[-1]["text"])
         return stop or self._observe(observation, sampled)
 
     async def _sample(self, engine: Engine) -> Sequence[int]:
@@ -269,8 +271,11 @@ class EpisodeRun:
         self.messages[-1] = {"role": "assistant", "content": text}
         self._note(text=text, completion_tokens=len(sampled), weight_version=weight_version, generate_seconds=seconds)
 
-    async def _answer(self, tools: ToolSet, parsed: ToolCall | ParseFailure) -> tuple[str, StopReason | None]:
+    async def _answer(self, partner: ToolSet | Dialogue, text: str) -> tuple[str, StopReason | None]:
         """What the agent is shown next, and the ending if its call, or the lack of one, was the last."""
+        if isinstance(partner, Dialogue):
+            return await self._answered(partner.hear(text))
+        parsed = self.fmt.parse(text)
         if isinstance(parsed, ParseFailure):
             self.parse_failures_in_a_row += 1
             self._note(parse_failure=parsed.reason, observation=parsed.reason)
@@ -279,9 +284,12 @@ class EpisodeRun:
             return parsed.reason, StopReason.PARSE_FAILURES if ended else None
         self.parse_failures_in_a_row = 0
         self._note(tool=parsed.name, arguments=dict(parsed.arguments))
+        return await self._answered(partner.call(parsed))
+
+    async def _answered(self, answering: Awaitable[ToolResult]) -> tuple[str, StopReason | None]:
         started = time.perf_counter()
         try:
-            result = await tools.call(parsed)
+            result = await answering
         finally:
             self._note(tool_seconds=_seconds_since(started))
         self._note(observation=result.text)

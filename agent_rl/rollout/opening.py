@@ -44,10 +44,10 @@ def open_conversation(
     """The opening messages as the agent reads them, and their tokens.
 
     Chat templates describe tools in the Hermes format only, and some ignore them: then, and for other formats, the
-    format's own description is appended to the system message.
+    format's own description is appended to the system message. Where there are no tools nothing is described.
     """
     plain = renderer.opening(messages, None)
-    if not describe_tools:
+    if not (describe_tools and schemas):
         return list(messages), plain
     if fmt.name == "hermes" and (templated := renderer.opening(messages, schemas)) != plain:
         return list(messages), templated

@@ -40,8 +40,8 @@ def noop(env: Environment, task: Task) -> Sequence[ToolCall]:
     return [_interface(env).submit]
 
 
-def gold(env: Environment, task: Task) -> Sequence[ToolCall]:
-    """Makes the calls of the environment's own solution, or applies the task's true fix with ``git apply`` and submits.
+def gold(env: Environment, task: Task) -> Sequence[ToolCall | str]:
+    """Takes the turns of the environment's own solution, or applies the true fix with ``git apply``, and submits.
 
     The patch goes through as base64 in a file under ``.git``, which no shell quoting, tool-call format or diff of the
     working tree can touch. Raises UserError for a task without a gold patch.
@@ -68,7 +68,7 @@ def _interface(env: Environment) -> Interface:
     return env.interface if isinstance(env, Interfaced) else find_interface(OWN_INTERFACE)
 
 
-def _solution(env: Environment, task: Task) -> Sequence[ToolCall]:
+def _solution(env: Environment, task: Task) -> Sequence[ToolCall | str]:
     return env.solution(task) if isinstance(env, Solvable) else ()
 
 

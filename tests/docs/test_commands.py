@@ -112,6 +112,11 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
         "agent-rl r3 compare configs/quickstart.yaml engine.dtype=float32 --rescore --trajectories runs/compare "
         "--out runs/compare-fp32",
     ),
+    "tests/envs/test_maths.py does the same in its own process; rollout needs an engine": (
+        "agent-rl envs check maths",
+        "agent-rl eval configs/quickstart.yaml env.name=maths --policy gold --tasks 4",
+        "agent-rl rollout configs/quickstart.yaml env.name=maths rollout.max_turns=1 --tasks 4",
+    ),
     "needs a finished run: tests/controller/test_eval_compare.py": (
         "agent-rl eval compare runs/quickstart:step-0/sampled runs/quickstart:step-20/sampled",
         "agent-rl eval compare A B --points 5 --json",

@@ -11,7 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from envs import ENVIRONMENTS, EnvContext, EnvironmentLoadError, Episode, Task, TaskRecordError, load_environment
+from envs import (
+    ENVIRONMENTS,
+    EnvContext,
+    EnvironmentLoadError,
+    Episode,
+    Task,
+    TaskRecordError,
+    load_environment,
+    needs_boxes,
+)
 from envs.swe import SweEnvironment, SweRecord, write_jsonl
 from sandbox import plugins
 
@@ -54,7 +63,7 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_built_in_ones_are_listed() -> None:
-    assert {"mini", "swe"} <= set(ENVIRONMENTS.targets())
+    assert {"maths", "mini", "swe"} <= set(ENVIRONMENTS.targets())
 
 
 def test_a_plain_class_by_dotted_path() -> None:
@@ -66,6 +75,39 @@ def test_an_entry_point_of_another_package(monkeypatch: pytest.MonkeyPatch) -> N
     point = EntryPoint("added", f"{HERE}:PlainEnvironment", "agent_rl.envs")
     monkeypatch.setattr(plugins, "entry_points", lambda group: [point] if group == point.group else [])
     assert load_environment("added", CONTEXT, {"greeting": "hi"}).name == "plain"
+
+
+class Words:
+    """A class of tools that needs no box."""
+
+    @classmethod
+    def tasks(cls, split: str, options: object) -> list[dict[str, str]]:
+        return []
+
+    async def setup(self, task: Task) -> str:
+        return ""
+
+    async def grade(self) -> float:
+        return 0.0
+
+
+class WordsInABox(Words):
+    def __init__(self, sandbox: object) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("name", "needed"),
+    [
+        ("maths", False),
+        ("mini", True),
+        ("swe", True),
+        (f"{HERE}:PlainEnvironment", True),
+        (f"{HERE}:Words", False),
+        (f"{HERE}:WordsInABox", True),
+    ],
+)
+def test_who_starts_no_box_needs_no_sandbox(name: str, needed: bool) -> None:
+    assert needs_boxes(name) is needed
 
 
 @pytest.mark.parametrize(

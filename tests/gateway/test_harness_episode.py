@@ -22,7 +22,7 @@ from agent_rl.rollout.records import write_trajectories
 from agent_rl.types import BranchCause, Group, StopReason, Trajectory
 from agent_rl.view.resources import Resources
 from envs import Task
-from tools import tool_format
+from tools import ToolResult, tool_format
 
 PROGRAMS = Path(__file__).parent / "programs"
 TASK = Task("t", "memory", {})
@@ -190,3 +190,19 @@ async def test_the_viewer_shows_each_branch_of_a_program_that_rewrites_its_histo
         assert np.array_equal(found["branches"][number]["tokens"], branch.tokens)
         routes = resources.read(f"0/routes/1-0.{number}")
         assert routes["experts"] == np.sort(branch.routing.experts, axis=2).tolist()
+
+
+async def test_an_episode_in_words_hears_the_program_s_last_reply(
+    gateway: Gateway, renderer: ChatRenderer, kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[str] = []
+
+    async def hear(self: object, text: str) -> ToolResult:
+        heard.append(text)
+        return ToolResult("", submitted=True)
+
+    async with kit.MemoryEnvironment().start(TASK) as episode:
+        monkeypatch.setattr(type(episode), "hear", hear, raising=False)
+    engine = kit.Saying(renderer, ["first", "second", "last"])
+    trajectory = await drive(gateway, kit, renderer, engine, command("talk.py", "ends"))
+    assert (trajectory.stop, heard) == (StopReason.SUBMITTED, [trajectory.turns[-1].text])

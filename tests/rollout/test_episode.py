@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,8 +20,9 @@ from agent_rl.errors import EngineUnreachable, RoutesMissingError
 from agent_rl.rollout.episode import EpisodeRules, run_episode
 from agent_rl.rollout.solvers import ByteRenderer
 from agent_rl.types import Completion, FinishReason, StopReason, Trajectory
-from envs import GradingError, Task, TaskRecordError, UndecidableError
+from envs import Grade, GradingError, Task, TaskRecordError, UndecidableError
 from sandbox import ImageMissingError, SandboxLostError
+from tools import FunctionToolSet, ToolResult
 from tools.formats import tool_format
 
 ROUTES = R3Config()
@@ -29,7 +31,7 @@ ROUTES = R3Config()
 async def drive(
     env: Any, task: Task, engine: Any, bounds: EnvConfig | None = None, routes: R3Config | None = ROUTES, **limits: Any
 ) -> Trajectory:
-    rules = EpisodeRules(RolloutConfig(describe_tools=False, **limits), bounds or EnvConfig(), routes)
+    rules = EpisodeRules(RolloutConfig(**{"describe_tools": False, **limits}), bounds or EnvConfig(), routes)
     return await run_episode(env, task, engine, ByteRenderer(), tool_format("hermes"), rules)
 
 
@@ -445,3 +447,35 @@ def test_any_episode_is_aligned(kit: SimpleNamespace) -> None:
         assert env.open == 0
 
     holds()
+
+
+@dataclass
+class Talk:
+    """An episode in words: it says how many turns it heard, and ends at ``bye``."""
+
+    heard: list[str] = field(default_factory=list)
+    tools: FunctionToolSet = field(default_factory=lambda: FunctionToolSet(()))
+    messages: Sequence[Mapping[str, str]] = ({"role": "user", "content": "Talk."},)
+
+    async def hear(self, text: str) -> ToolResult:
+        self.heard.append(text)
+        return ToolResult(str(len(self.heard)), submitted=text == "bye")
+
+    async def grade(self) -> Grade:
+        return Grade(float(len(self.heard)), True)
+
+
+async def test_an_episode_in_words_hears_whole_turns_and_calls_nothing(
+    env: Any, task: Task, kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talk = Talk()
+    monkeypatch.setattr(env, "start", lambda task: nullcontext(talk), raising=False)
+    turns = [kit.FIX, "<tool_call>{", "more", "bye"]
+    trajectory = await drive(env, task, kit.ToldEngine(turns), describe_tools=True, max_parse_failures=1)
+    assert talk.heard == turns
+    assert (trajectory.stop, trajectory.reward) == (StopReason.SUBMITTED, 4.0)
+    assert [(turn.tool, turn.parse_failure, turn.observation) for turn in trajectory.turns] == [
+        (None, None, str(count)) for count in (1, 2, 3, 4)
+    ]
+    assert trajectory.messages[0] == talk.messages[0], "there are no tools to describe"
+    check_aligned(trajectory, kit.row_of)

@@ -1,0 +1,355 @@
+"""The environment maths: exact answers in all forms, rows of data sets, hostile answers, and single-turn episodes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from agent_rl.cli import app
+from agent_rl.config_files import load_config
+from agent_rl.controller.world import open_workshop
+from agent_rl.observe.display import Display
+from agent_rl.rollout.episode import EpisodeRules
+from agent_rl.rollout.solvers import solver_runner
+from agent_rl.types import StopReason
+from envs import EnvContext, GradingError, TaskRecordError, load_environment
+from envs.conformance import check_environment
+from envs.maths import (
+    FAMILIES,
+    LEVELS,
+    Exact,
+    Grader,
+    MathsEnvironment,
+    answer_of,
+    generate,
+    grader,
+    read_problems,
+    stream,
+)
+from envs.maths.worker import compare
+from sandbox import NoBoxes
+
+ROOT = Path(__file__).resolve().parents[2]
+CONTEXT = EnvContext(NoBoxes())
+
+
+@pytest.fixture(scope="module")
+def env() -> MathsEnvironment:
+    """One for all tests that can share it: its process takes a second to start."""
+    return MathsEnvironment(CONTEXT, train_tasks=3, heldout_tasks=3)
+
+
+@pytest.fixture
+def asked(env: MathsEnvironment) -> Grader:
+    return env._grader
+
+
+def right(truth: str, turn: str) -> bool:
+    """As :meth:`Grader.verdict`, in this process."""
+    answer = answer_of(turn)
+    return answer is not None and compare(truth, answer)[0]
+
+
+def forms(value: Exact) -> Iterator[str]:
+    """Ways to write ``value``, all of them exact."""
+    yield value.latex
+    yield value.latex.replace(r"\frac", r"\dfrac")
+    yield f"x = {value.latex}"
+    yield f"${value.latex}$"
+    factor, root = value.factor, value.radicand
+    if root != 1:
+        yield rf"\frac{{{factor.numerator}}}{{{factor.denominator}}}\sqrt{{{root}}}"
+        yield rf"\sqrt{{{factor.numerator**2 * root}}} / {factor.denominator}"
+        return
+    if factor.denominator > 1:
+        yield f"{factor.numerator}/{factor.denominator}"
+        yield rf"\frac{{{3 * factor.numerator}}}{{{3 * factor.denominator}}}"
+    if 10**6 % factor.denominator == 0 and abs(factor) < 10**9:
+        places = next(n for n in range(7) if 10**n % factor.denominator == 0)
+        yield f"{float(factor):.{places}f}"
+    if factor.denominator == 1 and abs(factor) >= 1000:
+        yield f"{factor.numerator:,}"
+        yield f"{factor.numerator:,}".replace(",", "{,}")
+
+
+TURNS = (r"So it is \boxed{%s}.", r"$\boxed{1}$? No: $\boxed{%s}$", "Answer: %s", "#### %s")
+
+
+def near_misses(value: Exact) -> Iterator[Exact]:
+    step = Fraction(1, value.factor.denominator)
+    yield Exact(value.factor + step, value.radicand)
+    yield Exact(value.factor - step, value.radicand)
+    yield Exact(value.factor, value.radicand + 1)
+    if value.factor:
+        yield Exact(-value.factor, value.radicand)
+        yield Exact(value.factor + Fraction(1, 1000), value.radicand)
+
+
+def check(family: str, level: int, seed: int) -> None:
+    question, value = FAMILIES[family](random.Random(seed), level)
+    for form, turn in zip(forms(value), itertools.cycle(TURNS), strict=False):
+        assert right(value.latex, turn % form), f"{question} {value.latex}: {turn % form}"
+    for wrong in near_misses(value):
+        if wrong.factor or value.factor:
+            assert not right(value.latex, rf"\boxed{{{wrong.latex}}}"), f"{question} {value.latex}: {wrong.latex}"
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from(sorted(FAMILIES)), st.sampled_from(LEVELS), st.integers(0, 10**6))
+def test_a_problem_s_answer_is_right_in_every_form_and_what_is_near_is_wrong(
+    family: str, level: int, seed: int
+) -> None:
+    check(family, level, seed)
+
+
+@pytest.mark.exhaustive
+def test_all_families_and_levels_many_times() -> None:
+    for family in FAMILIES:
+        for level in LEVELS:
+            for seed in range(100):
+                check(family, level, seed)
+
+
+@given(st.fractions(-20, 20, max_denominator=12).filter(bool))
+def test_the_root_of_a_square_is_the_number(number: Fraction) -> None:
+    assert Exact.root_of(number * number) == Exact.of(abs(number))
+
+
+@given(st.integers(1, 5000), st.integers(1, 60))
+def test_a_root_is_exact_and_has_no_square_left(above: int, below: int) -> None:
+    found = Exact.root_of(Fraction(above, below))
+    assert found.factor**2 * found.radicand == Fraction(above, below)
+    assert all(found.radicand % (base * base) for base in range(2, 80))
+
+
+def test_splits_share_no_question_and_a_seed_gives_the_same_again() -> None:
+    asked = {
+        (split, seed): [problem.question for problem in generate(split, 300, seed)]
+        for split in ("train", "heldout")
+        for seed in (0, 1)
+    }
+    assert all(len(set(questions)) == 300 for questions in asked.values())
+    train = {*asked["train", 0], *asked["train", 1]}
+    assert not train & {*asked["heldout", 0], *asked["heldout", 1]}
+    assert asked["train", 0] != asked["train", 1]
+    assert generate("train", 20, 7) == generate("train", 20, 7)
+    assert {problem.family for problem in generate("train", 300, 0)} == set(FAMILIES)
+
+
+def test_levels_are_those_asked_for_and_a_stream_that_is_exhausted_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {problem.level for problem in generate("train", 50, 0, levels=(2, 4))} == {2, 4}
+    monkeypatch.setitem(FAMILIES, "arithmetic", lambda rng, level: (f"{rng.randint(1, 60)}?", Exact.of(1)))  # type: ignore[arg-type]
+    for name in set(FAMILIES) - {"arithmetic"}:
+        monkeypatch.delitem(FAMILIES, name)  # type: ignore[arg-type]
+    assert 20 < len(list(stream("train", 0))) < 60
+    with pytest.raises(TaskRecordError, match=r"maths: levels \[1, 2, 3, 4, 5\] have \d\d train problems under seed 0"):
+        MathsEnvironment(CONTEXT, train_tasks=60).tasks("train")
+
+
+@pytest.mark.parametrize(
+    ("turn", "answer"),
+    [
+        (r"First \boxed{1}, then \boxed{\frac{1}{2}} it is.", r"\frac{1}{2}"),
+        ("thus\n#### 1,234\n", "1,234"),
+        ("Answer: 3\nno\n**Answer:** 4.\nbye", "4"),
+        (r"<think>\boxed{3}</think> it is \boxed{4}", "4"),
+        (r"\boxed{3}</think> I forgot", None),
+        (r"<think> \boxed{3}", None),
+        ("it is 42", None),
+        (r"\boxed{3", None),
+        (r"\boxed 3", None),
+        ("Answer:", None),
+        ("", None),
+        (r"\boxed{4}" + "x" * grader.TAIL, None),
+    ],
+)
+def test_the_answer_is_the_last_one_that_is_marked(turn: str, answer: str | None) -> None:
+    assert answer_of(turn) == answer
+
+
+HOSTILE = {
+    "10 MB": "x" * 10_000_000,
+    "10 MB of digits": r"\boxed{" + "7" * 10_000_000 + "}",
+    "a million boxes": r"\boxed{7}" * 1_000_000,
+    "open": r"\boxed{" + "(" * 60 + "}",
+    "power of powers in Python": r"\boxed{9**9**9}",
+    "surrogates": "\\boxed{\ud800\udfff}",
+    "controls": "\\boxed{\x00\x1b[2J}",
+    "no end": r"\boxed{" * 500,
+    "code": r"\boxed{__import__('os').system('exit')}",
+    "list of answers": r"\boxed{41, 42, 43}",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+async def test_a_hostile_answer_is_wrong_and_soon(asked: Grader, name: str) -> None:
+    started = time.process_time()
+    verdict = await asked.verdict("42", HOSTILE[name])
+    assert not verdict.right
+    assert verdict.reason.isprintable()
+    assert len(verdict.reason) < 600
+    assert time.process_time() - started < 2, "what costs this process"
+
+
+async def test_an_answer_beyond_all_limits_is_wrong_and_the_next_one_is_graded(asked: Grader) -> None:
+    verdict = await asked.verdict("42", r"\boxed{9^{9^{9^{9}}}}")
+    assert (verdict.right, "could not be compared within the limits" in verdict.reason) == (False, True)
+    assert await asked.verdict("42", r"\boxed{42}") == grader.Verdict(True, "the answer 42 is right, expected 42")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "(" * 4000,
+        "1+" * 2000 + "1",
+        r"\frac{1}{" * 300 + "2" + "}" * 300,
+        r"\int_0^1 x^{x^{x}} dx",
+        "10^{10^{10}}",
+        r"\sum_{n=1}^{10^9} \sin(n)",
+        "2^{10000000000}",
+        "1e999999999",
+        "x^{99999}=2^x",
+        r"\sqrt{" * 500 + "}" * 500,
+    ],
+)
+async def test_what_is_hard_to_read_or_to_compare_ends(asked: Grader, answer: str) -> None:
+    started = time.perf_counter()
+    assert not (await asked.verdict("42", rf"\boxed{{{answer}}}")).right
+    assert time.perf_counter() - started < 30
+    assert (await asked.verdict("42", r"\boxed{42}")).right
+
+
+async def test_a_process_that_is_gone_is_the_machine_s_doing_and_another_takes_over(asked: Grader) -> None:
+    assert (await asked.verdict("7", "#### 7")).right
+    os.kill(asked._idle[-1]._process.pid, signal.SIGKILL)
+    with pytest.raises(GradingError, match="the process that reads answers ended with exit code -9"):
+        await asked.verdict("7", "#### 7")
+    assert (await asked.verdict("7", "#### 7")).right
+
+
+def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+DAPO = {
+    "data_source": "math_dapo",
+    "prompt": [{"role": "user", "content": "Solve it.\n\nWhat is 6 x 7?\n\nThe last line is Answer: $Answer."}],
+    "ability": "MATH",
+    "reward_model": {"ground_truth": "42", "style": "rule-lighteval/MATH_v2"},
+    "extra_info": {"index": "9a9b"},
+}
+
+
+@pytest.mark.parametrize(
+    ("row", "question", "answer"),
+    [
+        ({"question": "Six times seven?", "answer": "6 x 7 = <<6*7=42>>42\n#### 42"}, "Six times seven?", "42"),
+        ({"question": "Q", "answer": "1,234"}, "Q", "1,234"),
+        ({"problem": "P", "solution": r"so $\boxed{\frac{1}{2}}$.", "level": "Level 5"}, "P", r"\frac{1}{2}"),
+        ({"problem": "P", "solution": r"\boxed{1}", "answer": "2", "subject": "Algebra"}, "P", "2"),
+        ({"id": 60, "problem": "P", "solution": "s", "answer": "204", "url": "u", "year": "2024"}, "P", "204"),
+        ({"ID": "2024-I-1", "Problem": "P", "Solution": "s", "Answer": 204}, "P", "204"),
+        (DAPO, DAPO["prompt"][0]["content"], "42"),  # type: ignore[index]
+        ({"prompt": "Bare?", "reward_model": {"ground_truth": 0.5}}, "Bare?", "0.5"),
+        ({"question": "Words?", "answer": r"\text{east}"}, "Words?", r"\text{east}"),
+    ],
+    ids=["gsm8k", "plain", "math", "math-500", "aime", "aime-capitals", "dapo", "bare prompt", "words"],
+)
+def test_rows_of_the_usual_data_sets(
+    row: dict[str, Any], question: str, answer: str, asked: Grader, tmp_path: Path
+) -> None:
+    (problem,) = read_problems(write(tmp_path / "rows.jsonl", [row]), asked).problems
+    assert (problem.question, problem.answer) == (question, answer)
+    assert bool(problem.messages) == ("reward_model" in row)
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({"answer": "1"}, "row 2: question: missing; right would be a text in question or problem"),
+        ({"question": " ", "answer": "1"}, "row 2: question: str ' '; right would be a text that is not empty"),
+        ({"question": "Q"}, "row 2: answer: missing; right would be answer, or a solution"),
+        ({"question": "Q", "answer": ["1"]}, r"row 2: answer: list \"\['1'\]\"; right would be a text or a number"),
+        ({"question": "Q", "answer": "(((("}, r"row 2: answer: '\(\(\(\(' can't be read; right would be a number"),
+        ({"question": "Q", "answer": ""}, "row 2: answer: str ''; right would be a text or a number"),
+        ({"question": "\ud800", "answer": "1"}, "row 2: question: str"),
+        ({"problem": "P", "solution": "it is 7"}, "row 2: solution: boxes no answer, and there is no field answer"),
+        ({"prompt": [{"role": "user", "content": "Q"}]}, "row 2: reward_model.ground_truth: missing"),
+        ({"prompt": [], "reward_model": {"ground_truth": "1"}}, r"row 2: prompt: list '\[\]'; right would be messages"),
+        ({"reward_model": {"ground_truth": "1"}}, "row 2: prompt: missing; right would be messages"),
+        ({"question": "First?", "answer": "2"}, "row 2: answer: '2', and '1' in row 1, which asks the same"),
+    ],
+)
+def test_a_row_that_lacks_something_is_told_in_one_line_or_left_out(
+    row: dict[str, Any], told: str, asked: Grader, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "rows.jsonl", [{"question": "First?", "answer": "1"}, row])
+    with pytest.raises(TaskRecordError, match=told) as caught:
+        read_problems(path, asked)
+    assert "\n" not in str(caught.value)
+    found = read_problems(path, asked, skip_broken=True)
+    assert (len(found.problems), len(found.broken)) == (1, 1)
+
+
+def test_rows_are_one_problem_each_and_are_dealt_out(tmp_path: Path) -> None:
+    rows = [{"question": f"{at}?", "answer": at} for at in (1, 2, 1, 3, 4, 4)]
+    rest = MathsEnvironment(CONTEXT, write(tmp_path / "rows.jsonl", rows), heldout=1)
+    questions = {split: [task.record["question"] for task in rest.tasks(split)] for split in ("train", "heldout")}
+    assert questions == {"train": ["1?", "2?", "3?"], "heldout": ["4?"]}
+
+
+@pytest.mark.parametrize("levels", [3, "12", [], [0], [[1]]])
+def test_levels_that_there_are_not_are_refused_in_a_line(levels: Any) -> None:
+    with pytest.raises(TaskRecordError, match=r"maths: levels is .*; right would be some of \[1, 2, 3, 4, 5\]"):
+        load_environment("maths", CONTEXT, {"levels": levels})
+
+
+async def test_the_environment_keeps_every_promise(env: MathsEnvironment) -> None:
+    assert [finding for finding in await check_environment(env) if not finding.ok] == []
+
+
+@pytest.mark.parametrize(
+    ("turn", "reward"), [(None, 1.0), ("It is <function=finish></function>", 0.0), (r"<think>\boxed{%s}", 0.0)]
+)
+async def test_an_episode_is_one_turn_in_words(env: MathsEnvironment, turn: str | None, reward: float) -> None:
+    task = env.tasks("train")[0]
+    solver = "gold" if turn is None else lambda env, task: [turn]
+    trajectory = await solver_runner(env, solver, EpisodeRules())(task)
+    assert (trajectory.stop, trajectory.reward, len(trajectory.turns)) == (StopReason.SUBMITTED, reward, 1)
+    assert [message["role"] for message in trajectory.messages] == ["user", "assistant"]
+    assert (trajectory.turns[0].tool, trajectory.turns[0].parse_failure) == (None, None)
+    assert list(trajectory.tests.values()) == ["PASSED" if reward else "FAILED"]
+    assert ("is right, expected" if reward else "no answer was given") in trajectory.test_log
+
+
+async def test_no_sandbox_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/nobody")
+    overrides = ["env.name=maths", "sandbox.backend=docker", f"runs_dir={tmp_path}"]
+    config = load_config(ROOT / "configs/quickstart.yaml", overrides)
+    async with open_workshop(config, Display("test")) as workshop:
+        assert workshop.backend.name == "none"
+
+
+def test_the_commands_evaluate_and_show_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = str(ROOT / "configs/quickstart.yaml")
+    ran = CliRunner().invoke(app, ["eval", config, "env.name=maths", "--policy", "gold", "--tasks", "3"])
+    assert ran.exit_code == 0, ran.output
+    assert "100.0%" in ran.output
+    shown = CliRunner().invoke(app, ["show", "runs/quickstart/eval/gold-heldout", "--task", "maths-heldout-0-00000"])
+    assert r"\boxed{" in shown.output
