@@ -7,7 +7,7 @@ fed back). Dense layers have no row: only MoE layers are kept.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
@@ -149,6 +149,6 @@ def append_span(spans: list[Span], span: Span) -> None:
     if span.start == span.stop:
         return
     if spans and span.continues(spans[-1]):
-        spans[-1] = replace(span, start=spans[-1].start)
+        spans[-1] = Span(spans[-1].start, span.stop, span.weight_version, span.engine, span.kind)
     else:
         spans.append(span)

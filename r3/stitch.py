@@ -13,6 +13,9 @@ A turn that was interrupted arrives in parts, one :meth:`RouteStitcher.append` e
 
 from __future__ import annotations
 
+import math
+import mmap
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -26,16 +29,17 @@ _RESERVE_BYTES = 1 << 28
 class RouteStitcher:
     """Appends each turn's rows to one buffer.
 
-    ``capacity`` rows are set aside at once, within 256 MiB. The system backs only memory that was written to, so the
-    capacity may be the longest sequence there can be: a short one does not pay for it, and a long one is written once.
-    Past the capacity the buffer grows geometrically: appending stays linear in the rows overall.
+    ``capacity`` rows are set aside at once, within 256 MiB. The system backs only pages that were written to, so the
+    capacity may be the longest sequence there can be: a short one does not pay for it, also once it is finished, and a
+    long one is written once. Past the capacity the buffer grows geometrically: appending stays linear in the rows
+    overall.
     """
 
     def __init__(self, *, moe_layers: int, top_k: int, num_experts: int, capacity: int = 0) -> None:
         self._num_experts = num_experts
         dtype = narrowest_dtype(num_experts)
         capacity = min(capacity, _RESERVE_BYTES // max(1, moe_layers * top_k * dtype.itemsize))
-        self._buffer: NDArray[np.unsignedinteger] = np.empty((capacity, moe_layers, top_k), dtype=dtype)
+        self._buffer = _reserved((capacity, moe_layers, top_k), dtype)
         self._rows = 0
         self._turns = 0
         self._spans: list[Span] = []
@@ -61,9 +65,7 @@ class RouteStitcher:
         start = self._rows if start is None else start
         expected = self._expected(sequence, start)
         if delta is None:
-            raise RoutingError(
-                f"turn {self._turns}: expected {expected} rows of routes [{start}, {sequence - 1}), received none"
-            )
+            raise self._error(f"expected {expected} rows of routes [{start}, {sequence - 1}), received none")
         self._check(delta, expected, start)
         self.truncate(start)
         self._reserve(sequence - 1)
@@ -86,33 +88,32 @@ class RouteStitcher:
         self._turns += not partial
 
     def _expected(self, sequence: int, start: int) -> int:
-        turn = f"turn {self._turns}"
         if not 0 <= start <= self._rows:
-            raise RoutingError(f"{turn}: rows come from row {start} on, expected a start in [0, {self._rows}]")
+            raise self._error(f"rows come from row {start} on, expected a start in [0, {self._rows}]")
         if sequence - 1 < self._rows:
-            raise RoutingError(
-                f"{turn}: a sequence of {sequence} tokens has {sequence - 1} rows, and {self._rows} are held already"
+            raise self._error(
+                f"a sequence of {sequence} tokens has {sequence - 1} rows, and {self._rows} are held already"
             )
         return sequence - 1 - start
 
     def _check(self, delta: Routing, expected: int, start: int) -> None:
-        turn = f"turn {self._turns}"
-        if delta.tokens != expected:
-            raise RoutingError(
-                f"{turn}: expected {expected} rows [{start}, {start + expected}), received {delta.tokens}"
-            )
-        shape = (*self._buffer.shape[1:], self._num_experts)
-        received = (delta.moe_layers, delta.top_k, delta.num_experts)
-        if received != shape:
-            raise RoutingError(f"{turn}: expected (layers, top_k, experts) {shape}, received {received}")
-        if not delta.present.all():
+        rows, *shape = delta.experts.shape
+        if rows != expected:
+            raise self._error(f"expected {expected} rows [{start}, {start + expected}), received {rows}")
+        received, wanted = (*shape, delta.num_experts), (*self._buffer.shape[1:], self._num_experts)
+        if received != wanted:
+            raise self._error(f"expected (layers, top_k, experts) {wanted}, received {received}")
+        if np.count_nonzero(delta.present) != expected:
             absent = int(np.argmin(delta.present)) + start
-            raise RoutingError(f"{turn}: row {absent} is absent, expected all {expected} rows to be present")
+            raise self._error(f"row {absent} is absent, expected all {expected} rows to be present")
         if delta.experts.dtype != self._buffer.dtype:
-            raise RoutingError(f"{turn}: expected ids as {self._buffer.dtype}, received {delta.experts.dtype}")
-        covered = sum(span.stop - span.start for span in delta.spans)
+            raise self._error(f"expected ids as {self._buffer.dtype}, received {delta.experts.dtype}")
+        covered = sum([span.stop - span.start for span in delta.spans])
         if covered != expected:
-            raise RoutingError(f"{turn}: provenance covers {covered} rows, expected {expected}")
+            raise self._error(f"provenance covers {covered} rows, expected {expected}")
+
+    def _error(self, reason: str) -> RoutingError:
+        return RoutingError(f"turn {self._turns}: {reason}")
 
     def _reserve(self, rows: int) -> None:
         capacity = len(self._buffer)
@@ -136,14 +137,15 @@ class RouteStitcher:
 
         Absent are rows recorded as missing, the last sampled token's row and those of ``unseen`` tokens after it that
         the engine was never shown (an observation appended after the last turn). Raises RoutingError if that does not
-        add up. The rows are the stitcher's own where they fill most of its buffer: don't append afterwards.
+        add up. The rows are a view of the stitcher's own: don't append afterwards.
         """
         if total_tokens - self._rows != 1 + unseen:
             raise RoutingError(
                 f"end of sequence: {total_tokens} tokens, {unseen} of them never shown to the engine, need "
                 f"{total_tokens - 1 - unseen} rows; {self._rows} were received in {self._turns} turns"
             )
-        experts = self._sized(total_tokens)
+        self._reserve(total_tokens)
+        experts = self._buffer[:total_tokens]
         experts[self._rows :] = 0
         spans = list(self._spans)
         append_span(spans, Span(self._rows, total_tokens, "", "", SpanKind.MISSING))
@@ -153,8 +155,14 @@ class RouteStitcher:
                 present[span.start : span.stop] = False
         return Routing(experts, present, tuple(spans), self._num_experts)
 
-    def _sized(self, rows: int) -> NDArray[np.unsignedinteger]:
-        """The buffer's first ``rows``: a view, or a copy where a view would hold on to more than twice as much."""
-        self._reserve(rows)
-        view = self._buffer[:rows]
-        return view if 2 * rows >= len(self._buffer) else view.copy()
+
+def _reserved(shape: tuple[int, int, int], dtype: np.dtype[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:
+    """An array whose pages are backed one by one as they are written. Of one of numpy's own the first row may take a
+    huge page, 2 MiB: more than all routes of a sequence of a small model."""
+    size = math.prod(shape) * dtype.itemsize
+    if not size:
+        return np.empty(shape, dtype)
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without huge pages
+        pages.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(pages, dtype).reshape(shape)

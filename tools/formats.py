@@ -18,6 +18,8 @@ from sandbox.plugins import Registry
 from tools.errors import ToolFormatError
 from tools.types import CallScanner, ParseFailure, ToolCall, ToolCallFormat
 
+_ESCAPED = re.compile(r"<\\(\\*)/parameter>")
+
 
 class HermesFormat:
     """``<tool_call>`` around a JSON object with ``name`` and ``arguments``, as Qwen models are trained to write it."""
@@ -191,7 +193,7 @@ def _write_value(value: Any) -> str:
 
 def _read_value(raw: str) -> str:
     text = raw.removeprefix("\n").removesuffix("\n")
-    return re.sub(r"<\\(\\*)/parameter>", r"<\1/parameter>", text)
+    return _ESCAPED.sub(r"<\1/parameter>", text) if "\\" in text else text
 
 
 def _describe_function(function: Mapping[str, Any]) -> str:

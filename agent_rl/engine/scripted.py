@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from agent_rl.errors import EngineRejected
 from agent_rl.types import Completion, FinishReason, SamplingParams, TokenIds
 from r3.codec import RouteLayout
-from r3.routing import Routing, Span, SpanKind, append_span, narrowest_dtype
+from r3.routing import Routing, Span, SpanKind, narrowest_dtype
 
 Policy = Callable[[str, int, TokenIds], Sequence[int]]
 """``(session, turn, tokens so far) -> the tokens to "sample"``. May raise an engine error, to rehearse one."""
@@ -79,14 +79,15 @@ class ScriptedEngine:
             raise EngineRejected(f"routes asked from row {routes_from}, expected one in [0, {prompt}]")
         experts = self._rows_before(max(stop, routes_from), self._layout)[routes_from:]
         self.rows_sent += len(experts)
-        spans: list[Span] = []
         sampled_from = min(max(prompt - 1 - routes_from, 0), len(experts))
-        for start, end, kind in (
-            (0, sampled_from, SpanKind.PREFILLED),
-            (sampled_from, len(experts), SpanKind.SAMPLED),
-        ):
-            append_span(spans, Span(start, end, self.weight_version, "scripted", kind))
-        return Routing(experts, np.ones(len(experts), dtype=np.bool_), tuple(spans), self._layout.num_experts)
+        spans = (
+            Span(0, sampled_from, self.weight_version, "scripted", SpanKind.PREFILLED),
+            Span(sampled_from, len(experts), self.weight_version, "scripted", SpanKind.SAMPLED),
+        )
+        present = np.ones(len(experts), dtype=np.bool_)
+        return Routing(
+            experts, present, tuple(span for span in spans if span.start < span.stop), self._layout.num_experts
+        )
 
     def _rows_before(self, stop: int, layout: RouteLayout) -> NDArray[np.unsignedinteger]:
         """Rows 0 to ``stop``, of a table that is made twice as long when it is too short."""

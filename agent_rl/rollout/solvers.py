@@ -130,4 +130,4 @@ class ByteRenderer:
         return [*text.encode(errors="replace"), self.STOP]
 
     def decode(self, tokens: TokenIds) -> str:
-        return bytes(token for token in tokens if token < self.STOP).decode("utf-8", errors="replace")
+        return bytes([token for token in tokens if token < self.STOP]).decode("utf-8", errors="replace")

@@ -48,7 +48,8 @@ class Transcript:
         self._kept = len(self._tokens)
         self._shown = 0
         self._max_tokens = max_tokens
-        self._sampled: list[tuple[int, tuple[float, ...]]] = []
+        self._sampled: list[slice] = []
+        self._logprobs = array("f")  # of the sampled tokens
         self._versions: list[VersionSpan] = []
         self._routes = routes
         self._stitcher: RouteStitcher | None = None
@@ -100,9 +101,10 @@ class Transcript:
         if completion.tokens:
             for span in completion.versions:
                 append_version(self._versions, span.shifted(len(self._tokens)))
-            self._sampled.append((len(self._tokens), completion.logprobs))
-            self._tokens.extend(completion.tokens)
-            self._kept = len(self._tokens)
+            self._sampled.append(slice(len(self._tokens), self._shown))
+            self._logprobs.extend(array("f", completion.logprobs))
+            self._tokens.extend(array("i", completion.tokens))
+            self._kept = self._shown
 
     def _stitch(self, completion: Completion, policy: R3Config) -> None:
         delta, start = completion.routing, self.routes_from
@@ -145,7 +147,7 @@ class Transcript:
 
     def observed(self, tokens: Sequence[int]) -> None:
         """Append an observation, kept only if something is sampled after it."""
-        self._tokens.extend(tokens)
+        self._tokens.extend(array("i", tokens))
 
     def arrays(self) -> tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.float32], Routing | None]:
         """``(tokens, loss_mask, logprobs, routing)`` up to the last sampled token, one entry a token.
@@ -156,9 +158,9 @@ class Transcript:
         tokens = np.array(self._tokens[: self._kept], np.int32)
         loss_mask = np.zeros(len(tokens), np.bool_)
         logprobs = np.zeros(len(tokens), np.float32)
-        for start, values in self._sampled:
-            loss_mask[start : start + len(values)] = True
-            logprobs[start : start + len(values)] = values
+        for sampled in self._sampled:
+            loss_mask[sampled] = True
+        logprobs[loss_mask] = self._logprobs
         if not np.isfinite(logprobs).all():
             raise ValueError(f"the log-prob of token {int(np.argmin(np.isfinite(logprobs)))} is not finite")
         return tokens, loss_mask, logprobs, self._routing()

@@ -21,12 +21,13 @@ from agent_rl.config import RunConfig
 from agent_rl.controller.journal import Journal
 from agent_rl.controller.pipeline.buffer import WorkBuffer
 from agent_rl.controller.pipeline.ledger import Outcome
-from agent_rl.controller.pipeline.shelf import Shelved
+from agent_rl.controller.pipeline.shelf import Shelf, Shelved
 from agent_rl.controller.schedule import task_at
 from agent_rl.errors import RolloutFailed
 from agent_rl.rollout.filters import masked_stops, teaches
 from agent_rl.rollout.group import (
     DroppedGroup,
+    EpisodeRunner,
     GroupFormer,
     GroupSettings,
     Rescore,
@@ -127,8 +128,16 @@ class RolloutPump:
         await self._journal.settled(position)
         with self._timed():
             run = self._journal.runner(position, self._run, self._buffer.oldest(position))
-            ended = await self._former.form(task, run)
+            ended = await self._form(task, run)
         self._end(position, ended)
+
+    async def _form(self, task: Task, run: EpisodeRunner) -> Group | DroppedGroup | Shelved:
+        """The group; where sampling runs ahead, without what the journal has of it."""
+        if not self._config.pipeline.depth:
+            return await self._former.form(task, run)
+        shelf = Shelf()
+        ended = await self._former.form(task, shelf.runner(run))
+        return shelf.of(ended) if isinstance(ended, Group) else ended
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -141,15 +150,12 @@ class RolloutPump:
             self._busy, self._busy_since = self._busy_seconds, time.perf_counter()
             self._running -= 1
 
-    def _end(self, position: int, ended: Group | DroppedGroup) -> None:
-        if isinstance(ended, Group) and self._config.pipeline.depth:
-            self._ended[position] = Shelved.of(ended)
-        else:
-            self._ended[position] = ended
+    def _end(self, position: int, ended: Group | DroppedGroup | Shelved) -> None:
+        self._ended[position] = ended
         self._recent.append(ended if isinstance(ended, DroppedGroup) else None)
         if isinstance(ended, DroppedGroup):
             self._judge(undecidable=ended.undecidable)
-        self._buffer.end(position, self._outcome(ended))
+        self._buffer.end(position, self._outcome(ended.group if isinstance(ended, Shelved) else ended))
 
     def _judge(self, *, undecidable: bool) -> None:
         width = self._config.rollout.tasks_per_step
