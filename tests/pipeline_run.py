@@ -30,6 +30,7 @@ from agent_rl.controller.state import RunState
 from agent_rl.controller.train import TrainingRun
 from agent_rl.engine.fleet import Fleet
 from agent_rl.engine.gate import TurnGate
+from agent_rl.engine.load import EngineLoad
 from agent_rl.observe.display import Display
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.limiter import Limiter
@@ -123,7 +124,8 @@ class MemoryWorld:
 
     def __post_init__(self) -> None:
         self.limiter = Limiter(self.config.rollout.concurrency)
-        self.engine = SimpleNamespace(fleet=Fleet(), gate=TurnGate(), until=_never, facts=SimpleNamespace(vocab_size=8))
+        self.engine = SimpleNamespace(fleet=Fleet(), gate=TurnGate(), load=EngineLoad(), until=_never)
+        self.engine.facts = SimpleNamespace(vocab_size=8)
         env = SimpleNamespace(prepare=_nothing)
         backend = SimpleNamespace(name="none")
         tasks = {"train": self.tasks, "heldout": HELD_OUT}

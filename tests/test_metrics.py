@@ -19,6 +19,7 @@ from agent_rl.controller.pipeline.history import History
 from agent_rl.controller.world import Workshop
 from agent_rl.engine.fleet import Fleet
 from agent_rl.engine.gate import TurnGate
+from agent_rl.engine.load import EngineLoad
 from agent_rl.errors import AgentRlError
 from agent_rl.gateway.server import Gateway
 from agent_rl.observe.loop_lag import LoopLag
@@ -63,8 +64,9 @@ def made_by_calling() -> Mapping[str, set[str]]:
         "agent_rl/controller/advantages.py": set(samples_of([group]).metrics),
         "agent_rl/engine/fleet.py": set(Fleet().metrics()),
         "agent_rl/engine/gate.py": set(TurnGate().metrics()),
+        "agent_rl/engine/load.py": set(loaded().metrics(["e"])),
         "agent_rl/observe/loop_lag.py": set(lag().metrics()),
-        "agent_rl/controller/journal.py": set(Journal(Path("none"), "run", turns=True).metrics()),
+        "agent_rl/controller/journal.py": set(Journal(Path("none"), "run", turns=True).metrics(1)),
         "agent_rl/controller/pipeline/history.py": set(History(Path("none")).figures()),
         "agent_rl/controller/guard.py": set(Guard(GuardConfig(), Path("none"), print).judge(1, {}, [])),
         "agent_rl/controller/world.py": set(Workshop(ClusterBackend([], most=1), env=None).metrics()),
@@ -72,6 +74,12 @@ def made_by_calling() -> Mapping[str, set[str]]:
         "agent_rl/train/balance_report.py": set(balance_metrics([balanced()])),
         "agent_rl/train/step_metrics.py": set(step_metrics([report()], routes(), routes(), Clip(0.2, 0.2))),
     }
+
+
+def loaded() -> EngineLoad:
+    load = EngineLoad()
+    load.add("e", 1)
+    return load
 
 
 def lag() -> LoopLag:

@@ -280,7 +280,9 @@ class TrainingRun:
                 details=None if details is None else {prepared.origins[at]: own for at, own in details.items()},
             )
         values |= clock.values | self.world.metrics() | self.world.engine.fleet.metrics()
-        values |= self.world.engine.gate.metrics() | self.journal.metrics(step) | self.loop_lag.metrics()
+        engine = self.world.engine
+        values |= engine.gate.metrics() | engine.load.metrics(engine.fleet.in_use)
+        values |= self.journal.metrics(step) | self.loop_lag.metrics()
         values |= goodput(prepared.samples, batch.sampled, values["time/step"])
         values["pipeline/trainer_idle"] = values["time/rollout"] / values["time/step"]
         values |= self.history.append(StepRow(step, batch.outcomes, tuple(group.task_id for group in batch.sampled)))

@@ -35,6 +35,7 @@ from agent_rl.engine.fleet import Fleet
 from agent_rl.engine.gate import TurnGate
 from agent_rl.engine.homes import SessionHomes
 from agent_rl.engine.http import AsyncHttp, retried, timed_out
+from agent_rl.engine.load import EngineLoad
 from agent_rl.engine.options import refusal
 from agent_rl.engine.types import EngineInfo, Scores
 from agent_rl.errors import (
@@ -90,6 +91,7 @@ class SGLangEngine:
         self.facts, self._layout = facts, facts.layout
         self._routes = routes
         self.gate = TurnGate(config.weight_sync_timeout)
+        self.load = EngineLoad()
         self._turns = Pulse()
         self.fleet.listeners.append(lambda before, after: self._turns.give())
         self._homes = SessionHomes()
@@ -204,7 +206,8 @@ class SGLangEngine:
                     await self.gate.opened()
                     if url in self.fleet.candidates(tried.urls):
                         tried.last = url
-                        yield url
+                        with self.load.running(url):
+                            yield url
                         return
 
     async def _candidates(self, tried: _Tried) -> tuple[str, ...]:
@@ -385,11 +388,13 @@ class SGLangEngine:
 
     async def _read_limit(self, url: str) -> None:
         """How many requests it runs at once, which is how many it is sent; no limit where it does not tell."""
+        most = 0
         with contextlib.suppress(EngineError, KeyError, TypeError, ValueError):
             loads = (await self._http.get_json(f"{url}/v1/loads"))["loads"]
             most = sum(int(load["max_running_requests"]) for load in loads)
-            if most > 0:
-                self._slots[url] = asyncio.Semaphore(most)
+        if most > 0:
+            self._slots[url] = asyncio.Semaphore(most)
+        self.load.add(url, most)
 
 
 def _unattended(urls: Sequence[str], restarts: int) -> Fleet:

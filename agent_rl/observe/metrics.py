@@ -212,6 +212,15 @@ METRICS: tuple[Metric, ...] = (
         ("pipeline/reprefilled_tokens", "tokens", "The tokens before and in them, which were computed again."),
     ),
     *_of(
+        "agent_rl/engine/load.py",
+        ("engine/empty_fraction", "share", "The step's time in which an engine ran no request, the mean over engines."),
+        (
+            "engine/busy_fraction",
+            "share",
+            "Places for requests (`engine.max_running_requests`) that were taken, the mean over the step's time.",
+        ),
+    ),
+    *_of(
         "agent_rl/controller/journal.py",
         ("recover/episodes", "count", "Episodes that ended in the step and went on from turns sampled before."),
         ("recover/turns", "count", "Their turns that were not sampled again (`rollout.recover: turns`)."),

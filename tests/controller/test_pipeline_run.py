@@ -206,6 +206,26 @@ async def test_engine_failures_within_an_evaluation_are_run_again_and_it_is_of_o
     assert {report["graded"] for report in life.run.state.evaluations.values()} == {4}
 
 
+async def test_beside_an_evaluation_of_one_version_sampling_and_the_next_step_go_on(tmp_path: Path) -> None:
+    """Its episodes end only once the next step is trained and a group of the step after that has an episode."""
+    config, given, trained = run_config(tmp_path, depth=1, evaluate_every=4), list[tuple[str, int]](), asyncio.Event()
+    life, versions = Life(config, given, Deaths("trained", 5, trained.set)), list[tuple[str, ...]]()
+    whole, later = life.world.evaluated, task_at(TASKS, 10, config.seed).id
+
+    async def held(task: Task) -> Trajectory:
+        if life.world.version == "4":
+            await trained.wait()
+            while later not in dict(given):  # noqa: ASYNC110  (no event tells it)
+                await asyncio.sleep(0)
+        ended = await whole(task)
+        versions.append((*ended.weight_versions, life.world.version))
+        return ended
+
+    life.world.evaluated = held
+    assert await life.live()
+    assert versions == [(step, step) for step in ("0", "4", "8") for _ in range(4)]
+
+
 async def test_a_full_disk_ends_the_run_in_one_line(tmp_path: Path) -> None:
     life = Life(run_config(tmp_path, depth=1), [])
     full = os.fdopen(os.open("/dev/full", os.O_RDWR), "r+b", buffering=0)
