@@ -87,6 +87,7 @@ def _variants(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
     knobs: tuple[tuple[str, Callable[[Any], Any]], ...] = (
         ("train.parallel.distributed_optimizer", lambda _: True),
         ("train.recompute", lambda _: "full"),
+        ("train.offload_optimizer", lambda _: True),
         ("train.microbatch_tokens", lambda _: config.rollout.max_tokens),
         *((f"train.parallel.{name}", _double) for name in ("context", "expert", "tensor", "pipeline", "world_size")),
         ("train.balance.slots", _half),

@@ -145,26 +145,31 @@ def _gpu_places(config: RunConfig, model: ModelFacts, rank: RankBytes, load: Loa
         int(gpu * ENGINE_SHARE),
         engines(config) * span,
     )
+    yield from _host_places(config, model, rank, load)
+
+
+def _host_places(config: RunConfig, model: ModelFacts, rank: RankBytes, load: Load) -> Iterator[PlannedPlace]:
+    """Memory of the machines of a run on GPUs; one place where ranks, engines and driver may all be on one."""
+    hardware, world = config.hardware, config.train.parallel.world_size
     host = int(_host_memory(config) * HOST_SHARE)
-    hosts = hardware.trainer_hosts or -(-world // hardware.gpus_per_host)
+    hosts, served = hardware.trainer_hosts or -(-world // hardware.gpus_per_host), engines(config) * config.engine.gpus
     per_host = -(-world // hosts)
     if per_host > hardware.gpus_per_host:
         ranks = (Item("ranks", per_host),)
         yield PlannedPlace("GPUs of the trainer hosts, as ranks", ranks, hardware.gpus_per_host, hosts)
-    items = tuple(_rank_host_items(config, model, rank, load, per_host))
-    yield PlannedPlace("memory of a trainer host", items, host, hosts)
-    per_engine_host = min(engines(config) * span, hardware.gpus_per_host)
-    engine_hosts = -(-engines(config) * span // hardware.gpus_per_host)
-    yield PlannedPlace(
-        "memory of an engine host",
-        (
-            Item("processes", per_engine_host * ENGINE_PROCESS, f"{per_engine_host} GPUs, one each"),
-            _route_slots(config, model, per_engine_host),
-        ),
-        host,
-        engine_hosts,
+    per_engine_host = min(served, hardware.gpus_per_host)
+    of_ranks = tuple(_rank_host_items(config, model, rank, load, per_host))
+    of_engines = (
+        Item("engine's processes", per_engine_host * ENGINE_PROCESS, f"{per_engine_host} GPUs, one each"),
+        _route_slots(config, model, per_engine_host),
     )
-    yield PlannedPlace("memory of the driver's host", tuple(_driver_items(config, model, load)), host)
+    of_driver = tuple(_driver_items(config, model, load))
+    if hosts == 1 and config.engine.launched and world + served <= hardware.gpus_per_host:
+        yield PlannedPlace("memory of the host", (*of_ranks, *of_engines, *of_driver), host)
+        return
+    yield PlannedPlace("memory of a trainer host", of_ranks, host, hosts)
+    yield PlannedPlace("memory of an engine host", of_engines, host, -(-served // hardware.gpus_per_host))
+    yield PlannedPlace("memory of the driver's host", of_driver, host)
 
 
 def _cpu_places(config: RunConfig, model: ModelFacts, rank: RankBytes, load: Load) -> Iterator[PlannedPlace]:
@@ -194,11 +199,12 @@ def glibc_slack(rank: RankBytes, recompute: str) -> int:
 
 def _rank_items(config: RunConfig, rank: RankBytes) -> Iterator[Item]:
     train = config.train
-    shared = rank.optimizer < rank.optimizer_unshared
+    shared = rank.optimizer + rank.offloaded < rank.optimizer_unshared
     other = f"; {gib(rank.optimizer_unshared)} if not shared" if shared else "; held whole"
     yield Item("weights", rank.weights, train.dtype)
     yield Item("gradients", rank.gradients, "float32 buffers")
-    yield Item("optimizer", rank.optimizer, f"Adam's moments{_master(config)}{other}")
+    if not rank.offloaded:
+        yield Item("optimizer", rank.optimizer, f"Adam's moments{_master(config)}{other}")
     yield Item("activations", rank.activations, f"{train.microbatch_tokens} tokens, recompute {train.recompute}")
     if train.balance.enabled:
         yield Item("borrowed", rank.borrowed, f"{train.balance.slots} experts, and as many being fetched or returned")
@@ -220,7 +226,7 @@ def _engine_items(config: RunConfig, model: ModelFacts, span: int) -> Iterator[I
 
 def _route_slots(config: RunConfig, model: ModelFacts, processes: int) -> Item:
     slots, size = config.engine.max_total_tokens, route_slot_bytes(model)
-    return Item("routes", processes * slots * size, f"{processes} x {slots} slots x {size} bytes, pinned")
+    return Item("engine's routes", processes * slots * size, f"{processes} x {slots} slots x {size} bytes, pinned")
 
 
 def _rank_host_items(config: RunConfig, model: ModelFacts, rank: RankBytes, load: Load, ranks: int) -> Iterator[Item]:
@@ -236,7 +242,9 @@ def _rank_host_items(config: RunConfig, model: ModelFacts, rank: RankBytes, load
     if pool := pool_bytes(model, config.train):
         yield Item("expert pool", pool, "all experts, in memory that its ranks share")
     masters = 4 if config.train.dtype == "float32" else 0  # the weights themselves; else counted with the optimizer
-    copied = rank.optimizer * STATE_BYTES // (STATE_BYTES - masters)
+    if rank.offloaded:
+        yield Item("optimizer", ranks * rank.offloaded, "its state, between updates (train.offload_optimizer)")
+    copied = (rank.optimizer + rank.offloaded) * STATE_BYTES // (STATE_BYTES - masters)
     yield Item("checkpoint", ranks * copied, "a copy that is written while training goes on")
 
 

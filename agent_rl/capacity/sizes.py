@@ -65,10 +65,11 @@ def _dense_of_layer(model: ModelFacts, index: int, tensor: int) -> int:
 class RankBytes:
     """Memory of the fullest trainer rank on its device, in bytes.
 
-    ``optimizer_unshared``: what the optimizer would take without the distributed one. ``activations`` are those kept
-    between forward and backward pass; then come the logits, and when those are gone a ``layer``: its gradients, and its
-    activations where they are made again. ``borrowed``: experts of other ranks, twice what a layer may borrow (the next
-    layer's are fetched while one computes; their gradients wait to be returned).
+    ``optimizer_unshared``: what the optimizer would take without the distributed one. ``offloaded``: what of it lies in
+    host memory; an update then brings the state of one weight at a time onto the device, when no activations are left.
+    ``activations`` are those kept between forward and backward pass; then come the logits, and when those are gone a
+    ``layer``: its gradients, and its activations where they are made again. ``borrowed``: experts of other ranks, twice
+    what a layer may borrow (the next layer's are fetched while one computes; their gradients wait to be returned).
     """
 
     weights: int
@@ -79,6 +80,7 @@ class RankBytes:
     logits: int
     layer: int
     borrowed: int = 0
+    offloaded: int = 0
 
     @property
     def peak(self) -> int:
@@ -99,14 +101,17 @@ def rank_bytes(model: ModelFacts, train: TrainConfig, *, microbatches: int, devi
     shared = shares_optimizer(parallel)
     copies = (weight_copies(parallel), expert_copies(parallel)) if shared else (1, 1)
     tokens = train.microbatch_tokens // parallel.context
+    optimizer = (dense * state) // copies[0] + (experts * state) // copies[1]
+    offloads = train.offload_optimizer and device == "cuda"  # on a CPU it is the same memory
     return RankBytes(
         weights=(dense + experts) * width,
         gradients=(dense + experts) * 4,
-        optimizer=(dense * state) // copies[0] + (experts * state) // copies[1],
+        optimizer=0 if offloads else optimizer,
         optimizer_unshared=(dense + experts) * state,
         activations=_activations(model, train, tokens, microbatches, device),
         logits=_logits(model, train, tokens, device),
         layer=_one_layer(model, train, tokens, device),
+        offloaded=optimizer if offloads else 0,
         borrowed=2 * train.balance.slots * expert_bytes(model, train) if train.balance.enabled else 0,
     )
 

@@ -191,6 +191,9 @@ class TrainConfig(Section):
     recompute_modules: tuple[Literal["core_attn", "mlp", "moe"], ...] = Field(
         ("core_attn",), description="What selective recomputation runs again; mlp is that of dense layers."
     )
+    offload_optimizer: bool = Field(
+        False, description="Keep the optimizer's state in host memory between updates; no number changes."
+    )
     parallel: ParallelConfig = ParallelConfig()
     balance: BalanceConfig = BalanceConfig()
     ray_address: str | None = Field(None, description="A Ray cluster's address; None starts a local one.")

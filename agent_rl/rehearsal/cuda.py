@@ -19,6 +19,14 @@ def install(ledger: Ledger) -> None:
     """Must come before anything of ``megatron.core`` is imported, which it does."""
     _patch_torch(ledger)
     tensor: Any = torch.Tensor
+    storage: Any = torch.UntypedStorage
+    resize = storage.resize_
+
+    def resized(self: Any, size: int) -> None:
+        resize(self, size)
+        ledger.resized(self)
+
+    storage.resize_ = resized
     tensor.record_stream = lambda self, stream: None
     with without_compile(), warnings.catch_warnings():
         warnings.simplefilter("ignore")

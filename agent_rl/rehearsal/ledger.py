@@ -32,7 +32,7 @@ class Ledger:
     def __init__(self) -> None:
         self.phases: dict[str, Phase] = {}
         self.held = self.pinned = 0
-        self._known: set[int] = set()
+        self._known: dict[int, int] = {}
         self.name = self.failed = "start"
         self._now = self.phases.setdefault(self.name, Phase())
 
@@ -68,12 +68,20 @@ class Ledger:
         key = storage._cdata
         if key in self._known:
             return
-        size = -(-storage.nbytes() // _ROUNDING) * _ROUNDING
-        self._known.add(key)
-        self.held += size
-        self._now.peak = max(self._now.peak, self.held)
-        weakref.finalize(storage, self._freed, key, size)
+        self._known[key] = 0
+        self._takes(storage)
+        weakref.finalize(storage, self._freed, key)
 
-    def _freed(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.held -= size
+    def resized(self, storage: Any) -> None:
+        """``storage`` has another size now."""
+        if storage._cdata in self._known:
+            self._takes(storage)
+
+    def _takes(self, storage: Any) -> None:
+        size = -(-storage.nbytes() // _ROUNDING) * _ROUNDING
+        self.held += size - self._known[storage._cdata]
+        self._known[storage._cdata] = size
+        self._now.peak = max(self._now.peak, self.held)
+
+    def _freed(self, key: int) -> None:
+        self.held -= self._known.pop(key)

@@ -1,6 +1,7 @@
 """Megatron's optimizer and learning-rate schedule behind one small class. Import only in rank processes.
 
-The state is Adam's two moments and a float32 master of every weight. Where the model was wrapped for Megatron's
+The state is Adam's two moments and a float32 master of every weight, on the device, or between updates on the host
+(:mod:`agent_rl.train.offload`). Where the model was wrapped for Megatron's
 distributed optimizer (``train.parallel.distributed_optimizer``; ZeRO-1, arXiv 1910.02054), the ranks that hold a copy
 of a parameter share its state out: each keeps, and updates, a stretch of the flattened weight.
 :meth:`PolicyOptimizer.shards` says which, with and without it.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +24,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from agent_rl.config import OnSpike
+from agent_rl.train.offload import Held, HostState, without_gradients
 from agent_rl.train.orders import OptimizerSpec
 from agent_rl.train.reports import Update
 
@@ -34,8 +37,8 @@ class StateShard:
     """What this rank keeps of one parameter's state: elements ``[start, stop)`` of its flattened weight.
 
     ``name``: ``<chunk>.<name of the parameter in that model chunk>``; ``shape``: the weight's on this rank.
-    ``slots``: the optimizer's own tensors, flat ``[stop - start]`` float32, by the names in ``SLOTS``. ``master`` is
-    the weight itself in float32 training and its float32 copy in bfloat16.
+    ``slots``: the optimizer's own tensors (on the host where its state lies there), flat ``[stop - start]`` float32, by
+    the names in ``SLOTS``. ``master`` is the weight itself in float32 training and its float32 copy in bfloat16.
     """
 
     name: str
@@ -55,7 +58,10 @@ class PolicyOptimizer:
         self._chunks: list[Any] = list(chunks)
         self.distributed: bool = self._chunks[0].ddp_config.use_distributed_optimizer
         self._grad_clip = spec.grad_clip
-        self._optimizer = get_megatron_optimizer(_megatron_config(spec, dtype, self.distributed), self._chunks)
+        with without_gradients(self._chunks) if spec.offload else nullcontext():
+            self._optimizer = get_megatron_optimizer(_megatron_config(spec, dtype, self.distributed), self._chunks)
+            offloaded = self._parts() if spec.offload else []
+            self._host = [HostState(part.optimizer, list(_held(part)), _MOMENTS) for part in offloaded]
         self._scheduler = _scheduler(self._optimizer, spec)
 
     @torch.no_grad()
@@ -79,11 +85,19 @@ class PolicyOptimizer:
             if spike and spike_norm is not None and on_spike == "clip":
                 limit = min(limit, spike_norm)
             self._clip(limit, grad_norm)
-            self._optimizer.step_with_ready_grads()
+            self._apply()
         # The step leaves each parameter's grad aliased to Megatron's gradient buffer: the next backward pass would add
         # its first micro-batch to the buffer twice.
         self._optimizer.zero_grad()
         return Update(grad_norm, float(self._scheduler.get_lr({})), finite=finite, spike=spike, taken=taken)
+
+    def _apply(self) -> None:
+        if not self._host:
+            self._optimizer.step_with_ready_grads()
+            return
+        for state in self._host:
+            state.step()
+        self._gather_weights()
 
     def _clip(self, limit: float, grad_norm: float) -> None:
         for part in self._optimizer.chained_optimizers:
@@ -103,13 +117,19 @@ class PolicyOptimizer:
         themselves: use :meth:`load`.
         """
         names = {id(parameter): name for name, parameter in self._named_parameters()}
-        for optimizer in self._parts():
+        for held, slots in self._kept():
+            yield StateShard(names[id(held.parameter)], tuple(held.parameter.shape), held.start, slots)
+
+    def _kept(self) -> Iterator[tuple[Held, Mapping[str, Tensor]]]:
+        """Each parameter's state, flat, where it lies."""
+        for state in self._host:
+            yield from zip(state.held, state.slots, strict=True)
+        for optimizer in () if self._host else self._parts():
             _allocate(optimizer)
-            for parameter, start, held in _held(optimizer):
-                moments = optimizer.optimizer.state[held]
-                slots = {"master": held, **{slot: moments[slot] for slot in _MOMENTS}}
-                flat = {slot: tensor.detach().view(-1) for slot, tensor in slots.items()}
-                yield StateShard(names[id(parameter)], tuple(parameter.shape), start, flat)
+            for held in _held(optimizer):
+                moments = optimizer.optimizer.state[held.master]
+                slots = {"master": held.master, **{slot: moments[slot] for slot in _MOMENTS}}
+                yield held, {slot: tensor.detach().view(-1) for slot, tensor in slots.items()}
 
     def load(self, read: Callable[[StateShard], Mapping[str, Tensor]], counts: Mapping[str, int]) -> None:
         """Take over what ``read`` gives for each of :meth:`shards`, by slot, one at a time, and :attr:`counts`; the
@@ -147,9 +167,14 @@ class PolicyOptimizer:
 
     def _spread_masters(self) -> None:
         """Make the model's weights those of the masters, on every rank that has a copy."""
-        for optimizer in self._parts():
+        for state in self._host:
+            state.spread()
+        for optimizer in () if self._host else self._parts():
             if not isinstance(optimizer, FP32Optimizer):
                 optimizer._copy_main_params_to_model_params()
+        self._gather_weights()
+
+    def _gather_weights(self) -> None:
         if self.distributed:
             for chunk in self._chunks:
                 chunk.start_param_sync()
@@ -174,12 +199,12 @@ def _allocate(optimizer: Any) -> None:
             state.setdefault("step", torch.tensor(0.0))  # Megatron's function leaves this out, and torch wants it
 
 
-def _held(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, int, Tensor]]:
-    """``(model parameter, first element, what Adam updates)`` for all that this optimizer keeps on this rank."""
+def _held(optimizer: Any) -> Iterator[Held]:
+    """All that this optimizer keeps on this rank."""
     if isinstance(optimizer, FP32Optimizer):
         for group in optimizer.optimizer.param_groups:
             for parameter in group["params"]:
-                yield parameter, 0, parameter
+                yield Held(parameter, 0, parameter)
         return
     if isinstance(optimizer, DistributedOptimizer):
         pairs = [
@@ -197,7 +222,7 @@ def _held(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, int, Tensor]]:
                 start = 0
                 if isinstance(optimizer, DistributedOptimizer):
                     start = optimizer._get_model_param_range_map(parameter)["param"].start
-                yield parameter, start, master
+                yield Held(parameter, start, master)
 
 
 def _agree(finite: bool, grad_norm: float) -> tuple[bool, float]:

@@ -33,7 +33,7 @@ class OptimizerSpec:
     """AdamW, its schedule and the gradient clip.
 
     ``warmup_steps`` updates of linear warm-up, then ``lr`` (constant) or a cosine down to ``lr * min_lr_ratio`` at
-    update ``total_steps``.
+    update ``total_steps``. ``offload``: its state lies in host memory between updates.
     """
 
     lr: float
@@ -45,6 +45,7 @@ class OptimizerSpec:
     total_steps: int = 1
     schedule: Literal["constant", "cosine"] = "constant"
     min_lr_ratio: float = 0.0
+    offload: bool = False
 
     @classmethod
     def of(cls, train: TrainConfig) -> OptimizerSpec:
@@ -56,6 +57,7 @@ class OptimizerSpec:
             grad_clip=train.grad_clip,
             warmup_steps=train.lr_warmup_steps,
             total_steps=train.total_updates,
+            offload=train.offload_optimizer,
         )
 
 

@@ -47,7 +47,7 @@ def test_known_models_have_the_parameters_their_cards_say(name: str, parameters:
     assert parameters_of(KNOWN[name]) == parameters
 
 
-@pytest.mark.parametrize("name", [*RECIPES, "two-nodes"])
+@pytest.mark.parametrize("name", [*RECIPES, "two-nodes", "paper-swe-8gpu"])
 def test_a_recipe_fits_the_hardware_its_head_names(name: str) -> None:
     config = recipe(name)
     assert config.name == name
@@ -106,7 +106,7 @@ def test_what_does_not_fit_is_refused_with_what_would_help() -> None:
 
 
 def test_where_no_knob_is_enough_several_are_turned_together() -> None:
-    small = "train.parallel={world_size: 8, tensor: 4, expert: 4}"
+    small = "train.parallel={world_size: 8, tensor: 4, expert: 2}"
     plan = make_plan(recipe("paper-swe", small))
     first = plan.advice[0]
     assert first.enough
