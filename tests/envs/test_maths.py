@@ -33,6 +33,7 @@ from envs.maths import (
     Exact,
     Grader,
     MathsEnvironment,
+    MathsUnavailableError,
     answer_of,
     generate,
     grader,
@@ -119,7 +120,7 @@ def test_a_problem_s_answer_is_right_in_every_form_and_what_is_near_is_wrong(
 def test_all_families_and_levels_many_times() -> None:
     for family in FAMILIES:
         for level in LEVELS:
-            for seed in range(100):
+            for seed in range(20):
                 check(family, level, seed)
 
 
@@ -317,6 +318,12 @@ def test_rows_are_one_problem_each_and_are_dealt_out(tmp_path: Path) -> None:
 def test_levels_that_there_are_not_are_refused_in_a_line(levels: Any) -> None:
     with pytest.raises(TaskRecordError, match=r"maths: levels is .*; right would be some of \[1, 2, 3, 4, 5\]"):
         load_environment("maths", CONTEXT, {"levels": levels})
+
+
+def test_without_math_verify_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grader.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MathsUnavailableError, match=r"maths needs math-verify: pip install 'agent-rl\[maths\]'"):
+        load_environment("maths", CONTEXT)
 
 
 async def test_the_environment_keeps_every_promise(env: MathsEnvironment) -> None:
