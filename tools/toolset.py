@@ -50,7 +50,7 @@ class FunctionToolSet:
         except ToolError as error:
             return ToolResult(clip(str(error), self._max_chars), failed=True)
         if isinstance(answer, str):
-            answer = ToolResult(answer)
+            return ToolResult(clip(answer, self._max_chars))
         if not isinstance(answer, ToolResult):
             raise TypeError(f"tool {call.name} returned a {type(answer).__name__}, not a string or a ToolResult")
         return ToolResult(clip(answer.text, self._max_chars), answer.submitted, answer.failed)

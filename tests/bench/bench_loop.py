@@ -10,7 +10,7 @@ JSON object (``--episodes 2048 --answer 2 --tool 0.2`` is a large rollout at the
 - ``cpu_ms_a_turn``: processor time of the whole process a turn, the scripted engine's making of routes included;
 - ``turn_over_python``: that over the processor time of a fixed piece of Python work done in the same run (a tenth of a
   million additions), so that it means the same on any host;
-- ``memory_over_tensors``: what a finished trajectory holds in memory over the bytes of its arrays;
+- ``memory_over_tensors``: what a finished trajectory holds of the process's memory, over the bytes of its arrays;
 - ``long_over_short``: processor time a turn in episodes of 400 turns over that in episodes of 50; 1 if nothing in the
   loop is proportional to the length so far (handing the prompt to an engine that copies it is).
 """
@@ -21,12 +21,14 @@ import argparse
 import asyncio
 import gc
 import json
+import multiprocessing
 import time
-import tracemalloc
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
+
+from bench_codec import resident
 
 from agent_rl.aio import beside, collect_rarely
 from agent_rl.config import RolloutConfig
@@ -149,15 +151,23 @@ def python_seconds(repeats: int = 20) -> float:
     return least
 
 
-async def measure_memory(episodes: int, turns: int) -> dict[str, float]:
+def measure_memory(episodes: int, turns: int) -> dict[str, float]:
+    """In a fresh process: what others left in this one would be used again."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(memory, (episodes, turns))
+
+
+def memory(episodes: int, turns: int) -> dict[str, float]:
+    return asyncio.run(held_memory(episodes, turns))
+
+
+async def held_memory(episodes: int, turns: int) -> dict[str, float]:
     await collect(8, turns, 0, 0)  # caches of the libraries, filled once
     gc.collect()
-    tracemalloc.start()
-    before = tracemalloc.get_traced_memory()[0]
+    before = resident("VmRSS")
     trajectories = await collect(episodes, turns, 0, 0)
     gc.collect()
-    held = tracemalloc.get_traced_memory()[0] - before
-    tracemalloc.stop()
+    held = resident("VmRSS") - before
     tensors = sum(tensor_bytes(trajectory) for trajectory in trajectories)
     return {
         "tokens_a_trajectory": len(trajectories[0].tokens),
@@ -188,7 +198,7 @@ async def bench(episodes: int, turns: int, answer: float, tool: float) -> dict[s
         "episodes": episodes,
         "turns": turns,
         **await measure_wall(episodes, turns, answer, tool),
-        **await measure_memory(16, turns),
+        **measure_memory(256, turns),
         **await measure_scaling(),
     }
 
