@@ -33,7 +33,7 @@ from envs import Dialogue, Environment, Episode, Grade, GradingError, Task, Unde
 from sandbox import ImageMissingError, SandboxError, SandboxHostLostError, SandboxUnavailableError, bounded
 from tools import ParseFailure, ToolCallFormat, ToolResult, ToolSet
 
-Partner = Callable[[str], Awaitable[tuple[str, StopReason | None]]]
+Answerer = Callable[[str], Awaitable[tuple[str, StopReason | None]]]
 """Answers a turn: what the agent is shown next, and the ending if that turn was the last. An episode has one, since
 ``isinstance`` of a protocol takes 6 µs."""
 
@@ -139,8 +139,7 @@ class EpisodeRun:
             async with self._started_episode() as episode:
                 tools = episode.tools
                 self._open(episode, tools)
-                partner = partial(self._hear, episode) if isinstance(episode, Dialogue) else partial(self._call, tools)
-                stop = await self._act(partner)
+                stop = await self._act(episode if isinstance(episode, Dialogue) else tools)
                 return self._trajectory(stop, await self._grade(episode))
         except (RoutesMissingError, ImageMissingError, SandboxUnavailableError):
             raise
@@ -175,26 +174,27 @@ class EpisodeRun:
         self.transcript = Transcript(opening, max_tokens=self.limits.max_tokens, routes=self.rules.routes)
         self.opening = sha256(array("i", opening).tobytes()).hexdigest()[:16]
 
-    async def _act(self, partner: Partner) -> StopReason:
+    async def _act(self, partner: ToolSet | Dialogue) -> StopReason:
         """Take the turns. ``partner`` is what they are given to: the tools, or the episode itself."""
+        answerer = partial(self._hear, partner) if isinstance(partner, Dialogue) else partial(self._call, partner)
         kept = [] if self.log is None else await self.log.kept()
         async with bounded(self.limits.time_limit, "calling the tools again"):
             for logged in kept:
-                if stop := await self._take_again(partner, logged):
+                if stop := await self._take_again(answerer, logged):
                     return stop
         limit = asyncio.timeout(kept[-1].left if kept else self.limits.time_limit)
         try:
             async with limit:
                 with self.gate.uncharged(limit):
-                    return await self._take_turns(partner, limit)
+                    return await self._take_turns(answerer, limit)
         except TimeoutError:
             if not limit.expired():
                 raise
             return StopReason.TIME_LIMIT
 
-    async def _take_turns(self, partner: Partner, limit: asyncio.Timeout) -> StopReason:
+    async def _take_turns(self, answerer: Answerer, limit: asyncio.Timeout) -> StopReason:
         while len(self.turns) < self.limits.max_turns:
-            stop = await self._turn(partner, self.engine)
+            stop = await self._turn(answerer, self.engine)
             if self.log is not None and self.answers:
                 completions, self.answers = tuple(self.answers), []
                 turn = Turn(**self.turns[-1])
@@ -203,11 +203,11 @@ class EpisodeRun:
                 return stop
         return StopReason.MAX_TURNS
 
-    async def _take_again(self, partner: Partner, logged: LoggedTurn) -> StopReason | None:
+    async def _take_again(self, answerer: Answerer, logged: LoggedTurn) -> StopReason | None:
         """As :meth:`_turn`, with what was sampled before. Raises ReplayDiffers where anything else comes of it."""
         if self.opening != logged.opening:
             raise ReplayDiffers(f"{self.session} begins with another prompt than the first time")
-        stop = await self._turn(partner, Answered(logged.completions))
+        stop = await self._turn(answerer, Answered(logged.completions))
         self.answers.clear()
         if self.turns[-1]["observation"] != logged.turn.observation:
             raise ReplayDiffers(f"turn {self.replayed} of {self.session} was answered otherwise than the first time")
@@ -215,12 +215,12 @@ class EpisodeRun:
         self.replayed += 1
         return stop
 
-    async def _turn(self, partner: Partner, engine: Engine) -> StopReason | None:
+    async def _turn(self, answerer: Answerer, engine: Engine) -> StopReason | None:
         """Sample, call or speak, observe; the ending if there is one."""
         if self.transcript.room < 1:
             return StopReason.CONTEXT_FULL
         sampled = await self._sample(engine)
-        observation, stop = await partner(self.turns[-1]["text"])
+        observation, stop = await answerer(self.turns[-1]["text"])
         return stop or self._observe(observation, sampled)
 
     async def _sample(self, engine: Engine) -> Sequence[int]:
