@@ -2,12 +2,12 @@
 
 Run: ``python tests/bench/bench_publish.py [rounds] [requests]`` (20 rounds, 64 requests)
 
-Updates of the quickstart's size go to the server through the gate, as a run's do, by turns while nothing runs and while
-so many episodes sample with routes. It prints the median time of both and their difference (goal: at most 300 ms), the
-time until the gate is drained among it, and what became of the episodes: each turn that was cut goes on from its tokens
-through all updates that follow, until it is 1,024 tokens long. The client refuses tokens of a version that was not the
-published one while they were asked for, and a transcript refuses rows that do not line up: either ends the bench. No
-completion may have tokens of two versions.
+Updates of the quickstart's size go to the server through the gate, as a run's do: first while nothing runs, then, 2.5 s
+apart, while so many episodes sample with routes. It prints the median time of both and their difference (goal: at most
+300 ms), the time until the gate is drained among it, and what became of the episodes: each turn that was cut goes on
+from its tokens through all updates that follow, until it is 256 tokens long. The client refuses tokens of a version
+that was not the published one while they were asked for, and a transcript refuses rows that do not line up: either ends
+the bench. No completion may have tokens of two versions.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from agent_rl.rollout.transcript import Transcript
 from agent_rl.types import SamplingParams
 from agent_rl.weight_sync.publisher import WeightPublisher
 
-LENGTH = 1024
+LENGTH, BETWEEN = 256, 2.5
 
 
 @dataclass
@@ -90,11 +90,11 @@ async def update(
     return time.perf_counter() - began, drained
 
 
-async def measure(rounds: int, requests: int, folder: Path) -> None:
+async def measure(folder: Path, rounds: int = 20, requests: int = 64) -> None:
     weights = make(folder, SIZES["quickstart's"])
     config = EngineConfig(
-        python=str(ROOT / ".venv-engine/bin/python"), device="cpu", max_total_tokens=requests * (LENGTH + 128),
-        max_running_requests=requests, start_timeout=900, request_timeout=600,
+        python=str(ROOT / ".venv-engine/bin/python"), device="cpu", threads=1, max_running_requests=requests,
+        max_total_tokens=requests * (LENGTH + 128), start_timeout=900, request_timeout=600,
     )  # fmt: skip
     async with (
         EngineServer(config, folder, folder / "engine.log") as server,
@@ -109,7 +109,7 @@ async def measure(rounds: int, requests: int, folder: Path) -> None:
         async with sampling(engine, requests, sampled):
             for version in range(rounds + 1, 2 * rounds + 1):
                 busy.append(await again(version))
-                await asyncio.sleep(0.5)
+                await asyncio.sleep(BETWEEN)
         await asyncio.to_thread(link.close)
     tell(idle, busy, requests, sampled)
 
@@ -134,5 +134,4 @@ def tell(
 if __name__ == "__main__":
     torch.set_num_threads(1)  # beside other work OpenMP's waiting threads would be what is measured
     with tempfile.TemporaryDirectory() as place:
-        numbers = [int(each) for each in sys.argv[1:]]
-        asyncio.run(measure(*(numbers + [20, 64][len(numbers) :]), Path(place)))
+        asyncio.run(measure(Path(place), *map(int, sys.argv[1:])))
