@@ -78,6 +78,8 @@ def differing_routers(found: RouteMismatch) -> bytes:
     below = np.zeros(len(layers))
     for count in range(1, found.experts.shape[1]):
         share = 100 * found.experts[:, count] / found.tokens
+        if not share.any():
+            continue
         router.bar(layers, share, bottom=below, label=f"{count} differ{'s' if count == 1 else ''}")
         below += share
     router.set(xlabel="MoE layer", ylabel="% of tokens", title=f"router level: {100 * found.router:.2f} % differ")

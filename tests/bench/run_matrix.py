@@ -6,7 +6,7 @@
 Prints the command of every run before it starts it, so each can be made again alone. A run that has its summary is left
 out, and one that was stopped goes on from its checkpoint: start the same command again. Seed after seed, so that all
 settings have as many runs whenever it is stopped. After ``--minutes`` the run under way is stopped (it resumes), and so
-it is by Ctrl-C. Last, the command that draws the runs.
+it is by Ctrl-C. Last, the command that draws the runs. Exit code 1: not all runs have ended.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def main() -> None:
             run = load_config(options.config, overrides).run_dir
             made.append(run)
             if not (run / "summary.json").exists() and not train([str(options.config), *overrides], deadline):
-                return finish(made)
+                finish(made)
+                sys.exit(1)
     finish(made)
 
 
@@ -58,7 +59,7 @@ def overrides_of(config: Path, setting: str, seed: int, common: Sequence[str]) -
     """What the run of a setting and a seed overrides; its name has both, and how many updates a step makes."""
     changed: RunConfig = load_config(config, common)
     name = f"{changed.name}-{setting}-{changed.train.mini_steps}-{seed}"
-    return [f"name={name}", f"seed={seed}", *common, *SETTINGS[setting]]
+    return [*common, *SETTINGS[setting], f"name={name}", f"seed={seed}"]
 
 
 def train(arguments: Sequence[str], deadline: float) -> bool:
@@ -76,8 +77,9 @@ def train(arguments: Sequence[str], deadline: float) -> bool:
 
 
 def finish(runs: Sequence[Path]) -> None:
-    folders = shlex.join(str(run) for run in runs if (run / "metrics.jsonl").exists())
-    print(f"$ agent-rl r3 figures {folders} --out {runs[0].parent / 'figures'}")
+    """Print the command that draws the runs that have made a step."""
+    if folders := shlex.join(str(run) for run in runs if (run / "metrics.jsonl").exists()):
+        print(f"$ agent-rl r3 figures {folders} --out {runs[0].parent / 'figures'}")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -12,10 +13,13 @@ from safetensors.numpy import save_file
 
 from agent_rl.commands.figures import run_figures, setting_of
 from agent_rl.config import RunConfig
+from agent_rl.config_files import load_config
 from agent_rl.errors import UserError
 from agent_rl.evaluation.seeds import seed_difference
 from agent_rl.observe.files import write_json
 from agent_rl.observe.metrics_log import MetricsLog
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def config(seed: int = 0, **train: object) -> RunConfig:
@@ -63,6 +67,29 @@ def test_seeds_are_put_together_and_compared_with_the_first_setting(tmp_path: Pa
     assert "| GRPO + R3 | 0, 1, 2 | 12 | 25.0 | 80.0 (70.0, 80.0, 90.0) | +30.0 [+7.3, +52.7] |" in table
     for name in ("training.png", "f_tau.png"):
         assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_of_the_matrix_is_named_for_what_it_is_whatever_all_runs_override() -> None:
+    path = ROOT / "tests" / "bench" / "run_matrix.py"
+    source = importlib.util.spec_from_file_location("run_matrix", path)
+    assert source is not None
+    assert source.loader is not None
+    matrix = importlib.util.module_from_spec(source)
+    source.loader.exec_module(matrix)
+    quickstart = ROOT / "configs" / "quickstart.yaml"
+    common = ["name=pilot", "train.mini_steps=4", "seed=9", "train.replay=r2"]
+    made = {
+        setting: load_config(quickstart, matrix.overrides_of(quickstart, setting, 2, common))
+        for setting in matrix.SETTINGS
+    }
+    assert {config.name: (setting_of(config), config.seed) for config in made.values()} == {
+        "pilot-off-4-2": ("GRPO, 4 updates a step", 2),
+        "pilot-r2-4-2": ("GRPO + R2, 4 updates a step", 2),
+        "pilot-r3-4-2": ("GRPO + R3, 4 updates a step", 2),
+        "pilot-tis-4-2": ("GRPO + TIS, 4 updates a step", 2),
+        "pilot-gspo-4-2": ("GSPO, 4 updates a step", 2),
+        "pilot-gspo-r3-4-2": ("GSPO + R3, 4 updates a step", 2),
+    }
 
 
 def test_one_run_a_setting_says_nothing_of_chance() -> None:
