@@ -1,9 +1,10 @@
 """Reads and compares answers with math-verify: the program behind :mod:`envs.maths.grader`, which runs this file.
 
-It takes a task a line as a JSON list, its name and its texts, and answers a line of JSON: what the task gave, or null
-where it did not end within its limits. A model wrote the texts, and one of ten characters (``9^{9^{9}}``) can ask for
-more memory and time than there is, in places that no signal reaches. So each task runs in a process of its own, a
-fork of this one: a limit ends it, and nothing that it did to the library's caches or the memory stays.
+It takes a task a line as a JSON list, its name and its texts, and answers a line of JSON: what the task gave, null
+where it passed a limit, or "late" where the machine gave it no time to come that far. A model wrote the texts, and one
+of ten characters (``9^{9^{9}}``) can ask for more memory and time than there is, in places that no signal reaches. So
+each task runs in a process of its own, a fork of this one: a limit ends it, and nothing that it did to the library's
+caches or the memory stays.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from typing import Any
 from math_verify import LatexExtractionConfig, parse, verify
 
 CPU_SECONDS = 2
-WALL_SECONDS = 20.0
+WALL_SECONDS = 60.0
+LATE = "late"
 MEMORY_BYTES = 1 << 30
 _CHUNK = 1 << 16
 _SHOWN = 200
@@ -52,18 +54,22 @@ TASKS: Mapping[str, Callable[..., Any]] = {"can_read": can_read, "compare": comp
 
 
 def apart(name: str, *texts: str) -> Any:
-    """What the task gives in a process of its own; None where it passed a limit or ended without a word."""
+    """What the task gives in a process of its own; None where it passed a limit or ended without a word, ``LATE`` where
+    it did neither in ``WALL_SECONDS``."""
     reads, writes = os.pipe()
     child = os.fork()
     if child == 0:
         _run(writes, name, *texts)
     os.close(writes)
     try:
-        data = _heard(reads)
+        ready, _, _ = select.select([reads], [], [], WALL_SECONDS)
+        data = os.read(reads, _CHUNK) if ready else b""  # it fits into a pipe, and is written at once
     finally:
         os.close(reads)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+    if not ready:
+        return LATE
     return json.loads(data) if data else None
 
 
@@ -75,12 +81,6 @@ def _run(writes: int, name: str, *texts: str) -> None:
         os.write(writes, json.dumps(TASKS[name](*texts)).encode())
     finally:
         os._exit(0)
-
-
-def _heard(reads: int) -> bytes:
-    """What a child wrote, which fits into a pipe and is written at once."""
-    ready, _, _ = select.select([reads], [], [], WALL_SECONDS)
-    return os.read(reads, _CHUNK) if ready else b""
 
 
 def main() -> None:

