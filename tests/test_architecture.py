@@ -48,7 +48,7 @@ INSIDE_AGENT_RL = {
     "train": BASE | {"weight_sync"},
     "model": BASE | {"render", "train", "packaged"},
     "capacity": BASE | {"train"},
-    "rehearsal": BASE | {"train", "capacity"},
+    "rehearsal": BASE | {"weight_sync", "train", "capacity"},
     "controller": BASE | {"packaged", "render", "engine", "rollout", "gateway", "evaluation", "weight_sync", "train"},
     "commands": BASE
     | {"config_files", "render", "engine", "rollout", "gateway", "evaluation", "train", "model", "capacity"}

@@ -30,6 +30,7 @@ from agent_rl.capacity.sizes import (
     route_bytes,
     route_slot_bytes,
 )
+from agent_rl.capacity.work import publishing_bytes
 from agent_rl.config import RunConfig
 from agent_rl.errors import UserError
 from agent_rl.model_facts import ModelFacts
@@ -138,7 +139,8 @@ def _gpu_places(config: RunConfig, model: ModelFacts, rank: RankBytes, load: Loa
     assert hardware.gpu_memory_gb is not None
     gpu, world, span = hardware.gpu_memory_gb * GIB, parallel.world_size, config.engine.gpus
     context = Item("CUDA", CUDA_BYTES, "context, workspaces, NCCL")
-    yield PlannedPlace("GPU of a trainer rank", (*_rank_items(config, rank), context), int(gpu * TRAINER_SHARE), world)
+    items = (*_rank_items(config, rank), *_sync_items(config, model, rank), context)
+    yield PlannedPlace("GPU of a trainer rank", items, int(gpu * TRAINER_SHARE), world)
     yield PlannedPlace(
         "GPU of an engine",
         (*_engine_items(config, model, span), context),
@@ -208,7 +210,15 @@ def _rank_items(config: RunConfig, rank: RankBytes) -> Iterator[Item]:
     yield Item("activations", rank.activations, f"{train.microbatch_tokens} tokens, recompute {train.recompute}")
     if train.balance.enabled:
         yield Item("borrowed", rank.borrowed, f"{train.balance.slots} experts, and as many being fetched or returned")
-    yield Item("at the peak", rank.peak, "a chunk of logits" if rank.peak == rank.logits else "a layer's backward pass")
+    peaks = {rank.logits: "a chunk of logits", rank.layer: "a layer's backward pass"}
+    yield Item("at the peak", rank.peak, peaks.get(rank.peak, "Adam's step, when activations are gone"))
+
+
+def _sync_items(config: RunConfig, model: ModelFacts, rank: RankBytes) -> Iterator[Item]:
+    """What a weight sync holds more than a step."""
+    more = publishing_bytes(model, config.train, config.engine) - (rank.total - rank.static)
+    if more > 0:
+        yield Item("weight sync", more, "a gathered weight and buckets, beyond what a step takes")
 
 
 def _master(config: RunConfig) -> str:

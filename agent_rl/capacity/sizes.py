@@ -17,8 +17,9 @@ from agent_rl.train.layouts import expert_copies, shares_optimizer, weight_copie
 BYTES = {"float32": 4, "bfloat16": 2}
 LOGITS_CHUNK = {"cpu": 1 << 24, "cuda": 1 << 26}
 """Logits made at once (agent_rl/train/megatron/logprobs.py)."""
-LOGITS_COPIES = 5
-"""Float32 arrays of a chunk's size that exist at once: logits, the entropy's exponentials, the softmax, gradients."""
+LOGITS_COPIES = {"cpu": 5, "cuda": 3}
+"""Float32 arrays of a chunk's size that exist at once: logits, the same shifted, and its exponentials; five on a CPU
+(measured), and where the entropy has a gradient."""
 ROUTER_BYTES = 17
 """Bytes a token and expert that a router keeps: float32 logits, scores and dense gates, a mask and their copy."""
 
@@ -66,10 +67,11 @@ class RankBytes:
     """Memory of the fullest trainer rank on its device, in bytes.
 
     ``optimizer_unshared``: what the optimizer would take without the distributed one. ``offloaded``: what of it lies in
-    host memory; an update then brings the state of one weight at a time onto the device, when no activations are left.
-    ``activations`` are those kept between forward and backward pass; then come the logits, and when those are gone a
-    ``layer``: its gradients, and its activations where they are made again. ``borrowed``: experts of other ranks, twice
-    what a layer may borrow (the next layer's are fetched while one computes; their gradients wait to be returned).
+    host memory. ``activations`` are those kept between forward and backward pass; then come the logits, and when those
+    are gone a ``layer``: its gradients, and its activations where they are made again. When all of those are gone,
+    Adam's ``step``: two float32 temporaries of the largest weight, and where its state is offloaded that too.
+    ``borrowed``: experts of other ranks, twice what a layer may borrow (the next layer's are fetched while one
+    computes; their gradients wait to be returned).
     """
 
     weights: int
@@ -79,17 +81,23 @@ class RankBytes:
     activations: int
     logits: int
     layer: int
+    step: int
     borrowed: int = 0
     offloaded: int = 0
 
     @property
+    def static(self) -> int:
+        """What is there before and after a step."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
     def peak(self) -> int:
-        """The logits and a layer's backward pass are never there at once."""
-        return max(self.logits, self.layer)
+        """What comes on top: the logits, a layer's backward pass and Adam's step are never there at once."""
+        return max(self.logits, self.layer, self.step - self.activations - self.borrowed)
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.activations + self.borrowed + self.peak
+        return self.static + self.activations + self.borrowed + self.peak
 
 
 def rank_bytes(model: ModelFacts, train: TrainConfig, *, microbatches: int, device: str) -> RankBytes:
@@ -103,6 +111,9 @@ def rank_bytes(model: ModelFacts, train: TrainConfig, *, microbatches: int, devi
     tokens = train.microbatch_tokens // parallel.context
     optimizer = (dense * state) // copies[0] + (experts * state) // copies[1]
     offloads = train.offload_optimizer and device == "cuda"  # on a CPU it is the same memory
+    vocabulary = model.vocab_size * model.hidden // parallel.tensor
+    stacked = 2 * model.hidden * model.expert_inner * (model.num_experts // parallel.expert)
+    largest = max(min(vocabulary, dense // copies[0]), min(stacked, experts // copies[1]))
     return RankBytes(
         weights=(dense + experts) * width,
         gradients=(dense + experts) * 4,
@@ -111,6 +122,7 @@ def rank_bytes(model: ModelFacts, train: TrainConfig, *, microbatches: int, devi
         activations=_activations(model, train, tokens, microbatches, device),
         logits=_logits(model, train, tokens, device),
         layer=_one_layer(model, train, tokens, device),
+        step=(20 if offloads else 8) * largest,
         offloaded=optimizer if offloads else 0,
         borrowed=2 * train.balance.slots * expert_bytes(model, train) if train.balance.enabled else 0,
     )
@@ -172,12 +184,13 @@ def layer_bytes(model: ModelFacts, train: TrainConfig, tokens: int, *, moe: bool
 
 
 def _logits(model: ModelFacts, train: TrainConfig, tokens: int, device: str) -> int:
-    """A chunk of logits, what is made of it, and the output weight's gradient over all chunks, with that of one where
-    it is narrower."""
+    """A chunk of logits, what is made of it, and the output weight's gradient over all chunks. That of one chunk is
+    made, where it is narrower, when all arrays but two are gone."""
     share, width = model.vocab_size // train.parallel.tensor, BYTES[train.dtype]
     rows = min(tokens, max(1, LOGITS_CHUNK[device] // share))
-    gradient = share * model.hidden * (4 + (width if width < 4 else 0))
-    return rows * share * 4 * LOGITS_COPIES + gradient
+    chunk, narrow = rows * share * 4, share * model.hidden * width if width < 4 else 0
+    copies = LOGITS_COPIES["cpu" if train.entropy_coefficient else device]
+    return max(copies * chunk, 2 * chunk + narrow) + share * model.hidden * 4
 
 
 def _one_layer(model: ModelFacts, train: TrainConfig, tokens: int, device: str) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -15,9 +15,13 @@ from agent_rl.config.tasks import OWN_INTERFACE, EnvConfig, EvalConfig, SandboxC
 from agent_rl.config.train import TrainConfig
 from agent_rl.config.watch import GuardConfig, ObserveConfig
 
+GpuName = Literal["A100 SXM", "H100 SXM", "H200 SXM", "B200 SXM"]
+
 
 class HardwareConfig(Section):
-    """The machines a run is meant for. Nothing but `agent-rl plan` reads it; sizes in GiB."""
+    """The machines a run is meant for. Nothing but `agent-rl plan` and `agent-rl rehearse` reads it; sizes in GiB."""
+
+    gpu: GpuName = Field("H100 SXM", description="The GPU whose speed `agent-rl rehearse` reckons with.")
 
     gpu_memory_gb: float | None = Field(None, gt=0, description="Memory of a GPU; None plans for CPU ranks, or device.")
     gpus_per_host: int = Field(8, gt=0, description="GPUs of a host.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from agent_rl.capacity.hardware import GPUS
 from agent_rl.rehearsal.guard import load_guard
 from agent_rl.rehearsal.job import RankJob
 
@@ -11,9 +12,9 @@ from agent_rl.rehearsal.job import RankJob
 def main() -> None:
     job = RankJob.load(sys.stdin.buffer.read())
     load_guard(job.library)
-    from agent_rl.rehearsal.rank import rehearse  # imports torch
+    from agent_rl.rehearsal.rank import Stage, rehearse  # imports torch
 
-    record = rehearse(job)
+    record = rehearse(job, Stage.set_up(GPUS[job.config.hardware.gpu]))
     sys.stdout.buffer.write(b"\n" + record.dump() + b"\n")
 
 

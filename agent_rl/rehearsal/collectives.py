@@ -13,10 +13,14 @@ import torch
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from agent_rl.rehearsal.engines import StandInEngines
 from agent_rl.rehearsal.ledger import Ledger
 from agent_rl.rehearsal.mode import value_of
+from agent_rl.rehearsal.names import ENGINES
 
 Objects = Callable[[], Any]
+_UPDATES = "agent-rl-"
+"""How the names of the groups begin that a weight sync makes with engines."""
 
 
 class _Done:
@@ -33,6 +37,8 @@ class Collectives:
     """What takes the place of torch.distributed's functions in this process.
 
     ``stage_shape``: of the tensors that pipeline stages hand on. ``objects``: what the last stage would have made.
+    ``gathered``: from this rank's object, those that all ranks of a group have (None: all have this one's).
+    ``engines``: who takes part in weight syncs.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -40,26 +46,50 @@ class Collectives:
         self.names: dict[tuple[int, ...], str] = {}
         self.stage_shape: tuple[int, ...] = ()
         self.objects: Objects = list
+        self.gathered: Callable[[Any], list[Any]] | None = None
+        self.engines: StandInEngines | None = None
 
     def install(self) -> None:
         """Must come before anything of Megatron is imported."""
         dist: Any = torch.distributed
-        make, group = dist.init_process_group, dist.new_group
+        c10d: Any = dist.distributed_c10d
+        make, group, helper = dist.init_process_group, dist.new_group, c10d._new_process_group_helper
         dist.TCPStore = lambda *_, **__: FakeStore()
         dist.init_process_group = lambda backend, **options: make("fake", **options)
-        dist.new_group = lambda *ranks, **options: group(*ranks, **options | {"backend": "fake", "pg_options": None})
+        dist.new_group = lambda ranks=None, timeout=None, *_, **__: group(ranks, timeout, "fake")
+        c10d.rendezvous = lambda _url, rank, size, **_: iter([(FakeStore(), rank, size)])
+        c10d._new_process_group_helper = lambda size, rank, ranks, _, *rest, **options: helper(
+            size, rank, ranks, c10d.Backend("fake"), *rest, **options
+        )
+        self._watch_leaving(c10d)
         names = (
             "all_reduce broadcast all_gather all_gather_into_tensor reduce_scatter_tensor all_to_all_single isend "
             "irecv send recv batch_isend_irecv barrier all_gather_object broadcast_object_list"
         )
         for name in names.split():
-            for module in (dist, dist.distributed_c10d):  # the latter's P2POp compares with its own
+            for module in (dist, c10d):  # the latter's P2POp compares with its own
                 setattr(module, name, getattr(self, name))
         dist._all_gather_base, dist._reduce_scatter_base = self.all_gather_into_tensor, self.reduce_scatter_tensor
+
+    def _watch_leaving(self, c10d: Any) -> None:
+        """Tell the engines when the group with them is left."""
+        for name, aborted in (("destroy_process_group", False), ("_abort_process_group", True)):
+            plain = getattr(c10d, name)
+
+            def leave(group: Any = None, *, plain: Any = plain, aborted: bool = aborted) -> None:
+                if group is not None and self.engines is not None and self.name_of(group)[0] == ENGINES:
+                    self.engines.left(aborted=aborted)
+                plain(group)
+
+            setattr(c10d, name, leave)
+            if hasattr(torch.distributed, name):
+                setattr(torch.distributed, name, leave)
 
     def name_of(self, group: Any) -> tuple[str, int]:
         """A group's name and size."""
         ranks = tuple(torch.distributed.get_process_group_ranks(group))
+        if group is not None and group.group_name.startswith(_UPDATES):
+            return ENGINES, len(ranks)
         return self.names.get(ranks, "world" if len(ranks) > 1 else "alone"), len(ranks)
 
     def _sent(self, group: Any, size: float) -> int:
@@ -69,7 +99,8 @@ class Collectives:
         return ranks
 
     def all_reduce(self, tensor: Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> _Done:
-        ranks = self._sent(group, 2 * tensor.nbytes)
+        ranks = torch.distributed.get_world_size(group)
+        self._sent(group, 2 * tensor.nbytes * (ranks - 1) / ranks)
         value = value_of(tensor)
         if value is not None and op in (None, torch.distributed.ReduceOp.SUM):
             value.mul_(ranks)
@@ -77,6 +108,9 @@ class Collectives:
 
     def broadcast(self, tensor: Tensor, src: int = 0, group: Any = None, async_op: bool = False, **_: Any) -> _Done:
         self._sent(group, tensor.nbytes)
+        if self.engines is not None and self.name_of(group)[0] == ENGINES:
+            self._ledger.waited()  # the publisher asks until it is over
+            self.engines.take(tensor.nbytes)
         return _Done()
 
     def all_gather(self, out: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> _Done:
@@ -132,7 +166,7 @@ class Collectives:
         return _Done()
 
     def all_gather_object(self, out: list[Any], item: Any, group: Any = None) -> None:
-        out[:] = [item] * len(out)
+        out[:] = [item] * len(out) if self.gathered is None else self.gathered(item)
 
     def broadcast_object_list(self, box: list[Any], *_: Any, **__: Any) -> None:
         if box[0] is None:

@@ -41,6 +41,21 @@ def install(ledger: Ledger) -> None:
         setattr(random, name, function)
 
 
+class WaitingStream(Stream):
+    """A stream, or an event, of which ``ledger`` hears when the host waits for it."""
+
+    def __init__(self, ledger: Ledger, *_: object, **__: object) -> None:
+        self._ledger = ledger
+
+    def synchronize(self) -> None:
+        """See torch's."""
+        self._ledger.waited()
+
+    def elapsed_time(self, _end: object) -> float:
+        """See torch's. No time is known."""
+        return 0.0
+
+
 def _state(*_: Any, **__: Any) -> torch.Tensor:
     return torch.zeros(16, dtype=torch.uint8)
 
@@ -52,18 +67,19 @@ def _set_state(*_: Any, **__: Any) -> None:
 def _patch_torch(ledger: Ledger) -> None:
     cuda: Any = torch.cuda
     runtime: Any = torch._C
-    stream = Stream()
+    stream = functools.partial(WaitingStream, ledger)
+    current = stream()
     runtime._cuda_setDevice = lambda index: None  # torch.cuda.set_device itself stays, with its checks
     cuda._lazy_init = lambda: None
     cuda.is_available, cuda.device_count, cuda.current_device = _true, lambda: 1, lambda: 0
     cuda.get_device_capability = lambda *_: (9, 0)
-    cuda.Stream = cuda.Event = Stream
-    cuda.current_stream = cuda.default_stream = lambda *_, **__: stream
+    cuda.Stream = cuda.Event = stream
+    cuda.current_stream = cuda.default_stream = lambda *_, **__: current
     cuda.stream = lambda *_, **__: contextlib.nullcontext()
     cuda.synchronize = lambda *_, **__: ledger.waited()
     cuda.empty_cache = _set_state
     cuda.get_rng_state, cuda.set_rng_state, cuda.manual_seed = _state, _set_state, _set_state
-    cuda.cudart = functools.partial(SimpleNamespace, cudaHostRegister=_lock(ledger), cudaHostUnregister=_set_state)
+    cuda.cudart = functools.partial(SimpleNamespace, cudaHostRegister=_lock(ledger), cudaHostUnregister=lambda _: 0)
 
 
 def _true() -> bool:

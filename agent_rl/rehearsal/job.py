@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from agent_rl.config import RunConfig
+from agent_rl.rehearsal.names import Owner
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +43,16 @@ class RankJob:
 
 @dataclass(frozen=True, slots=True)
 class PhaseRecord:
-    """A phase's ``peak`` bytes of GPU memory, ``flops``, bytes ``sent`` by group, and ``syncs`` of the host."""
+    """A phase's ``peak`` bytes of GPU memory and their ``owners``, ``flops``, the ``seconds`` of its operations, bytes
+    ``sent`` and ``calls`` by group, and ``syncs`` of the host."""
 
     peak: int
     flops: int
     sent: dict[str, int]
     syncs: int
+    owners: dict[Owner, int] = field(default_factory=dict)
+    seconds: float = 0.0
+    calls: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +74,11 @@ class RankRecord:
     @property
     def peak(self) -> int:
         return max(phase.peak for phase in self.phases.values())
+
+    @property
+    def fullest(self) -> str:
+        """The phase with the highest peak."""
+        return max(self.phases, key=lambda name: self.phases[name].peak)
 
     def dump(self) -> bytes:
         return orjson.dumps(asdict(self))

@@ -2,7 +2,8 @@
 
 Routes are integers and known before a pass, so all that depends on them (how many tokens an expert gets, and goes to
 which rank) comes out as it would, and Megatron runs unchanged. What is asked of floats (a norm, whether all are finite)
-is answered with 1 and True. Memory, floating-point operations and waits of the host are counted in a ledger.
+is answered with 1 and True. Memory, floating-point operations, bytes that are read and written, and waits of the host
+are counted in a ledger. A copy between host and GPU makes the host wait unless it says ``non_blocking``.
 """
 
 from __future__ import annotations
@@ -80,14 +81,37 @@ class Rehearsal(TorchDispatchMode):
         return made
 
     def _count(self, func: Any, args: Args, options: dict[str, Any], made: Any) -> None:
-        formula = flop_registry.get(func._overloadpacket)
-        if func._overloadpacket in _FLOPS:
-            self.ledger.computed(_FLOPS[func._overloadpacket](args, options))
-        elif formula is not None:
-            self.ledger.computed(int(formula(*args, **options, out_val=made)))
-        for leaf in tree_leaves(made):
-            if isinstance(leaf, FakeTensor) and leaf.device.type == "cuda":
-                self.ledger.made(leaf.untyped_storage())
+        given, outs = _on_device((args, options)), _on_device(made)
+        for out in outs:
+            self.ledger.made(out.untyped_storage())
+        packet = func._overloadpacket
+        if outs and not (func.is_view or packet in _FREE or func in _BETWEEN):
+            precision = next((_PRECISIONS[each.dtype] for each in given if each.dtype in _PRECISIONS), "")
+            flops = _flops(func, args, options, made)
+            self.ledger.ran(flops, _moved(given, outs, lookup=packet in _LOOKUPS), precision)
+
+
+def _on_device(tree: Any) -> list[FakeTensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, FakeTensor) and leaf.device.type == "cuda"]
+
+
+def _flops(func: Any, args: Args, options: dict[str, Any], made: Any) -> int:
+    packet = func._overloadpacket
+    if packet in _FLOPS:
+        return _FLOPS[packet](args, options)
+    formula = flop_registry.get(packet)
+    return 0 if formula is None else int(formula(*args, **options, out_val=made))
+
+
+def _moved(given: Sequence[FakeTensor], outs: Sequence[FakeTensor], *, lookup: bool) -> int:
+    """Bytes that are read and written; of a lookup the rows alone that are taken."""
+    written = sum(_extent(out) for out in outs)
+    return written + (written if lookup else sum(_extent(each) for each in given))
+
+
+def _extent(tensor: FakeTensor) -> int:
+    """A tensor's bytes, each once where it repeats some."""
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
 def host_shape(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -167,7 +191,7 @@ def _power_of_two(size: int) -> int:
 def _item(mode: Rehearsal, func: Any, args: Args, options: dict[str, Any]) -> Any:
     tensor = args[0]
     if tensor.device.type == "cuda":
-        mode.ledger.waited()
+        mode.ledger.copied(tensor.element_size(), waits=True)
     if (value := value_of(tensor)) is not None:
         return value.item()
     if tensor.dtype.is_floating_point:
@@ -177,8 +201,11 @@ def _item(mode: Rehearsal, func: Any, args: Args, options: dict[str, Any]) -> An
 
 def _to_copy(mode: Rehearsal, func: Any, args: Args, options: dict[str, Any]) -> Any:
     source, to = args[0], torch.device(options.get("device") or args[0].device)
+    if to.type != source.device.type:
+        mode.ledger.copied(source.nbytes, waits=not options.get("non_blocking"))
+    elif to.type == "cuda":
+        mode.ledger.ran(0, source.nbytes + source.numel() * (options.get("dtype") or source.dtype).itemsize, "")
     if to.type == "cpu" and source.device.type == "cuda":
-        mode.ledger.waited()
         if (value := value_of(source)) is not None:
             return value.to(options.get("dtype") or value.dtype, copy=True)
         with mode.fake:
@@ -193,8 +220,11 @@ def _to_copy(mode: Rehearsal, func: Any, args: Args, options: dict[str, Any]) ->
 
 def _copy(mode: Rehearsal, func: Any, args: Args, options: dict[str, Any]) -> Any:
     target, source = args[:2]
+    if target.device.type != source.device.type:
+        mode.ledger.copied(target.nbytes, waits=not (args[2:] and args[2]))
+    elif target.device.type == "cuda":
+        mode.ledger.ran(0, 2 * target.nbytes, "")
     if not isinstance(target, FakeTensor):
-        mode.ledger.waited()
         value = value_of(source)
         return target if value is None else target.copy_(value)
     with mode.fake:
@@ -216,6 +246,7 @@ def _nonzero(mode: Rehearsal, func: Any, args: Args, options: dict[str, Any]) ->
 
 def _masked_select(mode: Rehearsal, func: Any, args: Args, options: dict[str, Any]) -> Any:
     mode.ledger.waited()
+    _one_device(func, args)
     source, mask = args
     chosen = need_value(mask, "masked_select")
     if (value := value_of(source)) is not None:
@@ -265,7 +296,25 @@ def _repeat_interleave(mode: Rehearsal, func: Any, args: Args, options: dict[str
 
 def _equal(mode: Rehearsal, func: Any, args: Args, options: dict[str, Any]) -> Any:
     mode.ledger.waited()
+    _one_device(func, args)
     return not _known(args, options) or bool(torch.equal(*_values(args)))
+
+
+def _grouped_product(mode: Rehearsal, func: Any, args: Args, options: dict[str, Any]) -> Any:
+    """torch's shapes are those of the bfloat16 kernel, whose operands' strides they check. Of other precisions the host
+    reads the groups' ends and multiplies them one by one."""
+    if args[0].dtype == torch.bfloat16:
+        return mode.plain(func, args, options)
+    mode.ledger.waited()
+    with mode.fake:
+        narrow = [tensor.to(torch.bfloat16) for tensor in args[:2]]
+        return func(*narrow, *args[2:], **options).to(args[0].dtype)
+
+
+def _one_device(func: Any, args: Args) -> None:
+    kinds = {tensor.device.type for tensor in args if tensor.ndim}
+    if len(kinds) > 1:
+        raise RuntimeError(f"{func}: tensors of the host and of the GPU ({', '.join(sorted(kinds))}) in one operation")
 
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {
@@ -281,7 +330,14 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     _aten.zeros_like.default: _zeros_like,
     _aten.repeat_interleave.Tensor: _repeat_interleave,
     _aten.equal.default: _equal,
+    _aten._grouped_mm.default: _grouped_product,
 }
+_BETWEEN = (_aten._to_copy.default, _aten.copy_.default, _aten._local_scalar_dense.default)
+"""Counted by their handlers, for they may go from one device to another."""
+_FREE = (_aten.empty, _aten.empty_strided, _aten.empty_like, _aten.new_empty, _aten._unsafe_view, _aten.lift_fresh)
+"""Read and write nothing, beside views."""
+_LOOKUPS = (_aten.embedding, _aten.index, _aten.index_select, _aten.gather)
+_PRECISIONS = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
 def _grouped(args: Args, options: dict[str, Any]) -> int:

@@ -3,46 +3,86 @@
 from __future__ import annotations
 
 import gc
+import sys
 import time
 import traceback
-from collections.abc import Callable
-from functools import wraps
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
-from agent_rl.errors import AgentRlError
+from agent_rl.capacity.hardware import Gpu
+from agent_rl.capacity.planning import engines
+from agent_rl.errors import AgentRlError, TrainerError
 from agent_rl.rehearsal import cuda, mode
 from agent_rl.rehearsal.batch import make_samples, share_of
 from agent_rl.rehearsal.collectives import Collectives
+from agent_rl.rehearsal.engines import StandInEngines
 from agent_rl.rehearsal.job import PhaseRecord, RankJob, RankRecord
 from agent_rl.rehearsal.ledger import Ledger
+from agent_rl.rehearsal.names import OUT, STEP, Owner
+from agent_rl.train.hf_files import expected_shapes
 from agent_rl.train.orders import OptimizerSpec, RankOrder, StepOrder
+from agent_rl.weight_sync.order import PublishOrder
+from r3.shard import stage_layers
+
+if TYPE_CHECKING:
+    from agent_rl.train.megatron.model import PolicyModel
 
 
-def rehearse(job: RankJob) -> RankRecord:
-    """Start, load, one global step, a snapshot and an export of the weights."""
-    begun, ledger = time.perf_counter(), Ledger()
-    collectives = Collectives(ledger)
-    collectives.install()
-    cuda.install(ledger)
-    mode.install(ledger)
-    done = Done()
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What stands in a rehearsed rank's process for CUDA and for the other ranks."""
+
+    ledger: Ledger
+    collectives: Collectives
+
+    @classmethod
+    def set_up(cls, gpu: Gpu) -> Stage:
+        """In this process, for good. Must come before anything of Megatron is imported, which it does."""
+        ledger = Ledger(gpu)
+        collectives = Collectives(ledger)
+        collectives.install()
+        cuda.install(ledger)
+        mode.install(ledger)
+        return cls(ledger, collectives)
+
+
+def rehearse(job: RankJob, stage: Stage) -> RankRecord:
+    """Start, load, one global step, a snapshot, an export and two weight syncs, of which an engine refuses one."""
+    begun, ledger, done = time.perf_counter(), stage.ledger, Done()
     try:
         with mode.Rehearsal(ledger):
-            _run(job, ledger, collectives, done)
+            _run(job, stage, done)
         fault = None
     except Exception as error:  # whatever a GPU's process would have died of is the result
         fault = _named(error, ledger.failed)
+    held = ledger.most()
     phases = {
-        name: PhaseRecord(phase.peak, phase.flops, dict(phase.sent), phase.syncs)
+        name: PhaseRecord(
+            held[name].peak, phase.flops, dict(phase.sent), phase.syncs, held[name].owners, phase.seconds,
+            dict(phase.calls),
+        )
         for name, phase in ledger.phases.items()
-    }
-    groups = {name: list(ranks) for ranks, name in collectives.names.items()}
-    seconds = time.perf_counter() - begun
-    layers = done.layers
-    return RankRecord(job.rank, layers, phases, done.static, done.left, ledger.pinned, groups, seconds, fault)
+    }  # fmt: skip
+    groups = {name: list(ranks) for ranks, name in stage.collectives.names.items()}
+    return RankRecord(
+        rank=job.rank,
+        layers=done.layers,
+        phases=phases,
+        static=done.static,
+        left=done.left,
+        pinned=ledger.pinned,
+        groups=groups,
+        seconds=time.perf_counter() - begun,
+        fault=fault,
+    )
 
 
 class Done:
@@ -51,15 +91,16 @@ class Done:
     layers = static = left = 0
 
 
-def _run(job: RankJob, ledger: Ledger, collectives: Collectives, done: Done) -> None:
-    from agent_rl.train.megatron import hf, kernel_choice
+def _run(job: RankJob, stage: Stage, done: Done) -> None:
     from agent_rl.train.rank import TrainerRank
     from agent_rl.train.route_shares import cut
 
-    train = job.config.train
-    _shapes_for_weights(hf, kernel_choice, job, ledger)
-    order = RankOrder(job.config, job.model, None, "cuda", threads=1)
-    rank = TrainerRank(order, OptimizerSpec.of(train), job.rank, master_addr="", master_port=0)
+    train, ledger, collectives = job.config.train, stage.ledger, stage.collectives
+    _shapes_for_weights(job, ledger)
+    _room_for_experts()
+    order = RankOrder(job.config, job.model, job.model if train.kl.coefficient else None, "cuda", threads=1)
+    with ledger.phase("start"):
+        rank = TrainerRank(order, OptimizerSpec.of(train), job.rank, master_addr="", master_port=0)
     collectives.names = _groups()
     model, ranks = rank.model, rank._ranks
     done.layers = model.facts.num_layers
@@ -71,18 +112,95 @@ def _run(job: RankJob, ledger: Ledger, collectives: Collectives, done: Done) -> 
     rows = len(shards[0].experts) if shards else tokens[0] // (ranks.context_size * ranks.tensor_size)
     collectives.stage_shape = (rows, 1, model.facts.hidden)
     collectives.objects = lambda: [_stand_in(ledger.name, size) for size in tokens]
-    _phase(ledger, model, "forward_logprobs", "old log-probs")
-    _phase(ledger, model, "train_microbatches", "update")
-    _phase(ledger, rank._optimizer, "step", "step")
+    _name_phases(rank, ledger)
     with ledger.phase("snapshot"):  # before the step, so that the optimizer's moments are there
         rank._state.snapshot()
+    _own_state(rank, ledger)
     done.static = ledger.held
-    rank.grpo(samples, [share], StepOrder(job.config, measure_native=False), shards)
+    with ledger.phase(STEP[0]):
+        rank.grpo(samples, [share], StepOrder(job.config, measure_native=False), shards)
     gc.collect()
     done.left = ledger.held - done.static
-    with ledger.phase("export"):
-        for _ in model.export_weights():
-            pass
+    if ranks.pipeline_size > 1:
+        collectives.gathered = partial(_of_all_stages, model)
+    with ledger.phase(OUT[0], owner="copies"):
+        deque(model.export_weights(), maxlen=0)
+    _publish(job, rank, stage)
+
+
+def _name_phases(rank: Any, ledger: Ledger) -> None:
+    """Count the parts of a step apart. What is there when a backward pass begins was kept for it."""
+    from megatron.core.pipeline_parallel import schedules
+
+    model = rank.model
+    _phase(ledger, model, "train_microbatches", "update")
+    _phase(ledger, model, "forward_logprobs", "old log-probs")
+    _phase(ledger, rank._optimizer, "step", "step")
+    if rank._reference is not None:
+        reference = rank._reference
+        plain = reference.in_place
+
+        @contextmanager
+        def in_place() -> Iterator[None]:
+            with ledger.phase("reference"), plain():
+                yield
+
+        reference.in_place = in_place
+    backward = schedules.backward_step
+
+    def kept(*args: Any, **options: Any) -> Any:
+        ledger.keep("activations")
+        return backward(*args, **options)
+
+    schedules.backward_step = kept
+
+
+def _own_state(rank: Any, ledger: Ledger) -> None:
+    """Say who holds what is there before a step; in float32 a weight is its optimizer's master too."""
+    parameters = [parameter for chunk in rank.model.chunks for parameter in chunk.parameters()]
+    slots = [slot for shard in rank._optimizer.shards() for slot in shard.slots.values()]
+    held: tuple[tuple[Owner, list[Tensor]], ...] = (
+        ("optimizer", slots),
+        ("gradients", [parameter.main_grad for parameter in parameters]),
+        ("weights", parameters),
+    )
+    for owner, tensors in held:
+        ledger.own(owner, (tensor.untyped_storage() for tensor in tensors))
+    ledger.keep("other state")
+
+
+def _of_all_stages(model: PolicyModel, own: list[Any]) -> list[Any]:
+    """What every pipeline stage tells the others of the weights that it will send (names, shape, dtype): this rank's
+    ``own``, and of another stage each tensor of the checkpoint apart."""
+    facts, ranks = model.facts, model.ranks
+    held = stage_layers(facts.num_layers, ranks.pipeline_size, len(model.chunks))
+    stage_of = {layer - 1: stage for stage, chunks in enumerate(held) for chunk in chunks for layer in chunk}
+    plans: list[list[Any]] = [[] for _ in held]
+    for name, shape in expected_shapes(facts).items():
+        layer = int(name.split(".")[2]) if ".layers." in name else None
+        ends = 0 if name == "model.embed_tokens.weight" else len(held) - 1
+        plans[ends if layer is None else stage_of[layer]].append(((name,), shape, model.config.params_dtype))
+    return [own if stage == ranks.pipeline_rank else plan for stage, plan in enumerate(plans)]
+
+
+def _publish(job: RankJob, rank: Any, stage: Stage) -> None:
+    """A weight sync that all engines take, then one of which an engine refuses the first bucket. Raises TrainerError
+    where the first fails, or the second is not refused at once."""
+    ledger, facts = stage.ledger, rank.model.facts
+    engine = job.config.engine.model_copy(update={"api_key_env": None})
+    expected = expected_shapes(facts)
+    if facts.tied:
+        expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
+    with StandInEngines(engines(job.config), engine.gpus, expected, engine.dtype) as stand_in:
+        stage.collectives.engines = stand_in
+        for name, refusing in zip(OUT[1:], (False, True), strict=True):
+            stand_in.refusing = refusing
+            with ledger.phase(name, owner="copies"):
+                report = rank.publish(PublishOrder(stand_in.urls, name, engine))
+                failures = [*stand_in.complaints, *(report.failures.values() if report else ())]
+                if stand_in.complaints or (report is not None and bool(failures) != refusing):
+                    raise TrainerError(failures[0] if failures else "an engine refused, and nobody noticed")
+    rank.close()
 
 
 def _stand_in(phase: str, tokens: int) -> Any:
@@ -94,12 +212,12 @@ def _stand_in(phase: str, tokens: int) -> Any:
 
 
 def _phase(ledger: Ledger, owner: Any, method: str, name: str) -> None:
-    """Count what ``owner.method`` does for phase ``name``."""
+    """Count what ``owner.method`` does for phase ``name``, or for the phase within which it is called."""
     plain: Callable[..., Any] = getattr(owner, method)
 
     @wraps(plain)
     def counted(*args: Any, **options: Any) -> Any:
-        with ledger.phase(name):
+        with ledger.phase(name if ledger.name == STEP[0] else ledger.name):
             return plain(*args, **options)
 
     setattr(owner, method, counted)
@@ -129,17 +247,28 @@ def _groups() -> dict[tuple[int, ...], str]:
     return {ranks: ", ".join(names) for ranks, names in found.items()}
 
 
-def _shapes_for_weights(hf: Any, kernel_choice: Any, job: RankJob, ledger: Ledger) -> None:
+def _shapes_for_weights(job: RankJob, ledger: Ledger) -> None:
     """Read shapes in place of weights, in a phase of their own."""
-    plain = hf.load_weights
+    from agent_rl.train.megatron import hf, kernel_choice
+
+    plain: Any = hf.load_weights
 
     def load(*arguments: Any) -> None:
         with ledger.phase("load"):
             plain(*arguments)
 
-    hf.load_weights, hf.SliceReader = load, lambda folder: ShapeReader(job)
-    # Kernels have no values to be proved by: the first that is there is taken.
-    kernel_choice.examine = lambda candidate, *_: None if candidate.there else "it is not installed"
+    replaced: Any = hf
+    replaced.load_weights, replaced.SliceReader = load, lambda folder: ShapeReader(job)
+    chosen: Any = kernel_choice  # kernels have no values to be proved by: the first that is there is taken
+    chosen.examine = lambda candidate, *_: None if candidate.there else "it is not installed"
+
+
+def _room_for_experts() -> None:
+    """A pool of all experts is mapped here and never written to: it takes no memory, however much the machine has."""
+    from agent_rl.train.megatron import pool
+
+    replaced: Any = pool
+    replaced.free_memory = lambda: sys.maxsize
 
 
 class ShapeReader:

@@ -1,21 +1,27 @@
-"""A rehearsal as tables: memory, work and waits by phase, bytes by group, beside what ``agent-rl plan`` says."""
+"""A rehearsal as tables: memory, work, waits and seconds by phase, bytes by group, beside the plan's figures."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
+from typing import get_args
 
 from rich.console import Console
 from rich.table import Table
 
+from agent_rl.capacity.hardware import GPUS, Gpu
 from agent_rl.capacity.plan import GIB, gib
 from agent_rl.config import RunConfig
 from agent_rl.rehearsal.job import RankRecord
-from agent_rl.rehearsal.run import Rehearsed, planned
+from agent_rl.rehearsal.names import ENGINES, OUT, STEP, Owner
+from agent_rl.rehearsal.run import Planned, Rehearsed, planned
+
+_OWNERS: tuple[Owner, ...] = get_args(Owner)
 
 
 def print_rehearsal(config: RunConfig, results: list[Rehearsed]) -> None:
     """Print to standard output, rank by rank."""
-    console, plan = Console(soft_wrap=True), planned(config)
+    console = Console(soft_wrap=True)
     for result in results:
         depths = " and ".join(str(record.layers) for record in result.records)
         seconds = sum(record.seconds for record in result.records)
@@ -26,52 +32,115 @@ def print_rehearsal(config: RunConfig, results: list[Rehearsed]) -> None:
         )
         if result.fault is not None:
             continue
-        console.print(_phases(result))
-        console.print(_groups(result, config.hardware.gpus_per_host))
-        static = plan.weights + plan.gradients + plan.optimizer
-        for name, found, said in (
-            ("weights, gradients and optimizer", result.whole(lambda record: record.static), static),
-            ("peak", result.whole(lambda record: record.peak), plan.total),
-        ):
-            console.print(
-                f"{name}: {found / GIB:.2f} GiB rehearsed, {said / GIB:.2f} planned: planned over rehearsed "
-                f"{said / found:.2f}",
-                highlight=False,
-            )
-        left, pinned = result.whole(lambda record: record.left), result.whole(lambda record: record.pinned)
-        console.print(f"left of a step after it: {gib(left)}; host memory locked: {gib(pinned)}", highlight=False)
+        plan = planned(config, rank=result.rank, skew=result.skew)
+        for table in (_phases(config, result, plan), _held(result, plan), _groups(config, result, plan)):
+            console.print(table)
+        for line in _lines(config, result, plan):
+            console.print(line, highlight=False)
 
 
-def _phases(result: Rehearsed) -> Table:
-    table = Table(title="phase", title_justify="left")
-    for column in ("", "peak, GiB", "TFLOP", "waits of the host", "waits a layer"):
-        table.add_column(column, justify="right" if column else "left")
-    for name in result.records[0].phases:
-        table.add_row(name, *_row(result, name))
+def _phases(config: RunConfig, result: Rehearsed, plan: Planned) -> Table:
+    name = config.hardware.gpu
+    columns = ("peak, GiB", "TFLOP", "planned", "products, s", "roofline, s", "sending, s", "waits", "waits a layer")
+    table = _table(f"phase, and its seconds on an {name} at the least", *columns)
+    works = {"old log-probs": plan.step.logprobs, "reference": plan.step.logprobs, "update": plan.step.update}
+    for phase in result.records[0].phases:
+        table.add_row(phase, *_phase(config, result, phase, works.get(phase)))
     return table
 
 
-def _row(result: Rehearsed, name: str) -> tuple[str, ...]:
-    return (
-        f"{result.whole(lambda record: record.phases[name].peak) / GIB:.2f}",
-        f"{result.whole(lambda record: record.phases[name].flops) / 1e12:.2f}",
-        f"{result.whole(lambda record: record.phases[name].syncs):.0f}",
-        f"{result.a_layer(lambda record: record.phases[name].syncs):.1f}",
-    )
+def _phase(config: RunConfig, result: Rehearsed, phase: str, work: float | None) -> Iterator[str]:
+    gpu, whole = GPUS[config.hardware.gpu], result.whole
+    flops = whole(lambda record: record.phases[phase].flops)
+    yield f"{whole(lambda record: record.phases[phase].peak) / GIB:.2f}"
+    yield f"{flops / 1e12:.2f}"
+    yield "" if work is None else f"{work / 1e12:.2f}"
+    yield f"{flops / gpu.flops[config.train.dtype]:.2f}"
+    yield f"{whole(lambda record: record.phases[phase].seconds):.2f}"
+    yield f"{whole(partial(_sending, config=config, phase=phase)):.2f}"
+    yield f"{whole(lambda record: record.phases[phase].syncs):.0f}"
+    yield f"{result.a_layer(lambda record: record.phases[phase].syncs):.1f}"
 
 
-def _groups(result: Rehearsed, gpus_per_host: int) -> Table:
-    table = Table(title="sent in a step and its snapshot and export, by group", title_justify="left")
-    for column in ("group", "ranks", "over hosts", "sent"):
-        table.add_column(column, justify="right" if column in ("ranks", "sent") else "left")
+def _sending(record: RankRecord, config: RunConfig, phase: str) -> float:
+    """Seconds that a phase's collectives take at the speed of the links alone, one after the other."""
+    rates = {name: _rate(config, ranks) for name, ranks in record.groups.items()}
+    network = GPUS[config.hardware.gpu].network
+    return sum(size / rates.get(name, network) for name, size in record.phases[phase].sent.items())
+
+
+def _over_hosts(config: RunConfig, ranks: list[int]) -> bool:
+    return len({rank // config.hardware.gpus_per_host for rank in ranks}) > 1
+
+
+def _rate(config: RunConfig, ranks: list[int]) -> float:
+    """Bytes a second that a rank sends in a group."""
+    gpu: Gpu = GPUS[config.hardware.gpu]
+    return gpu.network if _over_hosts(config, ranks) else gpu.link
+
+
+def _held(result: Rehearsed, plan: Planned) -> Table:
+    """Who holds the memory at each phase's fullest moment. The plan is of the update."""
+    owners = [owner for owner in _OWNERS if any(p.owners.get(owner) for p in result.records[-1].phases.values())]
+    table = _table("who holds what at a phase's peak, GiB", *owners)
+    for phase in result.records[0].phases:
+        sizes = (result.whole(partial(_owned, phase=phase, owner=owner)) for owner in owners)
+        table.add_row(phase, *(f"{size / GIB:.2f}" for size in sizes))
+    rank = plan.rank
+    said: dict[Owner, int] = {
+        "weights": rank.weights, "gradients": rank.gradients, "optimizer": rank.optimizer,
+        "activations": rank.activations, "temporaries": rank.peak + rank.borrowed,
+    }  # fmt: skip
+    table.add_row("planned", *(f"{said[owner] / GIB:.2f}" if owner in said else "" for owner in owners))
+    return table
+
+
+def _owned(record: RankRecord, phase: str, owner: Owner) -> int:
+    return record.phases[phase].owners.get(owner, 0)
+
+
+def _groups(config: RunConfig, result: Rehearsed, plan: Planned) -> Table:
+    columns = ("ranks", "over hosts", "a step", "planned", "s", "weights out", "s")
+    table = _table("sent by this rank, by group", *columns)
     for name, ranks in result.records[-1].groups.items():
-        size = result.whole(partial(sent_by, group=name))
-        if size:
-            over = len({rank // gpus_per_host for rank in ranks}) > 1
-            table.add_row(name, str(len(ranks)), "yes" if over else "no", gib(size))
+        step, out = (result.whole(partial(sent_by, group=name, phases=phases)) for phases in (STEP, OUT))
+        said = gib(plan.step.exchanged) if "expert" in name.split(", ") else ""
+        over, rate = "yes" if _over_hosts(config, ranks) else "no", _rate(config, ranks)
+        if step or out:
+            seconds = f"{step / rate:.2f}", f"{out / rate:.2f}"
+            table.add_row(name, str(len(ranks)), over, gib(step), said, seconds[0], gib(out), seconds[1])
     return table
 
 
-def sent_by(record: RankRecord, group: str) -> int:
-    """Bytes that left the rank in ``group``, in all phases."""
-    return sum(phase.sent.get(group, 0) for phase in record.phases.values())
+def _lines(config: RunConfig, result: Rehearsed, plan: Planned) -> Iterator[str]:
+    rank = plan.rank
+    for name, found, said in (
+        ("weights, gradients and optimizer", result.whole(lambda record: record.static), rank.static),
+        ("peak", result.whole(lambda record: record.peak), plan.peak),
+    ):
+        yield (
+            f"{name}: {found / GIB:.2f} GiB rehearsed, {said / GIB:.2f} planned: planned over rehearsed "
+            f"{said / found:.2f}"
+        )
+    if buckets := result.whole(lambda record: record.phases["publish"].calls.get(ENGINES, 0)):
+        size = result.whole(lambda record: record.phases["publish"].sent[ENGINES])
+        beside = result.whole(lambda record: record.phases["publish"].peak - record.static)
+        yield (
+            f"weight sync: {gib(size)} in {buckets:.0f} buckets of {config.engine.weight_bucket_mb:g} MiB, "
+            f"{gib(beside)} beside the state; planned {gib(plan.publish.bytes)} in {plan.publish.buckets}, "
+            f"{gib(plan.publish.memory)}"
+        )
+    left, pinned = result.whole(lambda record: record.left), result.whole(lambda record: record.pinned)
+    yield f"left of a step after it: {gib(left)}; host memory locked: {gib(pinned)}"
+
+
+def sent_by(record: RankRecord, group: str, phases: tuple[str, ...] = STEP) -> int:
+    """Bytes that left the rank in ``group``, in some of its phases."""
+    return sum(phase.sent.get(group, 0) for name, phase in record.phases.items() if name in phases)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for column in ("", *columns):
+        table.add_column(column, justify="right" if column else "left")
+    return table

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,7 @@ from typing import Any
 
 from agent_rl.capacity.known_models import CONFIGS, planned_model
 from agent_rl.capacity.sizes import RankBytes, rank_bytes
+from agent_rl.capacity.work import PlannedPublish, PlannedStep, planned_publish, planned_step
 from agent_rl.config import RunConfig
 from agent_rl.errors import TrainerError, UserError
 from agent_rl.model_facts import ModelFacts
@@ -27,9 +29,11 @@ _SECONDS = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Rehearsed:
-    """One rank at one depth or two; ``depth`` is the whole model's, in layers."""
+    """One rank, whose experts are chosen ``skew`` times as often as the mean rank's, at one depth or two; ``depth`` is
+    the whole model's, in layers."""
 
     rank: int
+    skew: float
     depth: int
     records: tuple[RankRecord, ...]
 
@@ -62,12 +66,24 @@ def rehearse(config: RunConfig, *, ranks: Sequence[int], skew: float, layers: st
     chosen = ranks or sorted({0, parallel.world_size - 1 if parallel.pipeline > 1 else 0})
     with tempfile.TemporaryDirectory(prefix="agent-rl-rehearsal-") as folder, ThreadPoolExecutor(2) as pool:
         models = {depth: _write_model(config, depth, Path(folder) / str(depth)) for depth in depths}
-        jobs = [RankJob(config, models[depth], rank, skew, library) for rank in chosen for depth in depths]
+        placed = _on_machines(config)
+        jobs = [RankJob(placed, models[depth], rank, skew, library) for rank in chosen for depth in depths]
         records = list(pool.map(_run, jobs))
     return [
-        Rehearsed(rank, facts.num_layers, tuple(records[at * len(depths) : (at + 1) * len(depths)]))
+        Rehearsed(rank, skew, facts.num_layers, tuple(records[at * len(depths) : (at + 1) * len(depths)]))
         for at, rank in enumerate(chosen)
     ]
+
+
+def _on_machines(config: RunConfig) -> RunConfig:
+    """The config with the expert ranks that a host of ``hardware.gpus_per_host`` has, where experts are balanced: a
+    rank would ask the others on which machine they are, and here all are on this one."""
+    train, balance = config.train, config.train.balance
+    if not balance.enabled or balance.ranks_per_machine is not None:
+        return config
+    here = math.gcd(train.parallel.expert, config.hardware.gpus_per_host)
+    spread = balance.model_copy(update={"ranks_per_machine": here})
+    return config.model_copy(update={"train": train.model_copy(update={"balance": spread})})
 
 
 def check(config: RunConfig, *, ranks: Sequence[int], skew: float) -> ModelFacts:
@@ -86,17 +102,33 @@ def check(config: RunConfig, *, ranks: Sequence[int], skew: float) -> ModelFacts
         raise UserError(
             f"--skew {skew:g}: with train.parallel.expert={parallel.expert} it is at most {parallel.expert}"
         )
-    if config.train.balance.enabled or config.train.kl.coefficient:
-        raise UserError("train.balance and train.kl are not rehearsed: turn them off for the rehearsal")
     if (config.model / "config.json").is_file() and any(config.model.glob("*.safetensors*")):
         check_checkpoint(config.model, facts)
     return facts
 
 
-def planned(config: RunConfig) -> RankBytes:
-    """What ``agent-rl plan`` says of the fullest rank, for the step that is rehearsed."""
-    return rank_bytes(
-        planned_model(config.model), config.train, microbatches=config.train.parallel.pipeline, device="cuda"
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """The plan's figures for what is rehearsed: memory of the fullest rank, a rank's step, a weight sync."""
+
+    rank: RankBytes
+    step: PlannedStep
+    publish: PlannedPublish
+
+    @property
+    def peak(self) -> int:
+        """Of a step or of a weight sync, which are never under way together."""
+        return max(self.rank.total, self.rank.static + self.publish.memory)
+
+
+def planned(config: RunConfig, *, rank: int = 0, skew: float = 1.0) -> Planned:
+    """By the formulas of :mod:`agent_rl.capacity`; balanced experts have even loads."""
+    facts, train = planned_model(config.model), config.train
+    skew = 1.0 if train.balance.enabled else skew
+    return Planned(
+        rank_bytes(facts, train, microbatches=train.parallel.pipeline, device="cuda"),
+        planned_step(facts, config, rank=rank, skew=skew),
+        planned_publish(facts, train, config.engine),
     )
 
 
@@ -128,7 +160,12 @@ def _write_model(config: RunConfig, depth: int, folder: Path) -> Path:
 
 def _run(job: RankJob) -> RankRecord:
     command = [sys.executable, "-m", "agent_rl.rehearsal"]
-    done = subprocess.run(command, input=job.dump(), capture_output=True, timeout=_SECONDS, check=False)
+    try:
+        done = subprocess.run(command, input=job.dump(), capture_output=True, timeout=_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        raise TrainerError(
+            f"the rehearsal of rank {job.rank} took more than {_SECONDS:g} s: rehearse fewer layers (--layers 2,4)"
+        ) from None
     lines = done.stdout.splitlines()
     if done.returncode or not lines:
         last = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or [f"exit code {done.returncode}"]

@@ -41,17 +41,32 @@ def refuse(problems: list[str]) -> None:
 
 
 def rank_blocks(parallel: ParallelConfig) -> tuple[int, ...]:
-    """How many ranks that follow each other should be on one machine, the best first: whole tensor and expert groups,
-    which exchange most; a tensor group; one rank."""
-    return tuple(dict.fromkeys((math.lcm(parallel.tensor, parallel.expert), parallel.tensor, 1)))
+    """How many ranks that follow each other should be on one machine, the best first: whole context, tensor and expert
+    groups; those that exchange most, tensor and expert groups; a tensor group; one rank."""
+    tensor, expert = parallel.tensor, parallel.expert
+    sizes = (math.lcm(tensor * parallel.context, expert), math.lcm(tensor, expert), tensor, 1)
+    return tuple(dict.fromkeys(sizes))
+
+
+def layer_groups(parallel: ParallelConfig) -> dict[str, list[range]]:
+    """The ranks of each group that exchanges something in every layer, in Megatron's order: tensor ranks follow each
+    other, context ranks lie a tensor group apart, expert ranks (whose experts are never cut) follow each other."""
+    world, tensor = parallel.world_size, parallel.tensor
+    block = tensor * parallel.context
+    firsts = [start + place for start in range(0, world, block) for place in range(tensor)]
+    return {
+        "tensor": [range(first, first + tensor) for first in range(0, world, tensor)],
+        "context": [range(first, first + block, tensor) for first in firsts],
+        "expert": [range(first, first + parallel.expert) for first in range(0, world, parallel.expert)],
+    }
 
 
 def straddling(parallel: ParallelConfig, machines: Sequence[str]) -> str | None:
     """Which groups lie over several of ``machines``, those of the ranks in order; None where none does."""
     found = [
-        f"{key} groups ({key}={size})"
-        for key, size in (("tensor", parallel.tensor), ("expert", parallel.expert))
-        if any(len(set(machines[first : first + size])) > 1 for first in range(0, len(machines), size))
+        f"{key} groups ({key}={getattr(parallel, key)})"
+        for key, groups in layer_groups(parallel).items()
+        if any(len({machines[rank] for rank in group}) > 1 for group in groups)
     ]
     if not found:
         return None

@@ -267,7 +267,8 @@ def test_selective_recomputation_keeps_what_it_does_not_run_again() -> None:
 
 
 def test_a_gpu_makes_no_masks_and_larger_chunks_of_logits() -> None:
-    """Under context parallelism 16-bit attention on a GPU takes lengths; a bfloat16 product is added to float32."""
+    """Under context parallelism 16-bit attention on a GPU takes lengths; a bfloat16 product is added to float32,
+    when of three arrays of a chunk's size one is gone."""
     context = ParallelConfig(world_size=4, context=4, expert=4)
     train = TrainConfig(dtype="bfloat16", microbatch_tokens=65536, parallel=context)
     masks = (16384 // 2) ** 2 * 9
@@ -275,4 +276,4 @@ def test_a_gpu_makes_no_masks_and_larger_chunks_of_logits() -> None:
     assert layer[0] - layer[1] == masks
     rank = rank_bytes(QWEN, train, microbatches=1, device="cuda")
     rows, weight = (1 << 26) // QWEN.vocab_size, QWEN.vocab_size * QWEN.hidden
-    assert rank.logits == 5 * rows * QWEN.vocab_size * 4 + weight * 4 + weight * 2
+    assert rank.logits == max(3 * rows * QWEN.vocab_size * 4, 2 * rows * QWEN.vocab_size * 4 + weight * 2) + weight * 4

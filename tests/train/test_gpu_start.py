@@ -10,7 +10,7 @@ from agent_rl.config import ParallelConfig, RunConfig
 from agent_rl.controller.asks import rank_ask
 from agent_rl.errors import TrainerError
 from agent_rl.train.launch import rank_device
-from agent_rl.train.layouts import rank_blocks, straddling
+from agent_rl.train.layouts import layer_groups, rank_blocks, straddling
 
 torch = pytest.importorskip("torch", reason="needs the trainer environment")
 PAPER = ParallelConfig(world_size=32, tensor=4, expert=8)
@@ -50,6 +50,7 @@ def test_auto_never_takes_cpus_where_gpus_are_meant(gpus: int, planned: float | 
 def test_ranks_are_asked_for_in_blocks_that_a_machine_can_hold() -> None:
     assert rank_blocks(PAPER) == (8, 4, 1)
     assert rank_blocks(ParallelConfig()) == (1,)
+    assert rank_blocks(ParallelConfig(world_size=16, tensor=2, context=4)) == (8, 2, 1)
     config = config_of(32)
     ask = rank_ask(config.train, "cuda")
     uneven = [{"GPU": gpus, "CPU": 64.0} for gpus in (8, 6, 6, 6, 6)]
@@ -67,6 +68,33 @@ def test_groups_over_several_machines_are_named_in_one_line() -> None:
     assert odd is not None
     assert "tensor groups (tensor=4) and expert groups (expert=8)" in odd
     assert "\n" not in odd
+    long = ParallelConfig(world_size=16, tensor=2, context=4)
+    apart = straddling(long, [f"host-{rank // 4}" for rank in range(16)])
+    assert apart is not None
+    assert apart.startswith("train.parallel: context groups (context=4) of the ranks")
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"world_size": 32, "tensor": 4, "expert": 8},
+        {"world_size": 32, "tensor": 2, "context": 2, "pipeline": 2, "expert": 8},
+        {"world_size": 16, "tensor": 4, "context": 2, "expert": 2},
+        {"world_size": 12, "context": 3, "expert": 2, "pipeline": 2},
+    ],
+)
+def test_groups_are_those_that_megatron_makes(sizes: dict[str, int], megatron_shim: None) -> None:
+    from megatron.core.parallel_state import RankGenerator
+
+    parallel = ParallelConfig.model_validate(sizes)
+    tensor, context, pipeline, expert = parallel.tensor, parallel.context, parallel.pipeline, parallel.expert
+    stage, order = parallel.world_size // pipeline, "tp-cp-ep-dp-pp"
+    dense = RankGenerator(tensor, 1, stage // (tensor * context), pipeline, context, order)
+    experts = RankGenerator(1, expert, stage // expert, pipeline, 1, order)
+    found = {name: sorted(list(group) for group in groups) for name, groups in layer_groups(parallel).items()}
+    made = {"tensor": dense.get_ranks("tp"), "context": dense.get_ranks("cp"), "expert": experts.get_ranks("ep")}
+    assert found == {name: sorted(groups) for name, groups in made.items()}
 
 
 @pytest.mark.megatron

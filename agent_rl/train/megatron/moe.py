@@ -67,19 +67,28 @@ def gated(hidden: Tensor, probs: Tensor) -> Tensor:
     return (F.silu(gate) * up * probs[:, None]).to(hidden.dtype)
 
 
-class ReleasingMoELayer(MoELayer):
-    """Megatron's, whose dispatcher lets go of the gates when a pass is through.
+OF_A_PASS = (
+    *("probs", "local_probs"),  # gates
+    *("routing_map", "local_map", "reversed_local_input_permutation_mapping"),  # which token goes where
+    *("_order", "_copies"),  # the same, of slots
+)
+"""What a dispatcher holds of a pass: Megatron's all-to-all and allgather, and that of
+:mod:`agent_rl.train.megatron.balanced`."""
 
-    It would hold them until the layer's next pass, and by their graph what a recomputation of the layer keeps, its
-    input's gradient among it: 2 H bytes a token and layer, in all layers at once.
+
+class ReleasingMoELayer(MoELayer):
+    """Megatron's, whose dispatcher lets go of gates and maps when a pass is through.
+
+    It would hold them until the layer's next pass, and by the gates' graph what a recomputation of the layer keeps, its
+    input's gradient among it: 2 H bytes a token and layer, in all layers at once. The maps take E + 8 k more.
     """
 
     def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
         """See Megatron's."""
         whole: Tensor = super().postprocess(output, shared_expert_output)
-        for gates in ("probs", "local_probs"):  # of the all-to-all dispatcher, and of allgather's
-            if hasattr(self.token_dispatcher, gates):
-                setattr(self.token_dispatcher, gates, None)
+        for name in OF_A_PASS:
+            if hasattr(self.token_dispatcher, name):
+                setattr(self.token_dispatcher, name, None)
         return whole
 
 

@@ -157,7 +157,15 @@ class Passes:
             self.replayer.clear()
             if self.balancer is not None:
                 self.balancer.clear()
+            self._release()
         return self._share(data)[: len(batches)]
+
+    def _release(self) -> None:
+        """Let go of what Megatron would hold until the next pass, 2 T H bytes each: what tensor ranks gather into, and
+        what a pipeline stage was handed, with its gradient."""
+        parallel_state.get_global_memory_buffer().buffer.clear()
+        for chunk in self.chunks:
+            chunk.module.set_input_tensor(None)
 
     def _agree_on_count(self, mine: int) -> int:
         """The largest number of micro-batches any rank has: expert ranks must all take part in every exchange.
