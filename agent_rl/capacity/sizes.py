@@ -69,7 +69,8 @@ class RankBytes:
     ``optimizer_unshared``: what the optimizer would take without the distributed one. ``offloaded``: what of it lies in
     host memory. ``activations`` are those kept between forward and backward pass; then come the logits, and when those
     are gone a ``layer``: its gradients, and its activations where they are made again. When all of those are gone,
-    Adam's ``step``: two float32 temporaries of the largest weight, and where its state is offloaded that too.
+    Adam's ``step``: two float32 temporaries of the largest weight and one of those before it, and where its state is
+    offloaded that too.
     ``borrowed``: experts of other ranks, twice what a layer may borrow (the next layer's are fetched while one
     computes; their gradients wait to be returned).
     """
@@ -113,6 +114,7 @@ def rank_bytes(model: ModelFacts, train: TrainConfig, *, microbatches: int, devi
     offloads = train.offload_optimizer and device == "cuda"  # on a CPU it is the same memory
     vocabulary = model.vocab_size * model.hidden // parallel.tensor
     stacked = 2 * model.hidden * model.expert_inner * (model.num_experts // parallel.expert)
+    attention = 2 * model.hidden * (model.q_width + model.kv_width) // parallel.tensor
     largest = max(min(vocabulary, dense // copies[0]), min(stacked, experts // copies[1]))
     return RankBytes(
         weights=(dense + experts) * width,
@@ -122,7 +124,7 @@ def rank_bytes(model: ModelFacts, train: TrainConfig, *, microbatches: int, devi
         activations=_activations(model, train, tokens, microbatches, device),
         logits=_logits(model, train, tokens, device),
         layer=_one_layer(model, train, tokens, device),
-        step=(20 if offloads else 8) * largest,
+        step=(20 if offloads else 8) * largest + 4 * attention,
         offloaded=optimizer if offloads else 0,
         borrowed=2 * train.balance.slots * expert_bytes(model, train) if train.balance.enabled else 0,
     )

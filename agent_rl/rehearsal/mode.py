@@ -143,10 +143,11 @@ def install(ledger: Ledger) -> None:
     fake: Any = FakeTensor
     plain = torch.tensor
 
-    def tensor(data: Any, *args: Any, **options: Any) -> Tensor:
+    def tensor(data: Any, *args: Any, device: Any = None, **options: Any) -> Tensor:
         if isinstance(data, list):  # torch reads tensors in it one by one, and the host waits for each
             data = tree_map_only(FakeTensor, float, data)
-        return plain(data, *args, **options)
+        made = plain(data, *args, **options)  # on the host: what asks for it there is said of this thread alone
+        return made if device is None else made.to(device)
 
     torch.tensor = tensor
     fake.data_ptr = lambda self: 0

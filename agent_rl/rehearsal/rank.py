@@ -97,7 +97,7 @@ def _run(job: RankJob, stage: Stage, done: Done) -> None:
 
     train, ledger, collectives = job.config.train, stage.ledger, stage.collectives
     _shapes_for_weights(job, ledger)
-    _room_for_experts()
+    _room_for_experts(job)
     order = RankOrder(job.config, job.model, job.model if train.kl.coefficient else None, "cuda", threads=1)
     with ledger.phase("start"):
         rank = TrainerRank(order, OptimizerSpec.of(train), job.rank, master_addr="", master_port=0)
@@ -263,12 +263,15 @@ def _shapes_for_weights(job: RankJob, ledger: Ledger) -> None:
     chosen.examine = lambda candidate, *_: None if candidate.there else "it is not installed"
 
 
-def _room_for_experts() -> None:
-    """A pool of all experts is mapped here and never written to: it takes no memory, however much the machine has."""
+def _room_for_experts(job: RankJob) -> None:
+    """A pool of all experts is made and mapped here, whatever rank would make it, and never written to: it takes no
+    memory, however much the machine has."""
     from agent_rl.train.megatron import pool
 
     replaced: Any = pool
+    shared, own = pool._shared, job.rank
     replaced.free_memory = lambda: sys.maxsize
+    replaced._shared = lambda layers, experts, _maker, group: shared(layers, experts, own, group)
 
 
 class ShapeReader:
