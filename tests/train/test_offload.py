@@ -154,17 +154,19 @@ def test_an_adam_that_counts_in_its_groups_counts_each_update_once() -> None:
 
 
 def test_the_rehearsal_counts_memory_that_is_given_back_and_taken_again() -> None:
+    from agent_rl.capacity.hardware import GPUS
     from agent_rl.rehearsal.ledger import Ledger
 
-    ledger, tensor = Ledger(), torch.zeros(1024)
+    ledger, tensor = Ledger(GPUS["H100 SXM"]), torch.zeros(1024)
     storage = tensor.untyped_storage()
-    ledger.made(storage)
-    assert ledger.held == 4096
-    storage.resize_(0)
-    ledger.resized(storage)
-    assert ledger.held == 0
-    storage.resize_(4096)
-    ledger.resized(storage)
-    assert (ledger.held, ledger.phases["start"].peak) == (4096, 4096)
+    with ledger.phase("start"):
+        ledger.made(storage)
+        assert ledger.held == 4096
+        storage.resize_(0)
+        ledger.resized(storage)
+        assert ledger.held == 0
+        storage.resize_(4096)
+        ledger.resized(storage)
+    assert (ledger.held, ledger.most()["start"].peak) == (4096, 4096)
     del tensor, storage
     assert ledger.held == 0
