@@ -140,6 +140,7 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
         "agent-rl rehearse configs/paper-swe.yaml --layers 2,4",
         "agent-rl rehearse configs/two-nodes.yaml --rank 0 --rank 7 --skew 2 --layers all",
     ),
+    "needs a GPU: tests/gpu runs its checks on CPUs": ("python tests/gpu/gpu_run.py",),
     "needs the trajectories of a finished run": (
         "agent-rl eval configs/quickstart.yaml --policy replay:runs/quickstart/trajectories/step-000010.jsonl.zst",
     ),

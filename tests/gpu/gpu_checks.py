@@ -1,0 +1,138 @@
+"""What is tried on GPUs, in order, and what of it was expected: by the plan, by the CPU, or by another check."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from agent_rl.capacity.plan import GIB
+from agent_rl.capacity.sizes import rank_bytes
+from agent_rl.config import RunConfig
+from agent_rl.model_facts import read_facts
+
+Answers = Sequence[Mapping[str, Any]]
+"""What the ranks of a check gave, by rank."""
+
+RESUMED, FLOAT32, OFFLOADED = 1e-2, 1e-3, 1e-6
+"""Largest differences: of a gradient norm after a checkpoint (relative; sums on a GPU have no fixed order), of a
+log-prob in float32 from the CPU's, and of all weights' sum with the optimizer's state on the host (relative)."""
+PLAN_OVER = (0.9, 1.15)
+"""The planned memory over what was measured; at two layers what Adam takes for a moment shows, which is not planned."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table; ``good`` is None where nothing was expected."""
+
+    check: str
+    what: str
+    found: str
+    expected: str = ""
+    good: bool | None = None
+
+
+@dataclass(frozen=True)
+class Check:
+    """``work`` of :mod:`gpu_rank` on ``gpus`` ranks, with ``changes`` of the config's train section. ``devices``: run
+    so often, on the GPUs or on the CPU. ``wide``: on the wide model."""
+
+    name: str
+    work: str
+    rows: Callable[[Outcome], Iterator[Row]]
+    gpus: int = 1
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    devices: tuple[str, ...] = ("gpu",)
+    wide: bool = True
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a check gave: ``answers`` by device and rank; ``folder`` has the ranks' files. ``before``: rank 0's answers
+    of the checks that were done before, by name."""
+
+    check: Check
+    config: RunConfig
+    device: str
+    answers: Mapping[str, Answers]
+    folder: Path
+    before: Mapping[str, Mapping[str, Any]]
+
+    @property
+    def first(self) -> Mapping[str, Any]:
+        return self.answers["gpu"][0]
+
+    def row(self, what: str, found: str, expected: str = "", good: bool | None = None) -> Row:
+        return Row(self.check.name, what, found, expected, good)
+
+
+def kernels(outcome: Outcome) -> Iterator[Row]:
+    for name, dtype, fault in outcome.first["rows"]:
+        # Not every kernel takes float32 on a GPU: where one does not, the next is taken.
+        good = None if fault and dtype == "float32" else fault is None
+        yield outcome.row(f"{name}, {dtype}", fault or "right", "right", good)
+    for name, seconds in outcome.first["attention_seconds"].items():
+        found = "it raised" if seconds is None else f"{1e3 * seconds:.1f} ms"
+        yield outcome.row(f"{name}, 8,192 tokens forward and backward", found)
+
+
+def steps(outcome: Outcome) -> Iterator[Row]:
+    config, answers = outcome.config, outcome.answers["gpu"]
+    for note in outcome.first["notes"]:
+        yield outcome.row("note", note)
+    differ = sum(one["differ"] for one in answers)
+    yield outcome.row("routers that left the given experts", str(differ), "0", differ == 0)
+    finite = all(one["finite"] for one in answers)
+    yield outcome.row("loss and gradient norm", "finite" if finite else "not finite", "finite", finite)
+    peak = max(one["peak"] for one in answers)
+    if peak:
+        facts, parallel = read_facts(config.model), config.train.parallel
+        planned = rank_bytes(facts, config.train, microbatches=parallel.pipeline, device="cuda").total
+        good = PLAN_OVER[0] <= planned / peak <= PLAN_OVER[1]
+        yield outcome.row("peak memory, GiB", f"{peak / GIB:.2f}", f"{planned / GIB:.2f} planned", good)
+    tokens = config.train.microbatch_tokens * config.train.parallel.pipeline
+    yield outcome.row("a step, s", f"{outcome.first['seconds']:.2f} ({tokens / outcome.first['seconds']:.0f} tokens/s)")
+    yield outcome.row("start with loading, s", f"{max(one['started'] for one in answers):.1f}")
+
+
+def offloaded(outcome: Outcome) -> Iterator[Row]:
+    yield from steps(outcome)
+    if "one GPU" in outcome.before:
+        wanted, found = outcome.before["one GPU"]["weights"], outcome.first["weights"]
+        good = abs(found - wanted) <= OFFLOADED * wanted
+        yield outcome.row(
+            "sum of all weights after two steps", f"{found:.9g}", f"{wanted:.9g}, without offloading", good
+        )
+
+
+def resumed(outcome: Outcome) -> Iterator[Row]:
+    wanted, found = outcome.first["wanted"], outcome.first["found"]
+    good = math.isclose(wanted, found, rel_tol=RESUMED)
+    yield outcome.row("gradient norm after a checkpoint", f"{found:.6g}", f"{wanted:.6g}, without it", good)
+    yield outcome.row("a checkpoint, s", f"{outcome.first['saved']:.1f}")
+
+
+def float32(outcome: Outcome) -> Iterator[Row]:
+    names = {outcome.device, "cpu"}
+    found = [np.load(outcome.folder / f"logprobs-{name}.npy") for name in sorted(names)]
+    off = float(np.abs(found[0] - found[-1]).max())
+    yield outcome.row("largest difference of a log-prob from the CPU's", f"{off:.1e}", f"{FLOAT32:g}", off <= FLOAT32)
+
+
+CHECKS = (
+    Check("kernels", "kernels", kernels),
+    Check("float32", "logprobs", float32, changes={"dtype": "float32"}, devices=("gpu", "cpu"), wide=False),
+    Check("one GPU", "step", steps),
+    Check("offloaded optimizer", "step", offloaded, changes={"offload_optimizer": True}),
+    Check("checkpoint", "resume", resumed),
+    Check("EP2", "step", steps, 2, {"parallel": {"world_size": 2, "expert": 2}}),
+    Check("TP2 EP2", "step", steps, 2, {"parallel": {"world_size": 2, "tensor": 2, "expert": 2}}),
+    Check("EP8", "step", steps, 8, {"parallel": {"world_size": 8, "expert": 8}}),
+    Check("TP4 EP8", "step", steps, 8, {"parallel": {"world_size": 8, "tensor": 4, "expert": 8}}),
+    Check("TP2 CP2 EP8", "step", steps, 8, {"parallel": {"world_size": 8, "tensor": 2, "context": 2, "expert": 8}}),
+    Check("TP2 PP2 EP4", "step", steps, 8, {"parallel": {"world_size": 8, "tensor": 2, "pipeline": 2, "expert": 4}}),
+)

@@ -1,0 +1,167 @@
+"""One rank of a check, in a process of its own: a JSON job on stdin, a JSON object as the last line of stdout.
+
+A job has ``work`` (a function below), ``config`` (a run's), ``device`` (cpu or cuda), ``rank``, ``port`` and
+``folder``, where files may be put.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from agent_rl.config import ParallelConfig, RunConfig
+from agent_rl.model_facts import ModelFacts, read_facts
+from agent_rl.rehearsal.batch import make_samples, share_of
+from agent_rl.train.checkpoint import folder as checkpoint
+from agent_rl.train.megatron.parallel import destroy_parallel, init_parallel
+from agent_rl.train.orders import OptimizerSpec, RankOrder, StepOrder
+from agent_rl.train.rank import TrainerRank, device_of
+from agent_rl.train.route_shares import cut
+
+TIMED_TOKENS = {"cuda": 8192, "cpu": 64}
+
+
+class Stepped:
+    """A rank of the trainer, and the step that it makes again and again."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        config, begun = RunConfig.model_validate(job["config"]), time.perf_counter()
+        self.config, self.device = config, job["device"]
+        order = RankOrder(config, config.model, None, job["device"], threads=1)
+        self.rank = TrainerRank(
+            order, OptimizerSpec.of(config.train), job["rank"], master_addr="127.0.0.1", master_port=job["port"]
+        )
+        self.started = time.perf_counter() - begun
+        model = self.rank.model
+        self.samples = make_samples(config, model.facts, 0, 1.0)  # the same on every rank, and even
+        self.share = share_of(self.samples, config)
+        listed = [self.samples[index] for index in sorted(self.samples)]
+        self.routes = [cut(listed, ids, model.shard) for ids in self.share.micro_batches]
+
+    def step(self) -> dict[str, float]:
+        """Loss, gradient norm, routers that did not use the given experts, seconds."""
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        begun, order = time.perf_counter(), StepOrder(self.config, measure_native=False)
+        report, differing, _ = self.rank.grpo(self.samples, [self.share], order, self.routes)
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - begun
+        differ = 0 if differing is None else sum(int(np.unpackbits(part).sum()) for part in differing.replayed)
+        sums = report.updates[0] if report is not None else None
+        loss, norm = (sums.loss, sums.update.grad_norm) if sums is not None else (0.0, 0.0)
+        return {"loss": loss, "grad_norm": norm, "differ": differ, "seconds": seconds}
+
+
+def step(job: dict[str, Any]) -> dict[str, Any]:
+    """Two steps; the second is timed. ``peak``: bytes of tensors on the GPU at most, 0 on a CPU."""
+    stepped = Stepped(job)
+    found = [stepped.step(), stepped.step()]
+    peak = torch.cuda.max_memory_allocated() if stepped.device == "cuda" else 0
+    weights = sum(float(p.detach().double().abs().sum()) for m in stepped.rank.model.modules for p in m.parameters())
+    notes = list(stepped.rank.model.notes)
+    stepped.rank.close()
+    finite = all(math.isfinite(value) for one in found for value in one.values())
+    return found[1] | {"peak": peak, "finite": finite, "weights": weights, "started": stepped.started, "notes": notes}
+
+
+def resume(job: dict[str, Any]) -> dict[str, Any]:
+    """Two steps with a checkpoint between them, and the second again by a rank that loaded it."""
+    folder = Path(job["folder"]) / "checkpoint"
+    first = Stepped(job)
+    first.step()
+    begun = time.perf_counter()
+    updates, counts = first.rank.save(checkpoint.begin(folder))
+    train, checksum = first.config.train, first.rank.written()
+    manifest = checkpoint.Manifest(
+        checkpoint.FORMAT, updates, counts, train.parallel.model_dump(), train.dtype, (checksum,)
+    )
+    checkpoint.commit(folder, manifest)
+    saved, wanted = time.perf_counter() - begun, first.step()
+    first.rank.close()
+    del first
+    gc.collect()  # the second rank wants the first one's memory
+    torch.cuda.empty_cache()
+    second = Stepped(job | {"port": job["port"] + 1})
+    second.rank.load(folder, manifest)
+    found = second.step()
+    second.rank.close()
+    shutil.rmtree(folder)
+    return {"wanted": wanted["grad_norm"], "found": found["grad_norm"], "saved": saved}
+
+
+def logprobs(job: dict[str, Any]) -> dict[str, Any]:
+    """Log-probs of all samples, to ``logprobs-DEVICE.npy``."""
+    stepped = Stepped(job)
+    answer, _ = stepped.rank.logprobs(stepped.samples, stepped.share.micro_batches, 1.0, False, stepped.routes)
+    stepped.rank.close()
+    np.save(Path(job["folder"]) / f"logprobs-{job['device']}.npy", np.concatenate([answer[i] for i in sorted(answer)]))
+    return {"tokens": sum(len(one) for one in answer.values())}
+
+
+def kernels(job: dict[str, Any]) -> dict[str, Any]:
+    """Every kernel that is installed on its small case (its error, and what is allowed), and attention's time."""
+    config = RunConfig.model_validate(job["config"])
+    device, facts = device_of(job["device"]), read_facts(config.model)
+    init_parallel(ParallelConfig(), 0, master_addr="127.0.0.1", master_port=job["port"], device=device)
+    from agent_rl.train.megatron import kernel_choice as choice
+
+    rows: list[list[Any]] = []
+    for dtype in (torch.bfloat16, torch.float32):
+        exams = (
+            (choice.attentions(dtype, device), choice.attention_exam(facts, ParallelConfig(), dtype)),
+            (choice.PRODUCTS, choice.product_exam(facts, dtype)),
+            ([way() for way in choice.PERMUTATIONS], choice.permutation_exam(facts, dtype)),
+        )
+        for candidates, exam in exams:
+            for one in candidates:
+                if one.there:
+                    fault = choice.examine(one, exam, device)
+                    rows.append([one.name, str(dtype).removeprefix("torch."), fault])
+    times = {
+        one.name: _attention_seconds(one.use, facts, device)
+        for one in choice.attentions(torch.bfloat16, device)
+        if one.there
+    }
+    destroy_parallel()
+    return {"rows": rows, "attention_seconds": times}
+
+
+def _attention_seconds(attend: Any, facts: ModelFacts, device: torch.device) -> float | None:
+    """Forward and backward over one sequence in bfloat16; None where the kernel raises."""
+    from agent_rl.train.megatron.varlen import Runs
+
+    tokens = TIMED_TOKENS[device.type]
+    shapes = [(tokens, heads, facts.head_dim) for heads in (facts.heads, facts.kv_heads, facts.kv_heads)]
+    leaves = [torch.randn(shape, dtype=torch.bfloat16, device=device, requires_grad=True) for shape in shapes]
+    runs, seconds = Runs.build([tokens], [tokens], device), math.inf
+    try:
+        for _ in range(4):
+            begun = time.perf_counter()
+            output = attend(*leaves, runs, facts.head_dim**-0.5)
+            torch.autograd.grad(output, leaves, torch.ones_like(output))
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds = min(seconds, time.perf_counter() - begun)
+    except Exception:  # which one, its small case says
+        return None
+    return seconds
+
+
+WORK: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "step": step, "resume": resume, "logprobs": logprobs, "kernels": kernels,
+}  # fmt: skip
+
+if __name__ == "__main__":
+    given = json.load(sys.stdin)
+    print("\n" + json.dumps(WORK[given["work"]](given)), flush=True)

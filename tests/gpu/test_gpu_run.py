@@ -1,0 +1,116 @@
+"""The script for machines with GPUs: what it does without one, its table, its limits; and its checks on CPUs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed (the train extra)")
+
+import gpu_run
+from gpu_checks import CHECKS, Check, Row
+from gpu_run import NARROW, Site, run, table, write_model
+
+TINY = NARROW | {
+    "hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16, "num_experts": 8,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 16, "vocab_size": 64, "num_hidden_layers": 2,
+}  # fmt: skip
+
+
+def test_without_a_gpu_it_is_one_line() -> None:
+    done = subprocess.run([sys.executable, gpu_run.__file__], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "no GPU here: torch sees none, so nothing was run\n"
+
+
+def test_the_table_can_be_pasted() -> None:
+    rows = [
+        Row("step", "peak, GiB", "1.2", "1.3 planned", True),
+        Row("a", "b", "c | d"),
+        Row("e", "f", "g", "h", False),
+    ]
+    assert table(rows).splitlines()[2:] == [
+        "| step | peak, GiB | 1.2 | 1.3 planned | yes |",
+        "| a | b | c / d |  |  |",
+        "| e | f | g | h | **NO** |",
+    ]
+
+
+def test_checks_are_in_order_and_layouts_are_possible() -> None:
+    from agent_rl.model_facts import ModelFacts
+    from agent_rl.train.layouts import layout_problems
+
+    assert [check.gpus for check in CHECKS] == sorted(check.gpus for check in CHECKS)
+    assert len({check.name for check in CHECKS}) == len(CHECKS)
+    site = Site("cuda", 8, Path("models"), 16384, 0.0)
+    for check in CHECKS:
+        config, facts = site.config(check), ModelFacts.of(gpu_run.WIDE if check.wide else NARROW)
+        assert layout_problems(config, facts) == []
+        assert config.train.parallel.world_size == check.gpus
+
+
+def breaking(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    """Ranks that run ``code`` instead."""
+
+    def start(rank: int, device: str) -> subprocess.Popen[str]:
+        pipe = subprocess.PIPE
+        return subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+    monkeypatch.setattr(gpu_run, "_start", start)
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("import sys; sys.stdin.read(); raise RuntimeError('CUDA error: out of memory')", "out of memory"),
+        ("import sys; sys.stdin.read(); sys.exit(3)", "rank 0: exit code 3"),
+        ("import time; time.sleep(60)", "rank 0 took too long"),
+    ],
+)
+def test_a_check_that_breaks_off_is_a_line_and_the_next_begins(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str, told: str
+) -> None:
+    breaking(monkeypatch, code)
+    checks = [check for check in CHECKS if check.name in ("one GPU", "checkpoint", "EP8")]
+    seconds = 0.3 if "sleep" in code else 60.0
+    rows = list(run(Site("cpu", 1, tmp_path, 64, time.monotonic() + 100, seconds), checks))
+    assert [(row.check, row.what, row.good) for row in rows] == [
+        ("one GPU", "broke off", False),
+        ("checkpoint", "broke off", False),
+    ]
+    assert all(told in row.found for row in rows)
+
+
+def test_no_check_begins_after_the_deadline(tmp_path: Path) -> None:
+    rows = list(run(Site("cpu", 8, tmp_path, 64, time.monotonic()), CHECKS))
+    assert [row.check for row in rows] == [check.name for check in CHECKS]
+    assert {row.found for row in rows} == {"no time was left"}
+
+
+def on_cpus(folder: Path, gpus: int, checks: Any) -> list[Row]:
+    write_model(folder / "wide", TINY)
+    write_model(folder / "narrow", TINY)
+    return list(run(Site("cpu", gpus, folder, 64, time.monotonic() + 900, 800.0), checks))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.megatron
+@pytest.mark.timeout(900)
+def test_every_check_for_one_and_two_gpus_passes_on_cpus(tmp_path: Path) -> None:
+    """The same code on a tiny model over gloo; what only a GPU has (its memory) is left out."""
+    rows = on_cpus(tmp_path, 2, CHECKS)
+    assert {row.check for row in rows} == {check.name for check in CHECKS if check.gpus <= 2}
+    assert [row for row in rows if row.good is False] == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.megatron
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("check", [check for check in CHECKS if check.gpus == 8], ids=lambda check: check.name)
+def test_every_layout_of_eight_passes_on_cpus(tmp_path: Path, check: Check) -> None:
+    assert [row for row in on_cpus(tmp_path, 8, [check]) if row.good is False] == []
