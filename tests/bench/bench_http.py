@@ -4,8 +4,9 @@ Run: ``python tests/bench/bench_http.py [requests in flight ...]`` (default 64 2
 
 A process of its own answers every request with 0.4 MB (log-probs of 256 tokens and 1,500 rows of routes) after 4 s, or
 20 s at 2,048 in flight. Each caller sends 8,000 token ids twice; they begin evenly spread over the time of one answer,
-as episodes do. Printed for each number in flight: wall time over the ideal (the answers' time alone) and processor time
-a request; then, with the same requests sent once more, how late the event loop woke a task that sleeps 10 ms at worst.
+as episodes do. Printed for each number in flight: wall time over the ideal (the answers' time alone), processor time a
+request, and how late the event loop woke a task that sleeps 10 ms at worst. The requests are sent twice: once with that
+task, and once more, when code and memory are warm, for the processor time, which the task would have a part in.
 The same follows of httpx, the library that the client does not use here, asked the same without reading the answer.
 """
 
@@ -94,13 +95,13 @@ def serve(seconds: float, ports: multiprocessing.Queue[int]) -> None:
 
 
 async def measure(callers: int, seconds: float, call: Call) -> str:
-    """Wall time over ideal and processor time a request; then, with the same once more, the loop's longest stall."""
-    before = _processor_seconds()
-    wall = await load(callers, seconds, call)
-    each = 1e3 * (_processor_seconds() - before) / (callers * REQUESTS)
-    lag = LoopLag(every=0.01)  # at 16 requests a second its looks would cost half as much as the requests
+    """Wall time over ideal and the loop's longest stall; then, by the same once more, processor time a request."""
+    lag = LoopLag(every=0.01)  # at 16 requests a second its looks would cost a third of what the requests cost
     async with beside(lag.watch()):
-        again = await load(callers, seconds, call)
+        wall = await load(callers, seconds, call)
+    before = _processor_seconds()
+    again = await load(callers, seconds, call)
+    each = 1e3 * (_processor_seconds() - before) / (callers * REQUESTS)
     stall = 1e3 * max(lag.late)
     return f"wall over ideal {max(wall, again):.2f}, {each:.2f} ms a request, longest stall {stall:.0f} ms"
 

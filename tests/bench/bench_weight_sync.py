@@ -4,9 +4,10 @@ Run: ``python tests/bench/bench_weight_sync.py [rounds] [bucket megabytes ...]``
 
 Float32 weights go to a bfloat16 server as the trainer's rank 0 sends them. Of each stage is printed what it adds to the
 wall time: ``pause`` what is left of it when the first bucket is prepared, ``broadcast`` what is left when the next one
-is, ``load`` what is left after the last broadcast, ``check`` checksums and resume. The plain broadcast is one gloo
-broadcast of as many bytes from this process to one other. The two take turns; ratios are of medians, with the quartiles
-of the rounds' own ratios beside them. Two models: the quickstart's size and one of a quarter gigabyte.
+is, ``load`` what is left after the last broadcast, ``check`` checksums and resume; and of each HTTP call how long its
+replies took in all (one that announces a bucket is answered once the engine has loaded it). The plain broadcast is one
+gloo broadcast of as many bytes from this process to one other. The two take turns; ratios are of medians, with the
+quartiles of the rounds' own ratios beside them. Two models: the quickstart's size and one of a quarter gigabyte.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from agent_rl.config import EngineConfig
+from agent_rl.engine.http import BlockingHttp
 from agent_rl.engine.launch import EngineServer
 from agent_rl.weight_sync.publisher import WeightPublisher, free_port, join_group
 
@@ -107,16 +110,35 @@ async def measure(name: str, rounds: int, buckets: list[float], folder: Path) ->
             compare(name, server.url, weights, size, rounds, own)
 
 
+class TimedHttp(BlockingHttp):
+    """Keeps the ``seconds`` that the replies of each endpoint took."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(seconds)
+        self.seconds: Counter[str] = Counter()
+
+    def post(self, url: str, body: Mapping[str, Any]) -> bytes:
+        began = time.perf_counter()
+        try:
+            return super().post(url, body)
+        finally:
+            self.seconds[url.rpartition("/")[2]] += time.perf_counter() - began
+
+
 def compare(
     name: str, url: str, weights: list[tuple[str, Tensor]], size: int, rounds: int, config: EngineConfig
 ) -> None:
     link = WeightPublisher([url], torch.device("cpu"), KV_HEADS, config)
+    link._receivers._http = http = TimedHttp(config.weight_sync_timeout)
     first = link.publish(weights, "0")  # joins
+    calls: list[Counter[str]] = []
     broadcast, reports, took, baseline = plain(size, rounds + 1), [], [], []
     broadcast()
 
     def publish(version: int) -> None:
+        http.seconds = Counter()
         reports.append(link.publish(weights, str(version)))
+        calls.append(http.seconds)
 
     for number in range(1, rounds + 1):
         took.append(seconds(lambda n=number: publish(n)))
@@ -132,6 +154,8 @@ def compare(
     stages = {stage: statistics.median(report.seconds[stage] for report in reports) for stage in STAGES}
     split = ", ".join(f"{stage} {1e3 * value:.0f}" for stage, value in stages.items())
     print(f"  ms: {split}; joining once {1e3 * first.seconds['join']:.0f}")
+    replies = {endpoint: statistics.median(each[endpoint] for each in calls) for endpoint in calls[0]}
+    print("  replies, ms:", ", ".join(f"{endpoint} {1e3 * value:.1f}" for endpoint, value in replies.items()))
 
 
 def main() -> None:

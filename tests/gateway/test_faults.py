@@ -256,6 +256,20 @@ async def test_keys_that_are_unknown_foreign_or_over(renderer: ChatRenderer, kit
         served.gateway._sessions[served.session.key] = served.session  # which the fixture closes once more
 
 
+async def test_a_foreign_key_opens_its_own_session_alone(renderer: ChatRenderer, kit: SimpleNamespace) -> None:
+    async with kit.served(renderer, kit.Saying(renderer, ["ok"])) as served:
+        own, other = served.session, replace(served.session, name="other", key="a-key-of-another-episode")
+        foreign = {"x-api-key": other.key}
+        async with served.gateway.serving(other):
+            assert (await served.client.post(CHAT, json={"messages": HELLO}, headers=foreign)).status_code == 200
+            assert (len(own.forest.nodes), len(other.forest.nodes)) == (1, 0), "an address counts before a header"
+            url = f"http://127.0.0.1:{served.gateway.port}{CHAT}"
+            assert (await served.client.post(url, json={"messages": HELLO}, headers=foreign)).status_code == 200
+            assert (len(own.forest.nodes), len(other.forest.nodes)) == (1, 1)
+        assert (await served.client.post(url, json={"messages": HELLO}, headers=foreign)).status_code == 400
+        assert (await served.ask(CHAT, messages=[*HELLO, *HELLO])).status_code == 200
+
+
 async def test_a_gateway_closed_under_a_request_answers_it(renderer: ChatRenderer, kit: SimpleNamespace) -> None:
     async with held(renderer, kit, "one") as served:
         asking = asyncio.create_task(served.ask(CHAT, messages=HELLO))
