@@ -47,9 +47,9 @@ def exact(row: Mapping[str, float]) -> dict[str, float]:
 
 
 class Life:
-    """One start of the run in ``folder``; its processes are known by a mark in their environment."""
+    """One start of the run in ``folder`` by ``script``; its processes are known by a mark in their environment."""
 
-    def __init__(self, folder: Path, *overrides: str) -> None:
+    def __init__(self, folder: Path, *overrides: str, script: str = "recorded_run.py") -> None:
         self.run, self.mark = folder / "rec", uuid.uuid4().hex
         self.output = folder / f"output-{self.mark[:6]}.txt"
         (self.run / "begun").unlink(missing_ok=True)
@@ -57,7 +57,7 @@ class Life:
         path = os.pathsep.join([str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, str(HERE / "recorded_run.py"), str(folder), *overrides],
+                [sys.executable, str(HERE / script), str(folder), *overrides],
                 stdout=output, stderr=subprocess.STDOUT, cwd=ROOT,
                 env={**os.environ, "TEST_MARK": self.mark, "PYTHONPATH": path},
                 start_new_session=True,

@@ -1,0 +1,98 @@
+"""A controller that is killed while agent programs in boxes wait for replies: the next start begins their episodes
+anew, and trains each once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from journal_rows import read_journal
+from killed_run import Life
+from marked import processes
+
+from agent_rl.controller.pipeline.history import faults, gaps, read_history
+from agent_rl.gateway.server import FOLDER
+from agent_rl.model.shipped import install_model
+from agent_rl.observe.metrics_log import read_metrics
+
+pytestmark = [pytest.mark.megatron, pytest.mark.bubblewrap, pytest.mark.exhaustive, pytest.mark.timeout(1200)]
+
+PROGRAMS = Path(__file__).parents[1] / "gateway" / "programs"
+GROUP = 2
+
+
+def write_config(folder: Path) -> None:
+    """Of one step, in which two episodes of one task are to make a group."""
+    install_model(folder / "model")
+    harness = {"command": "python3 /opt/agent-rl/harness/talk.py obeys", "folder": str(PROGRAMS)}
+    config = {
+        "name": "rec", "model": str(folder / "model"), "runs_dir": str(folder), "eval": {"tasks": 0},
+        "guard": {"action": "off"}, "r3": {"audit": 0}, "sandbox": {"backend": "bubblewrap"},
+        "env": {"name": "mini", "options": {"train_tasks": 1, "cache_dir": str(folder / "tasks")}},
+        "rollout": {
+            "group_size": GROUP, "tasks_per_step": 1, "concurrency": GROUP, "max_tokens": 4000,
+            "max_new_tokens": 2000, "harness": harness,
+        },
+        "train": {"steps": 1, "device": "cpu", "microbatch_tokens": 8192, "lr": 1e-3},
+    }  # fmt: skip
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+
+
+def programs(life: Life) -> list[str]:
+    """The agent programs of a start that run in its boxes."""
+    return [command for command in processes(life.mark).values() if "harness/talk.py" in command]
+
+
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder for temporary files of the runs; its path is short, for Ray's sockets are in it."""
+    with tempfile.TemporaryDirectory(prefix="k-") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        yield Path(folder)
+
+
+def test_an_episode_in_a_box_begins_anew_and_is_trained_once(tmp_path: Path, temporary: Path) -> None:
+    write_config(tmp_path)
+    (tmp_path / "hold").touch()
+    lives = [first := Life(tmp_path, script="harness_run.py")]
+    try:
+        assert first.until(lambda: len(asked(tmp_path)) == GROUP), first.text
+        assert len(programs(first)) >= GROUP, "the programs wait for their replies in their boxes"
+        first.kill()
+        deadline = time.monotonic() + 60
+        while left := first.left():
+            assert time.monotonic() < deadline, left
+            time.sleep(0.05)
+        held = asked(tmp_path)
+        (tmp_path / "hold").unlink()
+        lives.append(second := Life(tmp_path, script="harness_run.py"))
+        second.finish()
+        assert second.process.returncode == 0, second.text
+    finally:
+        for life in lives:
+            if not life.ended:
+                os.killpg(life.process.pid, signal.SIGKILL)
+                life.process.wait()
+    again = Counter(asked(tmp_path)[len(held) :])
+    assert not set(held) & set(again), "an episode went on from one that was killed"
+    assert sorted(again.values()) == [3] * GROUP
+    (row,) = read_metrics(second.run)
+    assert (row["rollout/trajectories"], row["train/updates"]) == (GROUP, 1)
+    history = read_history(second.run)
+    assert faults(second.run, history) == gaps(history) == []
+    assert [path for path in (second.run / "journal").iterdir() if read_journal(path)] == []
+    assert list(temporary.glob(f"{FOLDER}*")) == []
+    assert second.left() == []
+
+
+def asked(folder: Path) -> list[str]:
+    """The sessions whose requests reached the engine, in order."""
+    path = folder / "asked"
+    return path.read_text().split() if path.exists() else []
