@@ -25,6 +25,7 @@ from agent_rl.controller.train import TrainingRun, run_to_the_end
 from agent_rl.controller.world import Workshop, World, open_workshop
 from agent_rl.engine.fleet import Fleet
 from agent_rl.engine.gate import TurnGate
+from agent_rl.engine.load import EngineLoad
 from agent_rl.engine.scripted import ScriptedEngine
 from agent_rl.gateway.episode import agent_binds
 from agent_rl.gateway.server import Gateway, open_gateway
@@ -44,7 +45,7 @@ class Scripted:
     def __init__(
         self, folder: Path, facts: ModelFacts, workshop: Workshop, renderer: ChatRenderer, fmt: ToolCallFormat
     ) -> None:
-        self.facts, self.fleet, self.gate = facts, Fleet(), TurnGate()
+        self.facts, self.fleet, self.gate, self.load = facts, Fleet(), TurnGate(), EngineLoad()
         self._folder, self._workshop, self._renderer, self._format = folder, workshop, renderer, fmt
         self._answers = ScriptedEngine(self._turn, layout=facts.layout)
         self._sessions: dict[str, list[str]] = defaultdict(list)
