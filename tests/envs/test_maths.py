@@ -227,6 +227,7 @@ async def test_an_answer_beyond_all_limits_is_wrong_and_the_next_one_is_graded(a
         "x^{99999}=2^x",
         r"\sqrt{" * 500 + "}" * 500,
     ],
+    ids=lambda answer: answer[:12],
 )
 async def test_what_is_hard_to_read_or_to_compare_ends(asked: Grader, answer: str) -> None:
     assert not (await asked.verdict("42", rf"\boxed{{{answer}}}")).right
@@ -245,10 +246,13 @@ def test_what_a_machine_has_no_time_for_is_not_the_answer_s_fault(
     asked: Grader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker, "WALL_SECONDS", 0.05)
-    monkeypatch.setattr(worker, "TASKS", {"sleep": lambda seconds: time.sleep(float(seconds)), "end": os._exit})
-    assert worker.apart("sleep", "60") == worker.LATE
+    tasks = {"sleep": lambda: time.sleep(60), "spin": lambda: all(itertools.repeat(1)), "end": lambda: os._exit(3)}
+    monkeypatch.setattr(worker, "TASKS", tasks)
+    assert worker.apart("sleep") == worker.LATE
+    monkeypatch.setattr(worker, "FAIR_SECONDS", 0.0)
+    assert worker.apart("spin") is None
     monkeypatch.setattr(worker, "WALL_SECONDS", 60.0)
-    assert worker.apart("end", "an exit code") is None
+    assert worker.apart("end") is None
     monkeypatch.setattr(grader._Worker, "ask", lambda self, task: worker.LATE)
     with pytest.raises(GradingError, match="too busy to compare answers"):
         asked._ask("compare", "1", "1")
