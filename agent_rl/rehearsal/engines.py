@@ -19,6 +19,7 @@ import orjson
 
 from agent_rl.train.hf_files import Shapes
 
+_POLL_SECONDS = 0.02
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -80,7 +81,8 @@ class StandInEngines:
         return tuple(f"http://127.0.0.1:{self._server.server_port}/{number}" for number in range(len(self._engines)))
 
     def __enter__(self) -> StandInEngines:
-        threading.Thread(target=self._server.serve_forever, name="stand-in-engines", daemon=True).start()
+        serve = self._server.serve_forever
+        threading.Thread(target=serve, args=(_POLL_SECONDS,), name="stand-in-engines", daemon=True).start()
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -11,10 +11,11 @@ import pytest
 from rehearsed_ranks import config_of, write_model
 
 from agent_rl.config import RunConfig
-from agent_rl.errors import ConfigError, UserError
+from agent_rl.errors import ConfigError, TrainerError, UserError
 from agent_rl.model_facts import read_facts
+from agent_rl.rehearsal import run
 from agent_rl.rehearsal.batch import routes
-from agent_rl.rehearsal.job import PhaseRecord, RankRecord
+from agent_rl.rehearsal.job import PhaseRecord, RankJob, RankRecord
 from agent_rl.rehearsal.run import Rehearsed, check
 from agent_rl.train.hf_files import check_checkpoint, expected_shapes
 
@@ -92,3 +93,10 @@ def test_two_depths_say_what_the_whole_takes() -> None:
     assert result.whole(lambda each: each.peak) == 100 + 10 * 48
     assert result.a_layer(lambda each: each.phases["update"].syncs) == 3
     assert Rehearsed(0, 1.0, 4, (record(4),)).whole(lambda each: each.peak) == 140
+
+
+def test_a_rehearsal_that_takes_too_long_is_one_line(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_SECONDS", 0.01)
+    job = RankJob(config_of(model, world_size=1), model, 3, 1.0, model / "no-library.so")
+    with pytest.raises(TrainerError, match=r"the rehearsal of rank 3 took more than 0\.01 s: rehearse fewer layers"):
+        run._run(job)
