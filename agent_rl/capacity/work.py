@@ -119,8 +119,8 @@ def planned_publish(model: ModelFacts, train: TrainConfig, engine: EngineConfig)
 
 def publishing_bytes(model: ModelFacts, train: TrainConfig, engine: EngineConfig) -> int:
     """What a weight sync holds beside a rank's state: the largest weight, whole, beside its parts where it is cut or
-    the bucket that it goes into; the bucket that is sent, the next one, and the largest, whose broadcast an engine may
-    have refused."""
+    the bucket that it goes into; the bucket that is sent, those before and after it, and the largest, whose broadcast an
+    engine may have refused."""
     width, limit = BYTES[engine.dtype], int(engine.weight_bucket_mb * 2**20)
     vocabulary = model.vocab_size * model.hidden
     experts = 2 * model.num_experts * model.expert_inner * model.hidden
@@ -132,7 +132,7 @@ def publishing_bytes(model: ModelFacts, train: TrainConfig, engine: EngineConfig
         )
         for own in (BYTES[train.dtype],)
     )
-    return whole + 2 * limit + max(limit, vocabulary * width)
+    return whole + 3 * limit + max(limit, vocabulary * width)
 
 
 def _layers(model: ModelFacts, train: TrainConfig, stage: int) -> tuple[bool, ...]:
