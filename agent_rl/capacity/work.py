@@ -119,8 +119,8 @@ def planned_publish(model: ModelFacts, train: TrainConfig, engine: EngineConfig)
 
 def publishing_bytes(model: ModelFacts, train: TrainConfig, engine: EngineConfig) -> int:
     """What a weight sync holds beside a rank's state: the largest weight, whole, beside its parts where it is cut or
-    the bucket that it goes into; the bucket that is sent, those before and after it, and the largest, whose broadcast an
-    engine may have refused."""
+    the bucket that it goes into; the bucket that is sent, those before and after it, and the largest, whose broadcast
+    an engine may have refused."""
     width, limit = BYTES[engine.dtype], int(engine.weight_bucket_mb * 2**20)
     vocabulary = model.vocab_size * model.hidden
     experts = 2 * model.num_experts * model.expert_inner * model.hidden
