@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from agent_rl.config import RunConfig
 from agent_rl.config_files import load_recorded
@@ -95,9 +95,9 @@ def run_figures(folders: Sequence[Path], out: Path) -> None:
     )
     rows = [_cells(setting) for setting in compared]
     write_atomic(out / "runs.md", _markdown(rows).encode())
-    table = Table(*rows[0])
-    for row in rows:
-        table.add_row(*map(cell, row.values()))
+    table = Table("", *(Column(cell(setting.name)) for setting in compared))  # rows would be too wide
+    for name in list(rows[0])[1:]:
+        table.add_row(name, *(cell(row[name]) for row in rows))
     Console(soft_wrap=True).print(table)
 
 

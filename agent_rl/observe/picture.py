@@ -50,9 +50,13 @@ def draw_settings(settings: Mapping[str, Sequence[Rows]], path: Path) -> None:
     for axes, (key, title, scale) in zip(figure.subplots(2, 3).flat, PANELS, strict=True):
         for number, (name, runs) in enumerate(settings.items()):
             _draw_setting(axes, [dict(zip(*_series(rows, key), strict=True)) for rows in runs], f"C{number}", name)
-        axes.set_yscale(scale, **({"linthresh": _LINEAR_BELOW} if scale == "symlog" else {}))
-        axes.set(title=title, xlabel="global step")
-        axes.grid(alpha=0.3)
+        if scale == "symlog":
+            axes.set_yscale(scale, linthresh=_LINEAR_BELOW)
+            axes.set_ylim(bottom=0)
+        else:
+            axes.set_yscale(scale)
+        axes.set(title=title)
+        _set_steps(axes)
     handles, names = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False)
     _save(figure, path)
@@ -115,12 +119,17 @@ def _draw_times(axes: Any, rows: Rows) -> None:
     axes.set(ylabel="seconds", title="time of a step")
 
 
-def _finish(axes: Any) -> None:
-    """Whole steps on the axis, and the legend below it, where it covers nothing."""
+def _set_steps(axes: Any) -> None:
+    """Whole steps on the axis."""
     from matplotlib.ticker import MaxNLocator
 
     axes.set(xlabel="global step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.grid(alpha=0.3)
+
+
+def _finish(axes: Any) -> None:
+    """Whole steps on the axis, and the legend below it, where it covers nothing."""
+    _set_steps(axes)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, fontsize=8, frameon=False)
