@@ -42,8 +42,8 @@ class Progress:
     @classmethod
     def of(cls, run: Mapping[str, Any]) -> Progress:
         """What a checkpoint's manifest says."""
-        told: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in run.items()}
-        return cls(**told)
+        fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in run.items()}
+        return cls(**fields)
 
     def after(self, step: int, ledger: Ledger, metrics: Mapping[str, float]) -> Progress:
         """How far it is when ``step`` is done too, which reported ``metrics``."""

@@ -64,13 +64,13 @@ class HostState:
         index = {id(one.master): place for place, one in enumerate(self.held)}
         groups = self._inner.param_groups
         for group in groups:
-            told = dict(group)
+            settings = dict(group)
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
                 place = index[id(parameter)]
                 self._fetch(place)
-                self._inner.param_groups = [one := {**told, "params": [parameter]}]
+                self._inner.param_groups = [one := {**settings, "params": [parameter]}]
                 self._inner.step()
                 # Transformer Engine's Adam counts its updates in the group.
                 group.update({key: value for key, value in one.items() if key == "step"})
