@@ -8,7 +8,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -288,18 +288,25 @@ async def test_a_socket_path_that_is_too_long_is_told(monkeypatch: pytest.Monkey
             pass
 
 
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """For temporary files, whose paths leave room for a socket's name."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
 def test_what_a_killed_controllers_endpoint_left_is_removed_by_the_next(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, short_folder: Path
 ) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(short_folder))
+    monkeypatch.setattr(tempfile, "tempdir", str(short_folder))
     command = [sys.executable, "-c", OWNER, server.FOLDER]
     owner = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert owner.stdout is not None
     owner.stdout.readline()
 
     def there() -> set[Path]:
-        return set(tmp_path.iterdir())
+        return set(short_folder.iterdir())
 
     async def serve() -> None:
         (owned,) = there()

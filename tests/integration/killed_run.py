@@ -24,7 +24,7 @@ from agent_rl.train.checkpoint import folder as checkpoint
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 # Figures of the clock, which no two runs share.
-CLOCK = re.compile(r"^time/|seconds|per_second|^pipeline/|^loop/")
+CLOCK = re.compile(r"^time/|seconds|per_second|^pipeline/|^loop/|^engine/")
 
 
 def write_config(folder: Path, model: Path, *, steps: int, checkpoint_every: int = 3) -> None:
