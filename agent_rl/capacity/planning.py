@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from agent_rl.capacity.known_models import planned_model
 from agent_rl.capacity.plan import GIB, Item, PlannedPlace, RunPlan, gib
+from agent_rl.capacity.rank_work import publishing_bytes
 from agent_rl.capacity.sizes import (
     BYTES,
     RankBytes,
@@ -30,7 +31,6 @@ from agent_rl.capacity.sizes import (
     route_bytes,
     route_slot_bytes,
 )
-from agent_rl.capacity.work import publishing_bytes
 from agent_rl.config import RunConfig
 from agent_rl.errors import UserError
 from agent_rl.model_facts import ModelFacts

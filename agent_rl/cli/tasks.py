@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -17,100 +20,97 @@ app = typer.Typer(
     "why the others fell. A command that was stopped goes on where it was.",
 )
 
-OutFolder = Annotated[Path, typer.Option("--out", help="Folder of the tasks; a build in it is gone on with.")]
-TaskCount = Annotated[int | None, typer.Option("--tasks", min=1, help="Stop at so many healthy tasks of this source.")]
-Tried = Annotated[int | None, typer.Option("--candidates", min=1, help="Try so many candidates at most.")]
-Jobs = Annotated[int, typer.Option(min=1, help="Candidates at once.")]
-TestSeconds = Annotated[float, typer.Option("--timeout", min=1.0, help="Seconds that one run of the tests may take.")]
-DiskMb = Annotated[int, typer.Option(min=64, help="MiB that OUT may have, installed packages included.")]
-MemoryMb = Annotated[int, typer.Option(min=128, help="MiB of memory of a box.")]
-BackendName = Annotated[str, typer.Option(help="The sandbox where the tests run.")]
-WriterUrl = Annotated[
-    str | None, typer.Option(help="An OpenAI-compatible endpoint, http(s)://HOST/v1, that writes the issues.")
-]
-WriterModel = Annotated[str | None, typer.Option(help="The model's name at --writer.")]
+
+def build_options(
+    out: Annotated[Path, typer.Option("--out", help="Folder of the tasks; a build in it is gone on with.")] = Path(
+        "tasks"
+    ),
+    tasks: Annotated[
+        int | None, typer.Option("--tasks", min=1, help="Stop at so many healthy tasks of this source.")
+    ] = None,
+    candidates: Annotated[
+        int | None, typer.Option("--candidates", min=1, help="Try so many candidates at most.")
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Candidates at once.")] = 2,
+    timeout: Annotated[
+        float, typer.Option("--timeout", min=1.0, help="Seconds that one run of the tests may take.")
+    ] = 120.0,
+    disk_mb: Annotated[int, typer.Option(min=64, help="MiB that OUT may have, installed packages included.")] = 16384,
+    memory_mb: Annotated[int, typer.Option(min=128, help="MiB of memory of a box.")] = 2048,
+    backend: Annotated[str, typer.Option(help="The sandbox where the tests run.")] = "bubblewrap",
+    writer: Annotated[
+        str | None, typer.Option(help="An OpenAI-compatible endpoint, http(s)://HOST/v1, that writes the issues.")
+    ] = None,
+    writer_model: Annotated[str | None, typer.Option(help="The model's name at --writer.")] = None,
+) -> Any:
+    """The BuildOptions of what all three commands are given."""
+    from agent_rl.commands.tasks import Bounds, BuildOptions
+
+    bounds = Bounds(tasks, candidates, jobs, disk_mb)
+    return BuildOptions(out, bounds, timeout, backend, memory_mb, writer, writer_model)
+
+
+def builds(opens: Callable[..., Any]) -> Callable[..., None]:
+    """A command of a function that opens a source of tasks: its own arguments, and then those of every build."""
+    own, shared = (inspect.signature(function, eval_str=True).parameters for function in (opens, build_options))
+
+    @wraps(opens)
+    def command(**values: Any) -> None:
+        from agent_rl.commands.tasks import build
+
+        options = build_options(**{name: values.pop(name) for name in shared})
+        run_async(build(opens(**values), options), RESUMES)
+
+    parameters = [*own.values(), *shared.values()]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return command
 
 
 @app.command("from-git")
+@builds
 def tasks_from_git(
     repo: Annotated[Path, typer.Argument(metavar="REPO", help="Folder of a git repository.")],
-    out: OutFolder = Path("tasks"),
     commits: Annotated[int, typer.Option(min=1, help="Look at so many of the newest commits.")] = 500,
-    tasks: TaskCount = None,
-    candidates: Tried = None,
-    jobs: Jobs = 2,
-    timeout: TestSeconds = 120.0,
-    disk_mb: DiskMb = 16384,
-    memory_mb: MemoryMb = 2048,
-    backend: BackendName = "bubblewrap",
-    writer: WriterUrl = None,
-    writer_model: WriterModel = None,
-) -> None:
+) -> Any:
     """Make tasks of the commits that change code and its tests; the hidden tests are those of the commit.
 
     The issue is the commit's message, or written by the model at --writer; one that gives the fix away is not used.
     """
-    from agent_rl.commands.tasks import Bounds, BuildOptions, build, from_git
+    from agent_rl.commands.tasks import from_git
 
-    options = BuildOptions(
-        out, Bounds(tasks, candidates, jobs, disk_mb), timeout, backend, memory_mb, writer, writer_model
-    )
-    run_async(build(from_git(repo, commits), options), RESUMES)
+    return from_git(repo, commits)
 
 
 @app.command("from-releases")
+@builds
 def tasks_from_releases(
     package: Annotated[str, typer.Argument(metavar="PACKAGE", help="A package of the index that pip uses.")],
     old: Annotated[str | None, typer.Argument(metavar="[OLD", help="The release that the agent finds.")] = None,
     new: Annotated[str | None, typer.Argument(metavar="NEW]", help="The release whose tests it must pass.")] = None,
-    out: OutFolder = Path("tasks"),
-    tasks: TaskCount = None,
-    candidates: Tried = None,
-    jobs: Jobs = 2,
-    timeout: TestSeconds = 120.0,
-    disk_mb: DiskMb = 16384,
-    memory_mb: MemoryMb = 2048,
-    backend: BackendName = "bubblewrap",
-    writer: WriterUrl = None,
-    writer_model: WriterModel = None,
-) -> None:
+) -> Any:
     """Make tasks of the steps from one release of a package to the next, all of them or the one that is named.
 
     The source releases are kept in OUT/sdists; `agent-rl tasks inject` takes them, too. None of their code is run
     outside a box.
     """
-    from agent_rl.commands.tasks import Bounds, BuildOptions, build, from_releases
+    from agent_rl.commands.tasks import from_releases
 
-    options = BuildOptions(
-        out, Bounds(tasks, candidates, jobs, disk_mb), timeout, backend, memory_mb, writer, writer_model
-    )
-    run_async(build(from_releases(package, old, new), options), RESUMES)
+    return from_releases(package, old, new)
 
 
 @app.command("inject")
+@builds
 def tasks_inject(
     repo: Annotated[
         Path, typer.Argument(metavar="REPO", help="A git repository (its newest commit), a folder, or a .tar.gz.")
     ],
-    out: OutFolder = Path("tasks"),
-    tasks: TaskCount = None,
-    candidates: Tried = None,
     seed: Annotated[int, typer.Option(min=0, help="Which bugs are put where, and in which order.")] = 0,
-    jobs: Jobs = 2,
-    timeout: TestSeconds = 120.0,
-    disk_mb: DiskMb = 16384,
-    memory_mb: MemoryMb = 2048,
-    backend: BackendName = "bubblewrap",
-    writer: WriterUrl = None,
-    writer_model: WriterModel = None,
-) -> None:
+) -> Any:
     """Put one bug at a time into functions that tests run; kept where a test notices it and no other change would do.
 
     The bugs are of the families of the environment mini. The test files that notice are hidden from the agent.
     """
-    from agent_rl.commands.tasks import Bounds, BuildOptions, build, inject
+    from agent_rl.commands.tasks import inject
 
-    options = BuildOptions(
-        out, Bounds(tasks, candidates, jobs, disk_mb), timeout, backend, memory_mb, writer, writer_model
-    )
-    run_async(build(inject(repo, seed), options), RESUMES)
+    return inject(repo, seed)

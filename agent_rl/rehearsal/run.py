@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from agent_rl.capacity.known_models import CONFIGS, planned_model
+from agent_rl.capacity.rank_work import PlannedPublish, PlannedStep, planned_publish, planned_step
 from agent_rl.capacity.sizes import RankBytes, rank_bytes
-from agent_rl.capacity.work import PlannedPublish, PlannedStep, planned_publish, planned_step
 from agent_rl.config import RunConfig
 from agent_rl.errors import TrainerError, UserError
 from agent_rl.model_facts import ModelFacts

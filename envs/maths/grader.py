@@ -1,7 +1,7 @@
 """Which part of a turn is its answer, and whether it equals the truth, asked of processes that can be ended.
 
 math-verify bounds its work by signals, which reach Python code on a main thread alone. Here it works in processes of
-its own (:mod:`envs.maths.worker`) that are started when the first answer is graded and end with this one.
+its own (:mod:`envs.maths.grading_process`) that are started when the first answer is graded and end with this one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tools.turns import split_thoughts
 TAIL = 4096
 """Characters at the end of a turn in which its answer is looked for."""
 
-_PROGRAM = Path(__file__).with_name("worker.py")
+_PROGRAM = Path(__file__).with_name("grading_process.py")
 _WORKERS = min(4, os.cpu_count() or 1)
 _LATE = "late"
 _READ_AT_ONCE = 256

@@ -37,11 +37,11 @@ from envs.maths import (
     answer_of,
     generate,
     grader,
+    grading_process,
     read_problems,
     stream,
-    worker,
 )
-from envs.maths.worker import compare
+from envs.maths.grading_process import compare
 from sandbox import NoBoxes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -245,15 +245,15 @@ async def test_a_process_that_is_gone_is_the_machine_s_doing_and_another_takes_o
 def test_what_a_machine_has_no_time_for_is_not_the_answer_s_fault(
     asked: Grader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "WALL_SECONDS", 0.05)
+    monkeypatch.setattr(grading_process, "WALL_SECONDS", 0.05)
     tasks = {"sleep": lambda: time.sleep(60), "spin": lambda: all(itertools.repeat(1)), "end": lambda: os._exit(3)}
-    monkeypatch.setattr(worker, "TASKS", tasks)
-    assert worker.apart("sleep") == worker.LATE
-    monkeypatch.setattr(worker, "FAIR_SECONDS", 0.0)
-    assert worker.apart("spin") is None
-    monkeypatch.setattr(worker, "WALL_SECONDS", 60.0)
-    assert worker.apart("end") is None
-    monkeypatch.setattr(grader._Worker, "ask", lambda self, task: worker.LATE)
+    monkeypatch.setattr(grading_process, "TASKS", tasks)
+    assert grading_process.apart("sleep") == grading_process.LATE
+    monkeypatch.setattr(grading_process, "FAIR_SECONDS", 0.0)
+    assert grading_process.apart("spin") is None
+    monkeypatch.setattr(grading_process, "WALL_SECONDS", 60.0)
+    assert grading_process.apart("end") is None
+    monkeypatch.setattr(grader._Worker, "ask", lambda self, task: grading_process.LATE)
     with pytest.raises(GradingError, match="too busy to compare answers"):
         asked._ask("compare", "1", "1")
 
