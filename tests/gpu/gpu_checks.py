@@ -22,7 +22,7 @@ RESUMED, FLOAT32, OFFLOADED = 1e-2, 1e-3, 1e-6
 """Largest differences: of a gradient norm after a checkpoint (relative; sums on a GPU have no fixed order), of a
 log-prob in float32 from the CPU's, and of all weights' sum with the optimizer's state on the host (relative)."""
 PLAN_OVER = (0.9, 1.15)
-"""The planned memory over what was measured; at two layers what Adam takes for a moment shows, which is not planned."""
+"""The planned memory over what was measured: the least and the most."""
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,18 +84,18 @@ def _ranks(site: Site, check: Check, where: str, seconds: float) -> Answers:
     job = {"work": check.work, "config": site.config(check).model_dump(mode="json"), "device": device}
     job |= {"port": _free_port(), "folder": str(site.folder)}
     processes = [_start(rank, device) for rank in range(check.gpus)]
-    until = time.monotonic() + seconds
-    try:
-        for rank, process in enumerate(processes):
-            assert process.stdin is not None
-            process.stdin.write(json.dumps(job | {"rank": rank}))
-            process.stdin.close()
-            process.stdin = None
-        return [_answer(rank, process, until - time.monotonic()) for rank, process in enumerate(processes)]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    with ThreadPoolExecutor(check.gpus) as pool:
+        try:
+            answers = [
+                pool.submit(_answer, rank, process, json.dumps(job | {"rank": rank}), seconds)
+                for rank, process in enumerate(processes)
+            ]
+            for answer in as_completed(answers):  # the first that breaks off is named, not those that wait for it
+                answer.result()
+            return [answer.result() for answer in answers]
+        finally:
+            for process in processes:
+                process.kill()
 
 
 def _start(rank: int, device: str) -> subprocess.Popen[str]:
@@ -104,10 +105,13 @@ def _start(rank: int, device: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=os.environ | hidden)
 
 
-def _answer(rank: int, process: subprocess.Popen[str], seconds: float) -> Mapping[str, Any]:
+def _answer(rank: int, process: subprocess.Popen[str], job: str, seconds: float) -> Mapping[str, Any]:
+    """Give ``process`` its job and wait for it."""
     try:
-        out, err = process.communicate(timeout=max(0.1, seconds))
+        out, err = process.communicate(job, timeout=seconds)
     except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
         raise BrokenOff(f"rank {rank} took too long") from None
     if process.returncode or not out.strip():
         last = err.strip().splitlines()[-1:] or [f"exit code {process.returncode}"]

@@ -22,10 +22,12 @@ TINY = NARROW | {
 }  # fmt: skip
 
 
-def test_without_a_gpu_it_is_one_line() -> None:
-    done = subprocess.run([sys.executable, gpu_run.__file__], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "no GPU here: torch sees none, so nothing was run\n"
+def test_without_a_gpu_it_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["gpu_run.py"])
+    with pytest.raises(SystemExit, match="^no GPU here: torch sees none, so nothing was run$"):
+        gpu_run.main()
+    assert capsys.readouterr().out == ""
 
 
 def test_the_table_can_be_pasted() -> None:
@@ -55,17 +57,17 @@ def test_checks_are_in_order_and_layouts_are_possible() -> None:
 
 
 def breaking(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
-    """Ranks that run ``code`` instead."""
+    """Ranks that run ``code`` instead, of which the first argument is the rank."""
 
     def start(rank: int, device: str) -> subprocess.Popen[str]:
         pipe = subprocess.PIPE
-        return subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+        return subprocess.Popen([sys.executable, "-c", code, str(rank)], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
     monkeypatch.setattr(gpu_run, "_start", start)
 
 
 @pytest.mark.parametrize(
-    ("code", "told"),
+    ("code", "reason"),
     [
         ("import sys; sys.stdin.read(); raise RuntimeError('CUDA error: out of memory')", "out of memory"),
         ("import sys; sys.stdin.read(); sys.exit(3)", "rank 0: exit code 3"),
@@ -73,7 +75,7 @@ def breaking(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     ],
 )
 def test_a_check_that_breaks_off_is_a_line_and_the_next_begins(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str, told: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str, reason: str
 ) -> None:
     breaking(monkeypatch, code)
     checks = [check for check in CHECKS if check.name in ("one GPU", "checkpoint", "EP8")]
@@ -83,7 +85,16 @@ def test_a_check_that_breaks_off_is_a_line_and_the_next_begins(
         ("one GPU", "broke off", False),
         ("checkpoint", "broke off", False),
     ]
-    assert all(told in row.found for row in rows)
+    assert all(reason in row.found for row in rows)
+
+
+def test_the_rank_that_failed_is_named_and_not_one_that_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    breaking(monkeypatch, "import sys, time; sys.argv[1] == '1' and sys.exit('out of memory'); time.sleep(60)")
+    check = next(check for check in CHECKS if check.gpus == 2)
+    rows = list(run(Site("cpu", 2, tmp_path, 64, time.monotonic() + 100, 50.0), [check]))
+    assert [row.found for row in rows] == ["rank 1: out of memory"]
 
 
 def test_no_check_begins_after_the_deadline(tmp_path: Path) -> None:
