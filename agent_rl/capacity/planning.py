@@ -65,7 +65,8 @@ def plan_once(config: RunConfig, *, tokens: int | None = None) -> RunPlan:
     Raises UserError where the model is not known or the hardware cannot be found out.
     """
     model, device, load = planned_model(config.model), planned_device(config), Load.of(config, tokens)
-    problems = (*layout_problems(config, model), *_problems(config))
+    hosts = hosts_problems(config) if device == "cuda" else ()
+    problems = (*layout_problems(config, model), *_problems(config), *hosts)
     rank = None if problems else rank_bytes(model, config.train, microbatches=load.microbatches, device=device)
     places = () if rank is None else tuple(_places(config, model, rank, load, device))
     return RunPlan(
@@ -75,7 +76,7 @@ def plan_once(config: RunConfig, *, tokens: int | None = None) -> RunPlan:
         rank=rank,
         places=places,
         traffic=tuple(_traffic(config, model, load)),
-        problems=tuple(problems),
+        problems=problems,
         notes=tuple(_notes(config, model, load)),
     )
 
@@ -126,6 +127,16 @@ def _problems(config: RunConfig) -> Iterator[str]:
         )
 
 
+def hosts_problems(config: RunConfig) -> Iterator[str]:
+    """One line where the hosts have fewer GPUs than there are trainer ranks."""
+    hosts, each, world = config.hardware.trainer_hosts, config.hardware.gpus_per_host, config.train.parallel.world_size
+    if hosts is not None and world > hosts * each:
+        yield (
+            f"train.parallel.world_size={world} is more than hardware.trainer_hosts={hosts} times "
+            f"hardware.gpus_per_host={each}: name more hosts, or fewer ranks"
+        )
+
+
 def _places(config: RunConfig, model: ModelFacts, rank: RankBytes, load: Load, device: str) -> Iterator[PlannedPlace]:
     if device == "cuda":
         yield from _gpu_places(config, model, rank, load)
@@ -156,9 +167,6 @@ def _host_places(config: RunConfig, model: ModelFacts, rank: RankBytes, load: Lo
     host = int(_host_memory(config) * HOST_SHARE)
     hosts, served = hardware.trainer_hosts or -(-world // hardware.gpus_per_host), engines(config) * config.engine.gpus
     per_host = -(-world // hosts)
-    if per_host > hardware.gpus_per_host:
-        ranks = (Item("ranks", per_host),)
-        yield PlannedPlace("GPUs of the trainer hosts, as ranks", ranks, hardware.gpus_per_host, hosts)
     per_engine_host = min(served, hardware.gpus_per_host)
     of_ranks = tuple(_rank_host_items(config, model, rank, load, per_host))
     of_engines = (

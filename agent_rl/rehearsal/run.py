@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from agent_rl.capacity.known_models import CONFIGS, planned_model
+from agent_rl.capacity.planning import hosts_problems
 from agent_rl.capacity.rank_work import PlannedPublish, PlannedStep, planned_publish, planned_step
 from agent_rl.capacity.sizes import RankBytes, rank_bytes
 from agent_rl.config import RunConfig
@@ -88,14 +89,8 @@ def _on_machines(config: RunConfig) -> RunConfig:
 
 def check(config: RunConfig, *, ranks: Sequence[int], skew: float) -> ModelFacts:
     """The model's facts. Raises UserError or ConfigError, one line, for what can't be rehearsed or would not start."""
-    facts, parallel, hardware = planned_model(config.model), config.train.parallel, config.hardware
-    refuse(layout_problems(config, facts))
-    gpus = (hardware.trainer_hosts or 0) * hardware.gpus_per_host
-    if gpus and gpus < parallel.world_size:
-        raise UserError(
-            f"train.parallel.world_size is {parallel.world_size} and hardware has {hardware.trainer_hosts} hosts of "
-            f"{hardware.gpus_per_host} GPUs: name more hosts, or fewer ranks"
-        )
+    facts, parallel = planned_model(config.model), config.train.parallel
+    refuse([*layout_problems(config, facts), *hosts_problems(config)])
     if outside := [rank for rank in ranks if not 0 <= rank < parallel.world_size]:
         raise UserError(f"--rank {outside[0]}: train.parallel.world_size is {parallel.world_size}")
     if not 0 < skew <= parallel.expert:

@@ -116,7 +116,7 @@ def test_where_no_knob_is_enough_several_are_turned_together() -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("override", "line"),
     [
         ("train.microbatch_tokens=8192", "train.microbatch_tokens=8192 is less than rollout.max_tokens=65536"),
         ("engine.max_total_tokens=32768", "engine.max_total_tokens=32768 is less than rollout.max_tokens=65536"),
@@ -124,13 +124,13 @@ def test_where_no_knob_is_enough_several_are_turned_together() -> None:
         ("hardware.disk_gb=100", "disk of runs_dir: "),
         ("hardware.host_memory_gb=16", "memory of a trainer host: "),
         ("engine.max_total_tokens=4194304", "GPU of an engine: 113.2 GiB do not fit in 70.4 GiB; what helps: engine."),
-        ("hardware.trainer_hosts=2", "GPUs of the trainer hosts, as ranks"),
+        ("hardware.trainer_hosts=2", "train.parallel.world_size=32 is more than hardware.trainer_hosts=2 times"),
     ],
 )
-def test_refusals_name_the_key_or_the_place(override: str, told: str) -> None:
+def test_refusals_name_the_key_or_the_place(override: str, line: str) -> None:
     refusal = make_plan(recipe("paper-swe", override)).refusal()
     assert refusal is not None
-    assert refusal.startswith(told)
+    assert refusal.startswith(line)
 
 
 def test_an_unknown_model_or_gpu_is_a_mistake_of_the_users() -> None:

@@ -25,7 +25,7 @@ TINY = NARROW | {
 def test_without_a_gpu_it_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["gpu_run.py"])
-    with pytest.raises(SystemExit, match="^no GPU here: torch sees none, so nothing was run$"):
+    with pytest.raises(SystemExit, match=r"^no GPU here: torch sees none, so nothing was run$"):
         gpu_run.main()
     assert capsys.readouterr().out == ""
 
@@ -61,7 +61,8 @@ def breaking(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
 
     def start(rank: int, device: str) -> subprocess.Popen[str]:
         pipe = subprocess.PIPE
-        return subprocess.Popen([sys.executable, "-c", code, str(rank)], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+        command = [sys.executable, "-c", code, str(rank)]
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
     monkeypatch.setattr(gpu_run, "_start", start)
 
