@@ -1,4 +1,4 @@
-"""Commands about a config: train, evaluate, examine, plan."""
+"""Commands about a config: train, evaluate, examine, serve, roll out, plan, rehearse, set up."""
 
 from __future__ import annotations
 
@@ -219,12 +219,13 @@ def rehearse(
     ] = None,
     skew: Annotated[float, typer.Option(help="How often a rank's experts are chosen, over the mean rank's.")] = 1.0,
     layers: Annotated[
-        str, typer.Option(help="Layers of each model chunk: one number, or two, which say what all take; or all.")
+        str,
+        typer.Option(help="Layers of each model chunk: one number; two, from which all of the model's follow; or all."),
     ] = "2,4",
 ) -> None:
     """Run the trainer's own code for a rank on a GPU that is not there: what it would hold, compute and send.
 
-    Exit code 1: a call would fail on a GPU; the last line names it. docs/gpu.md says what this can't see.
+    Exit code 1: a call would fail on a GPU; the last lines name it by rank. docs/gpu.md says what this can't see.
     """
     from agent_rl.config_files import load_config
     from agent_rl.rehearsal.report import print_rehearsal
@@ -233,10 +234,10 @@ def rehearse(
     loaded = load_config(config, overrides or ())
     results = rehearse_ranks(loaded, ranks=rank or (), skew=skew, layers=layers)
     print_rehearsal(loaded, results)
-    for result in results:
-        if result.fault is not None:
-            print(f"error: rank {result.rank}: {result.fault}", file=sys.stderr)
-            raise typer.Exit(1)
+    faults = [f"error: rank {result.rank}: {result.fault}" for result in results if result.fault is not None]
+    if faults:
+        print(*faults, sep="\n", file=sys.stderr)
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""What a rehearsed rank's process is told, and what it answers. Small values without torch."""
+"""The job of a rehearsed rank's process, and its record. Small values without torch."""
 
 from __future__ import annotations
 
@@ -74,11 +74,6 @@ class RankRecord:
     @property
     def peak(self) -> int:
         return max(phase.peak for phase in self.phases.values())
-
-    @property
-    def fullest(self) -> str:
-        """The phase with the highest peak."""
-        return max(self.phases, key=lambda name: self.phases[name].peak)
 
     def dump(self) -> bytes:
         return orjson.dumps(asdict(self))

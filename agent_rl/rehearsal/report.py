@@ -27,12 +27,12 @@ def print_rehearsal(config: RunConfig, results: list[Rehearsed]) -> None:
         seconds = sum(record.seconds for record in result.records)
         console.print(
             f"rank {result.rank} of {config.train.parallel.world_size}: {config.train.microbatch_tokens} tokens, "
-            f"{depths} layers rehearsed in {seconds:.0f} s, said of {result.depth}; not run on a GPU",
+            f"{depths} layers rehearsed in {seconds:.0f} s, figures of {result.depth} layers; not run on a GPU",
             highlight=False,
         )
         if result.fault is not None:
             continue
-        plan = planned(config, rank=result.rank, skew=result.skew)
+        plan = planned(config, rank=result.rank, skew=result.skew, layers=result.depth)
         for table in (_phases(config, result, plan), _held(result, plan), _groups(config, result, plan)):
             console.print(table)
         for line in _lines(config, result, plan):
@@ -42,7 +42,7 @@ def print_rehearsal(config: RunConfig, results: list[Rehearsed]) -> None:
 def _phases(config: RunConfig, result: Rehearsed, plan: Planned) -> Table:
     name = config.hardware.gpu
     columns = ("peak, GiB", "TFLOP", "planned", "products, s", "roofline, s", "sending, s", "waits", "waits a layer")
-    table = _table(f"phase, and its seconds on an {name} at the least", *columns)
+    table = _table(f"phases, and their seconds at the least on a GPU {name}", *columns)
     works = {"old log-probs": plan.step.logprobs, "reference": plan.step.logprobs, "update": plan.step.update}
     for phase in result.records[0].phases:
         table.add_row(phase, *_phase(config, result, phase, works.get(phase)))
@@ -52,7 +52,7 @@ def _phases(config: RunConfig, result: Rehearsed, plan: Planned) -> Table:
 def _phase(config: RunConfig, result: Rehearsed, phase: str, work: float | None) -> Iterator[str]:
     gpu, whole = GPUS[config.hardware.gpu], result.whole
     flops = whole(lambda record: record.phases[phase].flops)
-    yield f"{whole(lambda record: record.phases[phase].peak) / GIB:.2f}"
+    yield f"{result.peak_of(phase) / GIB:.2f}"
     yield f"{flops / 1e12:.2f}"
     yield "" if work is None else f"{work / 1e12:.2f}"
     yield f"{flops / gpu.flops[config.train.dtype]:.2f}"
@@ -87,11 +87,11 @@ def _held(result: Rehearsed, plan: Planned) -> Table:
         sizes = (result.whole(partial(_owned, phase=phase, owner=owner)) for owner in owners)
         table.add_row(phase, *(f"{size / GIB:.2f}" for size in sizes))
     rank = plan.rank
-    said: dict[Owner, int] = {
+    expected: dict[Owner, int] = {
         "weights": rank.weights, "gradients": rank.gradients, "optimizer": rank.optimizer,
         "activations": rank.activations, "temporaries": rank.peak + rank.borrowed,
     }  # fmt: skip
-    table.add_row("planned", *(f"{said[owner] / GIB:.2f}" if owner in said else "" for owner in owners))
+    table.add_row("planned", *(f"{expected[owner] / GIB:.2f}" if owner in expected else "" for owner in owners))
     return table
 
 
@@ -104,23 +104,23 @@ def _groups(config: RunConfig, result: Rehearsed, plan: Planned) -> Table:
     table = _table("sent by this rank, by group", *columns)
     for name, ranks in result.records[-1].groups.items():
         step, out = (result.whole(partial(sent_by, group=name, phases=phases)) for phases in (STEP, OUT))
-        said = gib(plan.step.exchanged) if "expert" in name.split(", ") else ""
+        expected = gib(plan.step.exchanged) if "expert" in name.split(", ") else ""
         over, rate = "yes" if _over_hosts(config, ranks) else "no", _rate(config, ranks)
         if step or out:
             seconds = f"{step / rate:.2f}", f"{out / rate:.2f}"
-            table.add_row(name, str(len(ranks)), over, gib(step), said, seconds[0], gib(out), seconds[1])
+            table.add_row(name, str(len(ranks)), over, gib(step), expected, seconds[0], gib(out), seconds[1])
     return table
 
 
 def _lines(config: RunConfig, result: Rehearsed, plan: Planned) -> Iterator[str]:
     rank = plan.rank
-    for name, found, said in (
+    for name, found, expected in (
         ("weights, gradients and optimizer", result.whole(lambda record: record.static), rank.static),
-        ("peak", result.whole(lambda record: record.peak), plan.peak),
+        ("peak", result.peak, plan.peak),
     ):
         yield (
-            f"{name}: {found / GIB:.2f} GiB rehearsed, {said / GIB:.2f} planned: planned over rehearsed "
-            f"{said / found:.2f}"
+            f"{name}: {found / GIB:.2f} GiB rehearsed, {expected / GIB:.2f} planned: planned over rehearsed "
+            f"{expected / found:.2f}"
         )
     if buckets := result.whole(lambda record: record.phases["publish"].calls.get(ENGINES, 0)):
         size = result.whole(lambda record: record.phases["publish"].sent[ENGINES])

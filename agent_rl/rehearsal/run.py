@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,8 @@ _SECONDS = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Rehearsed:
-    """One rank, whose experts are chosen ``skew`` times as often as the mean rank's, at one depth or two; ``depth`` is
-    the whole model's, in layers."""
+    """One rank, whose experts are chosen ``skew`` times as often as the mean rank's, at one depth or two; ``depth``, in
+    layers, is what the figures are of: the whole model's where there are two."""
 
     rank: int
     skew: float
@@ -43,12 +43,22 @@ class Rehearsed:
         return next((record.fault for record in self.records if record.fault is not None), None)
 
     def whole(self, of: Callable[[RankRecord], float]) -> float:
-        """``of`` a record, at the model's depth: what it says of one depth, or the line through those of two."""
+        """``of`` a record, at ``depth``: the one record's, or the line through those of two. For what grows evenly with
+        the layers, as the peak of several phases does not (:attr:`peak`)."""
         first, last = self.records[0], self.records[-1]
         if first is last:
             return of(first)
         slope = (of(last) - of(first)) / (last.layers - first.layers)
         return of(last) + slope * (self.depth - last.layers)
+
+    @property
+    def peak(self) -> float:
+        """Bytes of the fullest phase, which may be another one than at the depths that were rehearsed."""
+        return max(self.peak_of(phase) for phase in self.records[0].phases)
+
+    def peak_of(self, phase: str) -> float:
+        """The most bytes that a phase holds at once."""
+        return self.whole(lambda record: record.phases[phase].peak)
 
     def a_layer(self, of: Callable[[RankRecord], float]) -> float:
         """How much of ``of`` each layer of this rank's stage brings; of one depth, its mean."""
@@ -70,8 +80,9 @@ def rehearse(config: RunConfig, *, ranks: Sequence[int], skew: float, layers: st
         placed = _on_machines(config)
         jobs = [RankJob(placed, models[depth], rank, skew, library) for rank in chosen for depth in depths]
         records = list(pool.map(_run, jobs))
+    depth = facts.num_layers if len(depths) == 2 else depths[0]
     return [
-        Rehearsed(rank, skew, facts.num_layers, tuple(records[at * len(depths) : (at + 1) * len(depths)]))
+        Rehearsed(rank, skew, depth, tuple(records[at * len(depths) : (at + 1) * len(depths)]))
         for at, rank in enumerate(chosen)
     ]
 
@@ -116,9 +127,11 @@ class Planned:
         return max(self.rank.total, self.rank.static + self.publish.memory)
 
 
-def planned(config: RunConfig, *, rank: int = 0, skew: float = 1.0) -> Planned:
-    """By the formulas of :mod:`agent_rl.capacity`; balanced experts have even loads."""
+def planned(config: RunConfig, *, rank: int = 0, skew: float = 1.0, layers: int | None = None) -> Planned:
+    """By the formulas of :mod:`agent_rl.capacity`, for the model's first ``layers`` (None: all); balanced experts have
+    even loads."""
     facts, train = planned_model(config.model), config.train
+    facts = replace(facts, moe=facts.moe[:layers])
     skew = 1.0 if train.balance.enabled else skew
     return Planned(
         rank_bytes(facts, train, microbatches=train.parallel.pipeline, device="cuda"),

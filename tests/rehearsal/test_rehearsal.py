@@ -16,7 +16,7 @@ from agent_rl.model_facts import read_facts
 from agent_rl.rehearsal import run
 from agent_rl.rehearsal.batch import routes
 from agent_rl.rehearsal.job import PhaseRecord, RankJob, RankRecord
-from agent_rl.rehearsal.run import Rehearsed, check
+from agent_rl.rehearsal.run import Rehearsed, check, planned, rehearse
 from agent_rl.train.hf_files import check_checkpoint, expected_shapes
 
 
@@ -85,14 +85,32 @@ def test_a_ranks_experts_are_chosen_as_often_as_asked(model: Path, skew: float) 
     assert own == pytest.approx(skew / 4, abs=0.01)
 
 
-def test_two_depths_say_what_the_whole_takes() -> None:
-    def record(layers: int) -> RankRecord:
-        return RankRecord(0, layers, {"update": PhaseRecord(100 + 10 * layers, 0, {}, 3 * layers)}, 0, 0, 0, {}, 0.0)
+def record(layers: int) -> RankRecord:
+    """Its update has 10 bytes and 3 waits a layer, and up to 10 layers the optimizer's step has more bytes."""
+    phases = {"update": PhaseRecord(100 + 10 * layers, 0, {}, 3 * layers), "step": PhaseRecord(200, 0, {}, 0)}
+    return RankRecord(0, layers, phases, 7 * layers, 0, 0, {}, 0.0)
 
+
+def test_two_depths_say_what_the_whole_takes() -> None:
     result = Rehearsed(0, 1.0, 48, (record(2), record(4)))
-    assert result.whole(lambda each: each.peak) == 100 + 10 * 48
+    assert result.whole(lambda each: each.static) == 7 * 48
     assert result.a_layer(lambda each: each.phases["update"].syncs) == 3
-    assert Rehearsed(0, 1.0, 4, (record(4),)).whole(lambda each: each.peak) == 140
+    assert result.peak == 100 + 10 * 48, "of the update, though at both depths the step has more"
+    assert Rehearsed(0, 1.0, 4, (record(4),)).peak == 200
+
+
+def test_one_depth_is_compared_with_the_plan_of_that_depth(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    monkeypatch.setattr(run, "_run", lambda job: record(job.rank))
+    monkeypatch.setattr(run, "build_guard", lambda: model / "no-library.so")
+    config = config_of(write_model(model, num_hidden_layers=48), world_size=1)
+    assert [rehearse(config, ranks=(), skew=1.0, layers=layers)[0].depth for layers in ("2", "2,4", "all")] == [
+        2,
+        48,
+        48,
+    ]
+    first, whole = planned(config, layers=2), planned(config)
+    assert first.rank == planned(config_of(write_model(model, num_hidden_layers=2), world_size=1)).rank
+    assert first.step.logprobs < whole.step.logprobs
 
 
 def test_a_rehearsal_that_takes_too_long_is_one_line(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
