@@ -17,21 +17,38 @@ from typing import Any
 
 import orjson
 
+from agent_rl.capacity.sizes import BYTES
 from agent_rl.train.hf_files import Shapes
 
 _POLL_SECONDS = 0.02
-_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+@dataclass
+class _Bucket:
+    """An announced bucket: its bytes, the weights' version that it brings, whether it came."""
+
+    size: int
+    version: str
+    came: bool = False
 
 
 @dataclass
 class _Engine:
-    """One server: ``state`` of its sampling, the tensors it has got, and the bytes of the bucket that it waits for."""
+    """One server: ``state`` of its sampling, its ``ranks`` in the group, the tensors it has got, and the bucket that it
+    waits for."""
 
     state: str = "sampling"
     version: str = "start"
-    joined: bool = False
+    ranks: range = range(0)
     taken: set[str] = field(default_factory=set)
-    waits_for: int | None = None
+    waits_for: _Bucket | None = None
+
+    def take(self) -> int:
+        """The bucket came; its bytes."""
+        bucket, self.waits_for = self.waits_for, None
+        assert bucket is not None
+        bucket.came, self.version = True, bucket.version
+        return bucket.size
 
 
 class StandInEngines:
@@ -44,7 +61,6 @@ class StandInEngines:
     def __init__(self, count: int, ranks: int, expected: Shapes, dtype: str, *, seconds: float = 10.0) -> None:
         self._engines = [_Engine() for _ in range(count)]
         self._ranks, self._expected, self._dtype, self._seconds = ranks, expected, dtype, seconds
-        self._places: dict[int, str] = {}
         self._changed = threading.Condition()
         self.refusing, self._under_way = False, False
         self.complaints: list[str] = []
@@ -114,9 +130,7 @@ class StandInEngines:
             if not (ready and self._under_way):
                 raise RuntimeError(f"a broadcast waited {self._seconds:g} s for engines that did not join it")
             self._under_way = False
-            sizes = {engine.waits_for for engine in self._engines}
-            for engine in self._engines:
-                engine.waits_for = None
+            sizes = {engine.take() for engine in self._engines}
             self._changed.notify_all()
         if sizes != {size}:
             raise RuntimeError(f"a broadcast of {size} bytes, and engines wait for {sizes}")
@@ -142,20 +156,19 @@ class StandInEngines:
 
     def _join(self, number: int, engine: _Engine, body: Mapping[str, Any]) -> dict[str, Any]:
         """SGLang's process of tensor rank i takes rank ``rank_offset + i``; 0 is the trainer's."""
+        ranks = range(body["rank_offset"], body["rank_offset"] + self._ranks)
         with self._changed:
-            for tensor_rank in range(self._ranks):
-                rank = body["rank_offset"] + tensor_rank
-                if not 0 < rank < body["world_size"]:
-                    raise ValueError(f"engine {number}: rank {rank} of a group of {body['world_size']}")
-                if (other := self._places.setdefault(rank, f"{number}.{tensor_rank}")) != f"{number}.{tensor_rank}":
-                    raise ValueError(f"engine {number}: rank {rank} is taken by GPU {other}")
-        engine.joined = True
+            if ranks[0] < 1 or ranks[-1] >= body["world_size"]:
+                raise ValueError(f"engine {number}: ranks {[*ranks]} of a group of {body['world_size']}")
+            for other, held in enumerate(self._engines):
+                if other != number and (both := {*ranks} & {*held.ranks}):
+                    raise ValueError(f"engine {number}: rank {min(both)} is taken by engine {other}")
+            engine.ranks = ranks
         return {"success": True}
 
     def _leave(self, _number: int, engine: _Engine, _body: Mapping[str, Any]) -> dict[str, Any]:
         with self._changed:
-            engine.joined = False
-            self._places.clear()
+            engine.ranks = range(0)
             self._changed.notify_all()
         return {"success": True}
 
@@ -173,17 +186,19 @@ class StandInEngines:
     def _bucket(self, number: int, engine: _Engine, body: Mapping[str, Any]) -> dict[str, Any]:
         if self.refusing and number == 0:
             raise ValueError("it refuses all buckets")
-        if engine.state != "open" or not engine.joined:
+        if engine.state != "open" or not engine.ranks:
             raise ValueError(f"engine {number}: a bucket, and it is {engine.state}")
         tensors = zip(body["names"], body["dtypes"], body["shapes"], strict=True)
         size = sum(self._size(number, engine, *tensor) for tensor in tensors)
+        bucket = _Bucket(size, body["weight_version"])
         with self._changed:
             self._changed.wait_for(lambda: engine.waits_for is None, self._seconds)
-            engine.waits_for = size
+            engine.waits_for = bucket
             self._changed.notify_all()
-            if not self._changed.wait_for(lambda: engine.waits_for is None or not engine.joined, self._seconds):
+            self._changed.wait_for(lambda: bucket.came or not engine.ranks, self._seconds)
+            if not bucket.came:
+                engine.waits_for = None
                 raise ValueError(f"engine {number}: a bucket was announced and did not come")
-        engine.version = body["weight_version"]
         return {"success": True}
 
     def _size(self, number: int, engine: _Engine, name: str, dtype: str, shape: list[int]) -> int:
@@ -194,7 +209,7 @@ class StandInEngines:
         if name in engine.taken:
             raise ValueError(f"engine {number}: {name} came twice")
         engine.taken.add(name)
-        return math.prod(shape) * _BYTES[dtype]
+        return math.prod(shape) * BYTES[dtype]
 
     def _end(self, number: int, engine: _Engine, body: Mapping[str, Any]) -> dict[str, Any]:
         lacking = sorted(self._expected.keys() - engine.taken)

@@ -63,8 +63,8 @@ def test_a_whole_update_is_taken(engines: StandInEngines) -> None:
         ("end_weight_update", {}, "2 tensors did not come, first a"),
         ("begin_weight_update", {}, "engine 0 is open, not paused"),
         ("continue_generation", {}, "engine 0 is open, not paused"),
-        ("init_weights_update_group", {"rank_offset": 3, "world_size": 5}, "rank 3 is taken by GPU 1.0"),
-        ("init_weights_update_group", {"rank_offset": 1, "world_size": 2}, "rank 2 of a group of 2"),
+        ("init_weights_update_group", {"rank_offset": 3, "world_size": 5}, "rank 3 is taken by engine 1"),
+        ("init_weights_update_group", {"rank_offset": 1, "world_size": 2}, r"ranks \[1, 2\] of a group of 2"),
     ],
 )
 def test_what_sglang_would_not_take_is_refused(
@@ -85,3 +85,18 @@ def test_a_broadcast_that_nobody_joins_ends_and_must_be_aborted(engines: StandIn
     assert engines.complaints == []
     engines.left(aborted=False)
     assert engines.complaints == ["the group of a weight sync was destroyed, not aborted, within a broadcast"]
+
+
+def test_an_engine_that_leaves_before_a_bucket_comes_does_not_have_it(engines: StandInEngines) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        update = ("update_weights_from_distributed", bucket(("a", [2, 3])))
+        answers = [pool.submit(engines.asked, number, *update) for number in (0, 1)]
+        with engines._changed:
+            engines._changed.wait_for(lambda: engines._all_wait)
+        for number in (0, 1):
+            engines.asked(number, "destroy_weights_update_group", {})
+        for number, answer in enumerate(answers):
+            with pytest.raises(ValueError, match=f"engine {number}: a bucket was announced and did not come"):
+                answer.result()
+    assert not engines._all_wait
+    assert engines.asked(0, "weights_checker", {})["per_engine_checksum"] == "start"
