@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from agent_rl.capacity.sizes import BYTES, LOGITS_CHUNK
 from agent_rl.config import EngineConfig, RunConfig, TrainConfig
 from agent_rl.model_facts import ModelFacts
+from agent_rl.train.batching.cost import PartCosts
 from agent_rl.train.hf_files import expected_shapes
 
 _GATE_BYTES = 4
@@ -86,20 +87,19 @@ def planned_step(model: ModelFacts, config: RunConfig, *, rank: int, skew: float
 
 def forward_work(model: ModelFacts, config: RunConfig, *, stage: int, skew: float) -> Work:
     """One forward pass over a full micro-batch of the longest trajectories, in pipeline stage ``stage``."""
-    train, hidden = config.train, model.hidden
+    train, parts = config.train, PartCosts.of(model)
     length = min(config.rollout.max_tokens, train.microbatch_tokens)
     count, ranks = train.microbatch_tokens // length, train.parallel.tensor * train.parallel.context
     tokens = count * length / ranks
     layers = _layers(model, train, stage)
     moe = sum(layers)
-    expert = model.top_k * skew * model.expert_inner * 6 * hidden
     last = stage == train.parallel.pipeline - 1
     return Work(
-        projections=len(layers) * 2 * tokens * hidden * (2 * model.q_width + 2 * model.kv_width),
-        attention=len(layers) * 2 * model.q_width * count * length * (length + 1) / ranks,
-        experts=moe * tokens * (expert + 6 * hidden * model.shared_inner + 2 * hidden * model.num_experts),
-        dense=(len(layers) - moe) * 6 * tokens * hidden * model.inner,
-        logprobs=last * 2 * (tokens - count / ranks) * hidden * model.vocab_size,
+        projections=len(layers) * tokens * parts.projections,
+        attention=len(layers) * parts.attention * count * length * (length + 1) / ranks,
+        experts=moe * tokens * (model.top_k * skew * parts.expert + parts.beside_experts),
+        dense=(len(layers) - moe) * tokens * parts.dense,
+        logprobs=last * (tokens - count / ranks) * parts.logprobs,
     )
 
 
@@ -124,13 +124,13 @@ def publishing_bytes(model: ModelFacts, train: TrainConfig, engine: EngineConfig
     width, limit = BYTES[engine.dtype], int(engine.weight_bucket_mb * 2**20)
     vocabulary = model.vocab_size * model.hidden
     experts = 2 * model.num_experts * model.expert_inner * model.hidden
+    own = BYTES[train.dtype]
     whole = max(
         weight * own + max(weight * own * (cut > 1), bucket)
         for weight, cut, bucket in (
             (vocabulary, train.parallel.tensor, vocabulary * width),
             (experts, train.parallel.expert, limit),
         )
-        for own in (BYTES[train.dtype],)
     )
     return whole + 3 * limit + max(limit, vocabulary * width)
 

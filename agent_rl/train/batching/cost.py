@@ -48,14 +48,38 @@ TOKENS = SequenceCost(linear=1.0, quadratic=0.0)
 """Every token costs the same."""
 
 
+@dataclass(frozen=True, slots=True)
+class PartCosts:
+    """FLOPs of a forward pass by part: for a token in one layer's ``projections``, in one ``expert``, in what else a
+    layer of experts has (``beside_experts``: its router and shared expert), in a ``dense`` layer's MLP, and in
+    ``logprobs``; ``attention`` for a pair of tokens in one layer."""
+
+    projections: int
+    attention: int
+    expert: int
+    beside_experts: int
+    dense: int
+    logprobs: int
+
+    @classmethod
+    def of(cls, model: ModelFacts) -> PartCosts:
+        hidden = model.hidden
+        return cls(
+            projections=2 * hidden * (2 * model.q_width + 2 * model.kv_width),
+            attention=2 * model.q_width,
+            expert=6 * hidden * model.expert_inner,
+            beside_experts=6 * hidden * model.shared_inner + 2 * hidden * model.num_experts,
+            dense=6 * hidden * model.inner,
+            logprobs=2 * hidden * model.vocab_size,
+        )
+
+
 def sequence_cost(model: ModelFacts) -> SequenceCost:
     """The cost on ``model``, its experts evenly loaded."""
-    layers, moe, hidden = model.num_layers, len(model.moe_layer_ids), model.hidden
-    linear: float = layers * 2 * hidden * (2 * model.q_width + 2 * model.kv_width) + 2 * hidden * model.vocab_size
-    linear += (layers - moe) * 6 * hidden * model.inner
-    expert = 6.0 * hidden * model.expert_inner
-    linear += moe * (model.top_k * expert + 6 * hidden * model.shared_inner + 2 * hidden * model.num_experts)
-    return SequenceCost(float(linear), float(layers * 2 * model.q_width), expert)
+    layers, moe, parts = model.num_layers, len(model.moe_layer_ids), PartCosts.of(model)
+    linear = layers * parts.projections + (layers - moe) * parts.dense + parts.logprobs
+    linear += moe * (model.top_k * parts.expert + parts.beside_experts)
+    return SequenceCost(float(linear), float(layers * parts.attention), float(parts.expert))
 
 
 def expert_loads(routing: Routing, expert_ranks: int) -> NDArray[np.float64]:
