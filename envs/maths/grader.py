@@ -52,10 +52,10 @@ class Verdict:
 def answer_of(text: str) -> str | None:
     r"""The answer that a turn gives: what its last ``\boxed{}`` holds; without one, the rest of the last line that has
     ``####`` or ``Answer:``. None where it gives none. Thoughts (``<think>``) are no answer."""
-    said = split_thoughts(text)[1][-TAIL:]
-    if _BOXED in said:
-        return _braced(said.rpartition(_BOXED)[2])
-    if marked := _MARKED.findall(said):
+    end = split_thoughts(text)[1][-TAIL:]
+    if _BOXED in end:
+        return _braced(end.rpartition(_BOXED)[2])
+    if marked := _MARKED.findall(end):
         return str(marked[-1]).strip(" \t*").rstrip(".") or None
     return None
 
@@ -96,18 +96,23 @@ class Grader:
 
     def unreadable(self, truths: Sequence[str]) -> list[str]:
         """Those of ``truths`` that no answer could ever equal, since they can't be read. Raises GradingError."""
-        if len(truths) > _READ_AT_ONCE:
-            return [*self.unreadable(truths[:_READ_AT_ONCE]), *self.unreadable(truths[_READ_AT_ONCE:])]
+        parts = [truths[at : at + _READ_AT_ONCE] for at in range(0, len(truths), _READ_AT_ONCE)]
+        return [truth for found in self._threads.map(self._unreadable, parts) for truth in found]
+
+    def _unreadable(self, truths: Sequence[str]) -> list[str]:
         readable = self._ask("can_read", *truths)
         if readable is not None:
             return [truth for truth, fine in zip(truths, readable, strict=True) if not fine]
         if len(truths) == 1:
             return list(truths)
         half = len(truths) // 2  # one of them passes the limits, and takes the others with it
-        return [*self.unreadable(truths[:half]), *self.unreadable(truths[half:])]
+        return [*self._unreadable(truths[:half]), *self._unreadable(truths[half:])]
 
     def _ask(self, *task: str) -> Any:
-        worker = self._idle.pop() if self._idle else _Worker()
+        try:
+            worker = self._idle.pop()
+        except IndexError:  # asked like this, since another thread may take the last one after any look
+            worker = _Worker()
         answer = worker.ask(task)
         self._idle.append(worker)
         if answer == _LATE:

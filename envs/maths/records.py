@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, TypeGuard
 
 from pydantic import BaseModel, ConfigDict
@@ -136,9 +138,12 @@ def _is_text(value: object) -> TypeGuard[str]:
 
 
 def _written(name: str, value: object) -> str:
-    """An answer as text: whole numbers and decimals may stand in a row as such."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    """An answer as text: whole numbers and decimals may stand in a row as such. Never as ``1e-07``, which is read as a
+    product with the number e."""
+    if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
+    if isinstance(value, float) and math.isfinite(value):
+        return f"{Decimal(str(value)):f}"
     if not _is_text(value):
         raise ValueError(f"{name}: {_shown(value)}; right would be a text or a number")
     return value.strip()

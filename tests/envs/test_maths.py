@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -258,6 +259,27 @@ def test_what_a_machine_has_no_time_for_is_not_the_answer_s_fault(
         asked._ask("compare", "1", "1")
 
 
+class Contested(deque[Any]):
+    """Seems to hold something although another thread took the last of it."""
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def test_a_process_that_another_thread_took_first_is_replaced(asked: Grader, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asked, "_idle", Contested())
+    monkeypatch.setattr(grader._Worker, "ask", lambda self, task: [True])
+    assert asked._ask("can_read", "1") == [True]
+
+
+def test_of_many_answers_those_that_cannot_be_read_are_found_in_their_order(
+    asked: Grader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grader, "_READ_AT_ONCE", 1)
+    monkeypatch.setattr(asked, "_ask", lambda name, *texts: [int(text) % 1000 > 0 for text in texts])
+    assert asked.unreadable([str(at) for at in range(1, 3000)]) == ["1000", "2000"]
+
+
 def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
@@ -283,9 +305,11 @@ DAPO = {
         ({"ID": "2024-I-1", "Problem": "P", "Solution": "s", "Answer": 204}, "P", "204"),
         (DAPO, DAPO["prompt"][0]["content"], "42"),  # type: ignore[index]
         ({"prompt": "Bare?", "reward_model": {"ground_truth": 0.5}}, "Bare?", "0.5"),
+        ({"question": "Small?", "answer": 1e-05}, "Small?", "0.00001"),
+        ({"question": "Large?", "answer": 1e16}, "Large?", "10000000000000000"),
         ({"question": "Words?", "answer": r"\text{east}"}, "Words?", r"\text{east}"),
     ],
-    ids=["gsm8k", "plain", "math", "math-500", "aime", "aime-capitals", "dapo", "bare prompt", "words"],
+    ids=["gsm8k", "plain", "math", "math-500", "aime", "aime-capitals", "dapo", "bare prompt", "small", "large", "words"],
 )
 def test_rows_of_the_usual_data_sets(
     row: dict[str, Any], question: str, answer: str, asked: Grader, tmp_path: Path
@@ -302,6 +326,7 @@ def test_rows_of_the_usual_data_sets(
         ({"question": " ", "answer": "1"}, "row 2: question: str ' '; right would be a text that is not empty"),
         ({"question": "Q"}, "row 2: answer: missing; right would be answer, or a solution"),
         ({"question": "Q", "answer": ["1"]}, r"row 2: answer: list \"\['1'\]\"; right would be a text or a number"),
+        ({"question": "Q", "answer": float("nan")}, "row 2: answer: float 'nan'; right would be a text or a number"),
         ({"question": "Q", "answer": "(((("}, r"row 2: answer: '\(\(\(\(' can't be read; right would be a number"),
         ({"question": "Q", "answer": ""}, "row 2: answer: str ''; right would be a text or a number"),
         ({"question": "\ud800", "answer": "1"}, "row 2: question: str"),
