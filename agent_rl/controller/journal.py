@@ -205,8 +205,8 @@ class Journal:
         return {f"recover/{name}": float(counts[name]) for name in _COUNTED} if self._turns else {}
 
     def finished(self, position: int) -> Iterator[Trajectory]:
-        """What :meth:`runner` gave of ``position``, once; each is read again when it is asked for, which blocks on the
-        disk."""
+        """What :meth:`runner` gave of ``position``, in that order, once; each is read again when it is asked for, which
+        blocks on the disk."""
         self._episodes.pop(position, None)
         return map(self._read, self._given.pop(position, ()))
 

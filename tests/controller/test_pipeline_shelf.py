@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,9 @@ import pytest
 from trajectories import trajectory
 
 from agent_rl.controller.journal import Journal
-from agent_rl.controller.pipeline.shelf import Shelf
+from agent_rl.controller.pipeline.shelf import filled, shelving
+from agent_rl.rollout.group import DroppedGroup, GroupFormer, GroupSettings
+from agent_rl.rollout.limiter import Limiter
 from agent_rl.rollout.turn_log import TurnLog
 from agent_rl.types import Branch, BranchCause, Group, Trajectory, Turn
 from envs import Task
@@ -30,38 +33,43 @@ def routed(seed: int) -> Trajectory:
     messages = ({"role": "user", "content": f"seed {seed}"}, {"role": "assistant", "content": "ls"})
     return replace(
         made, logprobs=logprobs, routing=routing, further=(further,), turns=(turn,), messages=messages,
-        tests={"a": "passed"},
+        tests={"a": "passed"}, seconds=float(seed),
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("again", [False, True])
 async def test_a_shelved_group_gets_its_arrays_back(tmp_path: Path, again: bool) -> None:
-    given = [routed(seed) for seed in range(3)]
+    """Its episodes end in another order than they began; a later start of the run has them from the journal."""
+    given, begun = [routed(seed) for seed in range(3)], [asyncio.Event() for _ in range(4)]
+    begun[0].set()
+    left = list(enumerate(given))
 
     async def run(task: Task, log: TurnLog | None = None) -> Trajectory:
-        return left.pop(0)
+        number, made = left.pop()
+        await begun[number].wait()
+        begun[number + 1].set()
+        return made
 
-    async def begun() -> Journal:
+    async def formed() -> tuple[Journal, Group | DroppedGroup]:
         journal = Journal(tmp_path, "run")
         journal.recover(0, {0: "start"}, lambda position: True)
         await journal.begin(1, "start")
-        return journal
+        former = GroupFormer(GroupSettings(3), Limiter(3), lambda event: None)
+        return journal, await former.form(Task("t", "e", {}), shelving(journal.runner(4, run)))
 
-    journal, left = await begun(), list(given)
-    shelf = Shelf()
-    ended = [await shelf.runner(journal.runner(4, run))(Task("t", "e", {})) for _ in given]
-    if again:  # in the next start of the run, which has them from the journal
+    journal, group = await formed()
+    if again:
         journal.close()
-        journal, shelf = await begun(), Shelf()
-        ended = [await shelf.runner(journal.runner(4, run))(Task("t", "e", {})) for _ in given]
-    for each in ended:
+        journal, group = await formed()
+    assert isinstance(group, Group)
+    for each in group.trajectories:
         assert each.tokens.size == each.loss_mask.size == each.logprobs.size == 1
         assert (each.routing, each.further, each.turns, each.messages) == (None, (), (), ())
-    shelved = shelf.of(Group("t", tuple(replace(each, queue_seconds=3.0) for each in ended)))
-    back = shelved.filled(reversed(list(journal.finished(4)))).trajectories
+    back = filled(group, journal.finished(4)).trajectories
     journal.close()
-    for found, original in zip(back, given, strict=True):
-        assert (found.reward, found.queue_seconds, found.recovered) == (original.reward, 3.0, again)
+    for found, kept, original in zip(back, group.trajectories, given, strict=True):
+        assert (found.reward, found.recovered) == (original.reward, again)
+        assert (found.seconds, found.queue_seconds) == (kept.seconds, kept.queue_seconds)
         assert (found.turns, found.messages, found.tests) == (original.turns, original.messages, original.tests)
         for one, other in zip(found.branches, original.branches, strict=True):
             assert one.routing is not None

@@ -309,7 +309,19 @@ DAPO = {
         ({"question": "Large?", "answer": 1e16}, "Large?", "10000000000000000"),
         ({"question": "Words?", "answer": r"\text{east}"}, "Words?", r"\text{east}"),
     ],
-    ids=["gsm8k", "plain", "math", "math-500", "aime", "aime-capitals", "dapo", "bare prompt", "small", "large", "words"],
+    ids=[
+        "gsm8k",
+        "plain",
+        "math",
+        "math-500",
+        "aime",
+        "aime-capitals",
+        "dapo",
+        "bare prompt",
+        "small",
+        "large",
+        "words",
+    ],
 )
 def test_rows_of_the_usual_data_sets(
     row: dict[str, Any], question: str, answer: str, asked: Grader, tmp_path: Path

@@ -21,13 +21,12 @@ from agent_rl.config import RunConfig
 from agent_rl.controller.journal import Journal
 from agent_rl.controller.pipeline.buffer import WorkBuffer
 from agent_rl.controller.pipeline.ledger import Outcome
-from agent_rl.controller.pipeline.shelf import Shelf, Shelved
+from agent_rl.controller.pipeline.shelf import filled, shelving
 from agent_rl.controller.schedule import task_at
 from agent_rl.errors import RolloutFailed
 from agent_rl.rollout.filters import masked_stops, teaches
 from agent_rl.rollout.group import (
     DroppedGroup,
-    EpisodeRunner,
     GroupFormer,
     GroupSettings,
     Rescore,
@@ -66,7 +65,7 @@ class RolloutPump:
         uniform = config.train.baseline == "batch"
         settings = GroupSettings(rollout.group_size, retries=rollout.sandbox_retries, rescore_uniform=uniform)
         self._former = GroupFormer(settings, limiter, self._told, rescore)
-        self._ended: dict[int, Group | DroppedGroup | Shelved] = {}
+        self._ended: dict[int, Group | DroppedGroup] = {}
         self._recent: deque[DroppedGroup | None] = deque(maxlen=JUDGED_BATCHES * rollout.tasks_per_step)
         self._groups: set[asyncio.Task[None]] = set()
         self._running = 0
@@ -107,9 +106,11 @@ class RolloutPump:
         ended = {position: self._ended.pop(position) for position in positions if position in self._ended}
         return {position: await self._whole(position, group) for position, group in ended.items()}
 
-    async def _whole(self, position: int, ended: Group | DroppedGroup | Shelved) -> Group | DroppedGroup:
+    async def _whole(self, position: int, ended: Group | DroppedGroup) -> Group | DroppedGroup:
         journaled = self._journal.finished(position)
-        return await asyncio.to_thread(ended.filled, journaled) if isinstance(ended, Shelved) else ended
+        if not self._config.pipeline.depth or isinstance(ended, DroppedGroup):
+            return ended
+        return await asyncio.to_thread(filled, ended, journaled)
 
     async def _feed(self, scope: asyncio.TaskGroup) -> None:
         while True:
@@ -128,16 +129,8 @@ class RolloutPump:
         await self._journal.settled(position)
         with self._timed():
             run = self._journal.runner(position, self._run, self._buffer.oldest(position))
-            ended = await self._form(task, run)
+            ended = await self._former.form(task, shelving(run) if self._config.pipeline.depth else run)
         self._end(position, ended)
-
-    async def _form(self, task: Task, run: EpisodeRunner) -> Group | DroppedGroup | Shelved:
-        """The group; where sampling runs ahead, without what the journal has of it."""
-        if not self._config.pipeline.depth:
-            return await self._former.form(task, run)
-        shelf = Shelf()
-        ended = await self._former.form(task, shelf.runner(run))
-        return shelf.of(ended) if isinstance(ended, Group) else ended
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -150,12 +143,12 @@ class RolloutPump:
             self._busy, self._busy_since = self._busy_seconds, time.perf_counter()
             self._running -= 1
 
-    def _end(self, position: int, ended: Group | DroppedGroup | Shelved) -> None:
+    def _end(self, position: int, ended: Group | DroppedGroup) -> None:
         self._ended[position] = ended
         self._recent.append(ended if isinstance(ended, DroppedGroup) else None)
         if isinstance(ended, DroppedGroup):
             self._judge(undecidable=ended.undecidable)
-        self._buffer.end(position, self._outcome(ended.group if isinstance(ended, Shelved) else ended))
+        self._buffer.end(position, self._outcome(ended))
 
     def _judge(self, *, undecidable: bool) -> None:
         width = self._config.rollout.tasks_per_step

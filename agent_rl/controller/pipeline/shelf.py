@@ -4,8 +4,7 @@ however far sampling runs ahead."""
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from hashlib import sha256
+from dataclasses import replace
 
 import numpy as np
 
@@ -14,42 +13,21 @@ from agent_rl.types import Group, Trajectory
 from envs import Task
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Shelved:
-    """A group of :func:`bare` trajectories; ``keys`` tell which of those journaled each one is."""
+def shelving(run: EpisodeRunner) -> EpisodeRunner:
+    """``run``, whose trajectories are journaled, giving them :func:`bare` as they end: a group may wait long for its
+    last one."""
 
-    group: Group
-    keys: tuple[bytes, ...]
+    async def shelved(task: Task) -> Trajectory:
+        trajectory = await run(task)
+        return trajectory if trajectory.stop.infrastructure else bare(trajectory)
 
-    def filled(self, journaled: Iterable[Trajectory]) -> Group:
-        """The group with its trajectories as they were ``journaled``."""
-        by_key = {_key(trajectory): trajectory for trajectory in journaled}
-        members = [_dressed(each, by_key[key]) for each, key in zip(self.group.trajectories, self.keys, strict=True)]
-        return replace(self.group, trajectories=tuple(members))
+    return shelved
 
 
-@dataclass(slots=True)
-class Shelf:
-    """Makes the trajectories of one group bare as they end: a group may wait long for its last one."""
-
-    keys: list[bytes] = field(default_factory=list)
-
-    def runner(self, run: EpisodeRunner) -> EpisodeRunner:
-        """``run``, whose trajectories are journaled, giving them :func:`bare`. Whoever runs them puts each into its
-        group without waiting for anything else: the ``keys`` have the order of the group."""
-
-        async def shelving(task: Task) -> Trajectory:
-            trajectory = await run(task)
-            if trajectory.stop.infrastructure:
-                return trajectory
-            self.keys.append(_key(trajectory))
-            return bare(trajectory)
-
-        return shelving
-
-    def of(self, group: Group) -> Shelved:
-        """``group``, which was formed of what :meth:`runner` gave."""
-        return Shelved(group, tuple(self.keys))
+def filled(group: Group, journaled: Iterable[Trajectory]) -> Group:
+    """A group of :func:`bare` trajectories with all that was ``journaled`` of each, in the order of the group."""
+    pairs = zip(group.trajectories, journaled, strict=True)
+    return replace(group, trajectories=tuple(_dressed(each, whole) for each, whole in pairs))
 
 
 def bare(trajectory: Trajectory) -> Trajectory:
@@ -61,14 +39,6 @@ def bare(trajectory: Trajectory) -> Trajectory:
         logprobs=np.zeros(tokens, np.float32), routing=None, turns=(), messages=(), versions=(), patch="", tests={},
         test_log="", further=(),
     )  # fmt: skip
-
-
-def _key(trajectory: Trajectory) -> bytes:
-    """No two samplings agree in all tokens and log-probs; of two that do, either's arrays are right."""
-    digest = sha256()
-    for branch in trajectory.branches:
-        digest.update(branch.tokens.tobytes() + branch.logprobs.tobytes())
-    return digest.digest()
 
 
 def _dressed(bare: Trajectory, whole: Trajectory) -> Trajectory:
