@@ -12,7 +12,7 @@ from envs.types import TaskRecordError
 
 FILE_TYPES = (".jsonl", ".json", ".parquet")
 HUB_SECONDS = 5.0
-_TOLD = 4
+_LISTED = 4
 
 Record = TypeVar("Record")
 Row = tuple[int, Mapping[str, Any] | str]
@@ -27,8 +27,8 @@ class BrokenRowsError(TaskRecordError):
         if len(problems) == 1:
             message = f"{source}: {problems[0]}"
         else:
-            more = [f"and {len(problems) - _TOLD} more"] if len(problems) > _TOLD else []
-            listed = "; ".join([*problems[:_TOLD], *more])
+            more = [f"and {len(problems) - _LISTED} more"] if len(problems) > _LISTED else []
+            listed = "; ".join([*problems[:_LISTED], *more])
             message = f"{source}: {len(problems)} broken fields (skip_broken: true leaves their rows out): {listed}"
         super().__init__(message)
 
@@ -61,7 +61,7 @@ def of_split(
 
 def is_one_data_set(path: Path) -> bool:
     """Whether ``path`` is a folder that holds one data set: saved, or cloned from the hub."""
-    return is_saved(path) or any((path / "data").glob("*.parquet"))
+    return _is_saved(path) or any((path / "data").glob("*.parquet"))
 
 
 def read_rows(source: Path | str, split: str | None, *, missing: str = "") -> Iterator[Row]:
@@ -76,7 +76,7 @@ def read_rows(source: Path | str, split: str | None, *, missing: str = "") -> It
     return readers[path.suffix](path)
 
 
-def is_saved(path: Path) -> bool:
+def _is_saved(path: Path) -> bool:
     """Whether ``path`` is a folder that ``datasets`` wrote with ``save_to_disk``."""
     return any((path / file).is_file() for file in ("dataset_dict.json", "state.json"))
 
@@ -134,7 +134,7 @@ def _data_set(name: str, split: str | None) -> Iterator[Row]:
             "set's name on the Hugging Face hub, it needs datasets: pip install 'agent-rl[datasets]'"
         ) from None
     try:
-        if is_saved(Path(name)):
+        if _is_saved(Path(name)):
             found = datasets.load_from_disk(name)
         else:
             with nullcontext() if _hub_answers(name) else _from_cache_alone():

@@ -25,7 +25,7 @@ from agent_rl.engine.open import open_engine
 from agent_rl.errors import AgentRlError
 from agent_rl.model_facts import read_facts
 from agent_rl.observe.display import cell
-from envs import needs_boxes
+from envs import EnvsError, needs_boxes
 from sandbox import SandboxBackend, SandboxError
 from sandbox.cluster.backend import ClusterBackend, Place
 
@@ -122,9 +122,9 @@ async def _trainer() -> str:
 
 async def check_sandboxes(config: RunConfig) -> list[Check]:
     """The sandbox of this machine, or of each host; with several hosts also whether they have the same image."""
-    if not needs_boxes(config.env.name):
-        return [Check("sandbox", True, f"environment {config.env.name} starts no box")]
     try:
+        if not needs_boxes(config.env.name):
+            return [Check("sandbox", True, f"environment {config.env.name} starts no box")]
         async with open_boxes(config, lambda line: None) as backend:
             if not isinstance(backend, ClusterBackend):
                 return [await _check("sandbox", lambda: _used_box(config, backend))]
@@ -133,7 +133,7 @@ async def check_sandboxes(config: RunConfig) -> list[Check]:
                 for place in backend.places
             ]
             return [*checks, await _check("sandbox image", lambda: _image(config, backend))]
-    except (AgentRlError, SandboxError) as error:
+    except (AgentRlError, EnvsError, SandboxError) as error:
         return [Check("sandbox", False, str(error))]
 
 

@@ -213,11 +213,15 @@ METRICS: tuple[Metric, ...] = (
     ),
     *_of(
         "agent_rl/engine/load.py",
-        ("engine/empty_fraction", "share", "The step's time in which an engine ran no request, the mean over engines."),
+        (
+            "engine/empty_fraction",
+            "share",
+            "Time since the last step ended in which an engine ran no request, the mean over engines.",
+        ),
         (
             "engine/busy_fraction",
             "share",
-            "Places for requests (`engine.max_running_requests`) that were taken, the mean over the step's time.",
+            "Places for requests (`engine.max_running_requests`) that were taken, the mean over that time.",
         ),
     ),
     *_of(

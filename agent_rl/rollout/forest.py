@@ -459,10 +459,10 @@ def _common(first: Tokens, second: Tokens) -> int:
 
 
 def _digestible(message: ChatMessage) -> bytes:
-    said = message.text + message.reasoning
+    words = message.text + message.reasoning
     if not message.calls:  # as nearly all: one text, encoded at once
-        return f"{message.role} 0 {len(message.text)} {said}".encode(errors="surrogatepass")
+        return f"{message.role} 0 {len(message.text)} {words}".encode(errors="surrogatepass")
     calls = [(call.name, dict(call.arguments)) for call in message.calls]
     written = orjson.dumps(calls, option=orjson.OPT_SORT_KEYS)
     head = f"{message.role} {len(written)} {len(message.text)} ".encode()
-    return head + written + said.encode(errors="surrogatepass")
+    return head + written + words.encode(errors="surrogatepass")

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from agent_rl.commands.doctor import _tasks_table, diagnose, run_doctor
 from agent_rl.commands.eval import EvalOptions, run_evaluation
-from agent_rl.commands.health import Check, check_installation, check_parts, checks_table
+from agent_rl.commands.health import Check, check_installation, check_parts, check_sandboxes, checks_table
 from agent_rl.commands.policy import PolicyChoice
 from agent_rl.config_files import load_config
 from agent_rl.errors import ConfigError
@@ -99,6 +99,12 @@ def test_what_was_found_is_shown_as_it_is() -> None:
     text = shown.export_text()
     for whole in ("t[x]", "a.py[red] and [/b]\ufffd[2J", "box [x]: [/red]\ufffd[2J"):
         assert whole in text
+
+
+async def test_an_environment_that_does_not_load_is_one_wrong_part() -> None:
+    config = load_config(ROOT / "configs/quickstart.yaml", ["env.name=nobody.here:Nothing"])
+    (found,) = await check_sandboxes(config)
+    assert (found.ok, "nobody" in found.detail) == (False, True)
 
 
 @pytest.mark.bubblewrap

@@ -9,6 +9,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -25,10 +26,21 @@ from sandbox.docker.backend import check_limits
 from sandbox.docker.disk import is_want_of_quota, may_have_quota
 from sandbox.docker.exec import END, Demux, Marked
 from sandbox.lease import EXPIRY_SECONDS, Heartbeat, Lease
+from sandbox.own_folder import OwnFolder
 from sandbox.owner import Owner
 from sandbox.process import Capture
 
-# Owners
+# Owners and their folders
+
+
+@pytest.mark.timeout(10)
+def test_what_is_no_folder_is_left_where_others_made_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among the files of all users a pipe may have any name; opening it would wait for someone to write."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    os.mkfifo(tmp_path / "own-pipe")
+    folder = OwnFolder("own-")
+    folder.remove()
+    assert [path.name for path in tmp_path.iterdir()] == ["own-pipe"]
 
 
 def test_owner_runs_until_its_process_ends() -> None:
