@@ -32,7 +32,7 @@ from agent_rl.gateway.session import ExtendingRenderer, HarnessRenderer, Session
 from agent_rl.rollout.episode import EpisodeRules, EpisodeRun
 from agent_rl.types import StopReason, Trajectory
 from envs import Boxed, Dialogue, Environment, Episode, Grade, Task
-from sandbox import ExecResult, Sandbox, printable
+from sandbox import ExecResult, Sandbox, bounded, printable
 from sandbox.pool import PooledBox
 from tools import ToolCallFormat, ToolSet
 
@@ -89,7 +89,8 @@ class HarnessRun(EpisodeRun):
     async def _act(self, partner: ToolSet | Dialogue) -> StopReason:
         stop = await self._driven()
         if isinstance(partner, Dialogue) and (turns := self.served.turns()):
-            await partner.hear(turns[-1].text)
+            async with bounded(self.limits.time_limit, "hearing the program's last reply"):
+                await partner.hear(turns[-1].text)
         return stop
 
     async def _driven(self) -> StopReason:

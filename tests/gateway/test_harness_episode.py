@@ -206,3 +206,19 @@ async def test_an_episode_in_words_hears_the_program_s_last_reply(
     engine = kit.Saying(renderer, ["first", "second", "last"])
     trajectory = await drive(gateway, kit, renderer, engine, command("talk.py", "ends"))
     assert (trajectory.stop, heard) == (StopReason.SUBMITTED, [trajectory.turns[-1].text])
+
+
+async def test_an_episode_that_never_hears_the_reply_is_given_up(
+    gateway: Gateway, renderer: ChatRenderer, kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def hear(self: object, text: str) -> ToolResult:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async with kit.MemoryEnvironment().start(TASK) as episode:
+        monkeypatch.setattr(type(episode), "hear", hear, raising=False)
+    engine = kit.Saying(renderer, ["words"])
+    async with asyncio.timeout(60):
+        trajectory = await drive(gateway, kit, renderer, engine, command("talk.py", "ends"), time_limit=1.5)
+    assert trajectory.stop is StopReason.SANDBOX_FAILURE
+    assert "hearing the program's last reply took longer than 1.5 s" in trajectory.error
