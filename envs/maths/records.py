@@ -56,9 +56,10 @@ def read_problems(source: str, grader: Grader, *, split: str | None = None, skip
             faults[number] = str(error)
             continue
         first, known = found.setdefault(problem.id, (number, problem))
-        repeated += first != number
         if known.answer != problem.answer:
             faults[number] = f"answer: {problem.answer!r}, and {known.answer!r} in row {first}, which asks the same"
+        elif first != number:
+            repeated += 1
     unreadable = set(grader.unreadable(list(dict.fromkeys(problem.answer for _, problem in found.values()))))
     for number, problem in found.values():
         if problem.answer in unreadable:

@@ -332,7 +332,7 @@ def test_rows_of_the_usual_data_sets(
 
 
 @pytest.mark.parametrize(
-    ("row", "told"),
+    ("row", "message"),
     [
         ({"answer": "1"}, "row 2: question: missing; right would be a text in question or problem"),
         ({"question": " ", "answer": "1"}, "row 2: question: str ' '; right would be a text that is not empty"),
@@ -350,14 +350,14 @@ def test_rows_of_the_usual_data_sets(
     ],
 )
 def test_a_row_that_lacks_something_is_told_in_one_line_or_left_out(
-    row: dict[str, Any], told: str, asked: Grader, tmp_path: Path
+    row: dict[str, Any], message: str, asked: Grader, tmp_path: Path
 ) -> None:
     path = write(tmp_path / "rows.jsonl", [{"question": "First?", "answer": "1"}, row])
-    with pytest.raises(TaskRecordError, match=told) as caught:
+    with pytest.raises(TaskRecordError, match=message) as caught:
         read_problems(path, asked)
     assert "\n" not in str(caught.value)
     found = read_problems(path, asked, skip_broken=True)
-    assert (len(found.problems), len(found.broken)) == (1, 1)
+    assert (len(found.problems), len(found.broken), found.repeated) == (1, 1, 0)
 
 
 def test_rows_are_one_problem_each_and_are_dealt_out(tmp_path: Path) -> None:
