@@ -64,25 +64,25 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("fault", "told"), FAULTS)
+@pytest.mark.parametrize(("fault", "reason"), FAULTS)
 @pytest.mark.parametrize(
     "layout", [ParallelConfig(), ParallelConfig(world_size=2, context=2)], ids=["whole", "context"]
 )
 def test_an_attention_that_is_at_fault_is_passed_over(
-    choice: Any, fault: Callable[..., Any], told: str, layout: ParallelConfig
+    choice: Any, fault: Callable[..., Any], reason: str, layout: ParallelConfig
 ) -> None:
     (right,) = choice.attentions(torch.float32, CPU)
     wrong = choice.Candidate("a fast kernel", fault(right.use))
     exam, notes = choice.attention_exam(FACTS, layout, torch.float32), []
     assert choice.choose("attention", [wrong, right], exam, CPU, notes) is right
     (line,) = notes
-    found = rf"kernels: a fast kernel is not used for attention: {told}; next is torch's attention run by run"
+    found = rf"kernels: a fast kernel is not used for attention: {reason}; next is torch's attention run by run"
     assert re.fullmatch(found, line)
 
 
-@pytest.mark.parametrize(("fault", "told"), FAULTS)
+@pytest.mark.parametrize(("fault", "reason"), FAULTS)
 def test_a_grouped_product_that_is_at_fault_is_passed_over(
-    choice: Any, monkeypatch: pytest.MonkeyPatch, fault: Callable[..., Any], told: str
+    choice: Any, monkeypatch: pytest.MonkeyPatch, fault: Callable[..., Any], reason: str
 ) -> None:
     grouped, one_by_one = choice.PRODUCTS
     wrong = choice.Candidate(grouped.name, fault(grouped.use))
@@ -90,8 +90,10 @@ def test_a_grouped_product_that_is_at_fault_is_passed_over(
     kernels = choice.choose_kernels(FACTS, ParallelConfig(), torch.float32, CPU, balanced=False)
     assert kernels.product is one_by_one.use
     (line,) = kernels.notes
-    assert re.fullmatch(rf"kernels: torch's grouped .* products: {told}; next is one product an expert", line)
-    with pytest.raises(TrainerError, match=f"{told}; there is no other$"):
+    assert re.fullmatch(
+        rf"kernels: torch's grouped .* products of experts: {reason}; next is one product an expert", line
+    )
+    with pytest.raises(TrainerError, match=rf"borrow \(train.balance\): {reason}; there is no other$"):
         choice.choose_kernels(FACTS, ParallelConfig(), torch.float32, CPU, balanced=True)
 
 
@@ -167,8 +169,18 @@ def test_a_fused_permutation_is_taken_where_it_is_right(
     ways = [way() for way in choice.PERMUTATIONS]
     assert [way.there for way in ways] == [True, True]
     assert choice.choose("permutation", ways, exam, CPU, notes).use is True
-    right = fused.fused_unpermute
-    monkeypatch.setattr(fused, "fused_unpermute", lambda rows, *rest, **options: right(rows.flip(0), *rest, **options))
+
+
+@pytest.mark.parametrize(
+    "name", ["permute", "permute_with_probs", "unpermute", "sort_chunks_by_index", "sort_chunks_by_index_with_probs"]
+)
+def test_a_fused_permutation_of_which_one_part_is_wrong_is_not_taken(
+    choice: Any, fused: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Whichever dispatcher calls that part."""
+    right, notes = getattr(fused, f"fused_{name}"), []
+    monkeypatch.setattr(fused, f"fused_{name}", lambda rows, *rest, **options: right(rows.flip(0), *rest, **options))
+    exam, ways = choice.permutation_exam(FACTS, torch.float32), [way() for way in choice.PERMUTATIONS]
     assert choice.choose("permutation", ways, exam, CPU, notes).use is False
     assert "Transformer Engine's permutation is not used for permutation: its error is" in notes[0]
 

@@ -89,7 +89,8 @@ class Case:
 def choose_kernels(
     facts: ModelFacts, parallel: ParallelConfig, dtype: torch.dtype, device: torch.device, *, balanced: bool
 ) -> Kernels:
-    """Collective. ``balanced``: experts may be borrowed, which wants the grouped product and orders tokens itself.
+    """Collective. ``balanced``: experts may be borrowed, which is written for the grouped product and for Megatron's
+    own permutation alone.
 
     Raises TrainerError where no kernel is right.
     """
@@ -98,9 +99,8 @@ def choose_kernels(
     product: Product = grouped_product
     fused, names = False, [attention.name]
     if any(facts.moe):
-        products = choose(
-            "the experts' products", PRODUCTS[: 1 if balanced else None], product_exam(facts, dtype), device, notes
-        )
+        what, known = ("experts that ranks borrow (train.balance)", PRODUCTS[:1]) if balanced else ("experts", PRODUCTS)
+        products = choose(f"the products of {what}", known, product_exam(facts, dtype), device, notes)
         ways = PERMUTATIONS if device.type == "cuda" and not balanced else PERMUTATIONS[-1:]
         permutation = choose(
             "the experts' permutation", [way() for way in ways], permutation_exam(facts, dtype), device, notes
@@ -253,8 +253,8 @@ def _chosen(tokens: int, experts: int) -> Tensor:
 
 
 def _there_and_back(fused: bool, tokens: Tensor, gates: Tensor) -> Tensor:
-    """What Megatron's dispatcher does to tokens ``[T, H]``: to their experts, in another order of experts, times their
-    gates ``[T, E]``, back, and added up."""
+    """What Megatron's dispatchers do to tokens ``[T, H]``: to their experts, with their gates ``[T, E]`` (all-to-all)
+    and without (allgather), in another order of experts, times their gates, back, and added up."""
     from megatron.core.transformer.moe.moe_utils import permute, sort_chunks_by_idxs, unpermute
 
     chosen = _chosen(*gates.shape)
@@ -262,6 +262,7 @@ def _there_and_back(fused: bool, tokens: Tensor, gates: Tensor) -> Tensor:
     gates = (gates if gates.dtype == torch.float64 else gates.float()) * routing_map
     count = int(counts.sum())
     rows, held, order = permute(tokens, routing_map, probs=gates, num_out_tokens=count, fused=fused)
+    rows = rows + permute(tokens, routing_map, num_out_tokens=count, fused=fused)[0]
     place = tokens.device if fused else torch.device("cpu")
     backwards = torch.arange(len(counts)).flip(0).to(place)
     rows, held = sort_chunks_by_idxs(rows, counts.to(place), backwards, probs=held, fused=fused)
