@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from agent_rl.aio import shielded
+from agent_rl.aio import beside, shielded
 from agent_rl.config import RunConfig
 from agent_rl.errors import AgentRlError, TrainerDied, TrainerError, WeightSyncError
 from agent_rl.train.answers import gather
@@ -33,9 +33,9 @@ T = TypeVar("T")
 GIB = 1 << 30
 
 START_SECONDS = 600.0
-"""How long the ranks may take to start in which none of them reads weights."""
+"""How long their start may go on without one of them reading weights."""
 LOADING_SECONDS = 10.0
-"""How often they are asked how far they are with it."""
+"""How often they are asked how far they are with reading."""
 CALL_SECONDS = 6 * 3600.0
 
 
@@ -50,8 +50,8 @@ class Ranks:
         self._ended: TrainerError | None = None
 
     async def start(self, config: RunConfig, optimizer: OptimizerSpec, note: Callable[[str], None]) -> None:
-        """Start Ray and the actors, and build the model in each; ``note`` is told how far the weights are read. Raises
-        TrainerError or UserError."""
+        """Start Ray and the actors, and build the model in each; ``note`` gets a line on how far the weights are read,
+        and on the kernels. Raises TrainerError or UserError."""
         if config.train.ray_address is not None:
             await check_ray(config.train.ray_address)
         # Shielded: a cancelled start must not leave behind a thread that starts processes nobody owns.
@@ -65,12 +65,8 @@ class Ranks:
     async def _started(self, calls: Sequence[ObjectRef[RankInfo]], note: Callable[[str], None]) -> list[RankInfo]:
         """The answers; raises TrainerError where nothing was read for long and none came."""
         try:
-            async with asyncio.timeout(START_SECONDS) as limit:
-                watching = asyncio.create_task(self._watch_loading(limit, note))
-                try:
-                    return await gather(calls, CALL_SECONDS)
-                finally:
-                    watching.cancel()
+            async with asyncio.timeout(START_SECONDS) as limit, beside(self._watch_loading(limit, note)):
+                return await gather(calls, CALL_SECONDS)
         except TimeoutError:
             raise TrainerError(f"the trainer did not start: no rank read weights for {START_SECONDS:g} s") from None
 

@@ -1,4 +1,4 @@
-"""A long start: how far the ranks are with reading weights is told, and only one that reads nothing is given up."""
+"""A long start: how far the ranks are with reading weights is said, and only one that reads nothing is given up."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def actor(states: Iterable[LoadProgress], ended: asyncio.Event) -> Any:
 
 
 def started(states: Sequence[Iterable[LoadProgress]], *, answers: bool) -> tuple[list[str], list[Any]]:
-    """What is told while ranks of these states start, and what they answer (once all states were asked for)."""
+    """The notes while ranks of these states start, and what they answer (once all states were asked for)."""
     notes: list[str] = []
 
     async def run() -> list[Any]:
@@ -71,3 +71,14 @@ def test_a_start_in_which_nothing_is_read_ends(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(module, "START_SECONDS", 0.05)
     with pytest.raises(TrainerError, match=r"did not start: no rank read weights for 0\.05 s$"):
         started([[LoadProgress(4 * GIB, GIB)]], answers=False)
+
+
+def test_a_watch_that_fails_ends_the_start_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOADING_SECONDS", 0.001)
+
+    def states() -> Iterator[LoadProgress]:
+        yield LoadProgress(4 * GIB, GIB)
+        raise TrainerError("a trainer rank died")
+
+    with pytest.raises(TrainerError, match=r"^a trainer rank died$"):
+        started([states()], answers=False)
