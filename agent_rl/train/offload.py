@@ -57,6 +57,7 @@ class HostState:
             self.slots.append({"master": master, **{name: next(places) for name in self._moments}})
         for index in range(len(self.held)):
             self._leave(index)
+        add_counts(adam)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -87,12 +88,9 @@ class HostState:
         one, slots = self.held[place], self.slots[place]
         if self._own[place]:
             one.master.data = slots["master"].to(one.master.device, copy=True).view(one.master.shape)
-        state = self._inner.state[one.master]
-        state.update(
+        self._inner.state[one.master].update(
             {name: slots[name].to(one.master.device, copy=True).view(one.master.shape) for name in self._moments}
         )
-        if type(self._inner).__module__.startswith("torch."):
-            state.setdefault("step", torch.tensor(0.0))
 
     def _keep(self, place: int) -> None:
         """What an update left of it back to the host, and into the weight."""
@@ -110,9 +108,19 @@ class HostState:
         one, slots = self.held[place], self.slots[place]
         if self._own[place]:
             one.master.data = one.master.new_zeros(1).expand(one.master.shape)
-        state = self._inner.state[one.master]
-        state.update({name: slots[name].view(one.master.shape) for name in self._moments})
-        if type(self._inner).__module__.startswith("torch."):
+        self._inner.state[one.master].update({name: slots[name].view(one.master.shape) for name in self._moments})
+
+
+def counts_by_parameter(adam: Any) -> bool:
+    """Whether it counts its updates in each parameter's state, as torch's does; Transformer Engine's and Apex's count
+    in their groups."""
+    return type(adam).__module__.startswith("torch.")
+
+
+def add_counts(adam: Any) -> None:
+    """Begin the counts that torch's Adam wants of every parameter that has moments."""
+    if counts_by_parameter(adam):
+        for state in adam.state.values():
             state.setdefault("step", torch.tensor(0.0))
 
 

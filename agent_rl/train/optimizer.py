@@ -1,10 +1,10 @@
 """Megatron's optimizer and learning-rate schedule behind one small class. Import only in rank processes.
 
 The state is Adam's two moments and a float32 master of every weight, on the device, or between updates on the host
-(:mod:`agent_rl.train.offload`). Where the model was wrapped for Megatron's
-distributed optimizer (``train.parallel.distributed_optimizer``; ZeRO-1, arXiv 1910.02054), the ranks that hold a copy
-of a parameter share its state out: each keeps, and updates, a stretch of the flattened weight.
-:meth:`PolicyOptimizer.shards` says which, with and without it.
+(:mod:`agent_rl.train.offload`). Where the model was wrapped for Megatron's distributed optimizer
+(``train.parallel.distributed_optimizer``; ZeRO-1, arXiv 1910.02054), the ranks that hold a copy of a parameter share
+its state out: each keeps, and updates, a stretch of the flattened weight. :meth:`PolicyOptimizer.shards` says which,
+with and without it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from agent_rl.config import OnSpike
-from agent_rl.train.offload import Held, HostState, without_gradients
+from agent_rl.train.offload import Held, HostState, add_counts, counts_by_parameter, without_gradients
 from agent_rl.train.orders import OptimizerSpec
 from agent_rl.train.reports import Update
 
@@ -161,7 +161,7 @@ class PolicyOptimizer:
     def _set_counts(self, counts: Mapping[str, int]) -> None:
         for optimizer in self._parts():
             inner = optimizer.optimizer
-            if isinstance(inner, torch.optim.Optimizer) and type(inner).__module__.startswith("torch."):
+            if counts_by_parameter(inner):
                 for state in inner.state.values():
                     state["step"].fill_(counts["updates"])
             else:
@@ -197,11 +197,8 @@ def updates_made(adam: Any) -> int:
 
 def _allocate(optimizer: Any) -> None:
     """Make the moments that Adam would make at its first step, as zeros."""
-    inner = optimizer.optimizer
-    optimizer.init_state_fn(inner, optimizer.config)
-    if type(inner).__module__.startswith("torch."):
-        for state in inner.state.values():
-            state.setdefault("step", torch.tensor(0.0))  # Megatron's function leaves this out, and torch wants it
+    optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
+    add_counts(optimizer.optimizer)  # Megatron's function leaves them out
 
 
 def _held(optimizer: Any) -> Iterator[Held]:
