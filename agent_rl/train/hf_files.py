@@ -1,4 +1,4 @@
-"""Which tensors a model's Hugging Face checkpoint has, of what shapes and where: said by its config, and by its files'
+"""Which tensors a model's Hugging Face checkpoint has, of what shapes and where: by its config, and by its files'
 heads. Imports no torch."""
 
 from __future__ import annotations
@@ -38,17 +38,24 @@ class LoadProgress:
 
 
 def check_checkpoint(folder: Path, facts: ModelFacts, key: str = "model") -> None:
-    """Raises ConfigError, one line, for a shard that is missing, or a tensor that is or has another shape than
-    ``facts`` say; ``key`` is the config's that names it. Reads the files' heads alone."""
+    """Raises ConfigError, one line, for a shard that is missing, and for a tensor that is missing, has another shape
+    than ``facts`` say or a dtype that is not read; ``key`` is the config's that names it. Reads the files' heads
+    alone."""
     held = read_heads(folder, key)
     for name, shape in expected_shapes(facts).items():
-        if name not in held:
-            raise ConfigError(f"{key}: {folder}: the checkpoint has no tensor {name}, of shape {list(shape)}")
-        if held[name].shape != shape:
-            raise ConfigError(
-                f"{key}: {folder}: {name} is {list(held[name].shape)} in the checkpoint and {list(shape)} by "
-                "config.json"
-            )
+        check_tensor(held, name, shape, f"{key}: {folder}")
+
+
+def check_tensor(held: Mapping[str, Entry], name: str, shape: tuple[int, ...], where: str) -> None:
+    """Raises ConfigError, one line that begins with ``where``, unless ``held`` has the tensor ``name``, of this shape
+    and of a dtype that is read."""
+    if name not in held:
+        raise ConfigError(f"{where}: the checkpoint has no tensor {name}, of shape {list(shape)}")
+    if held[name].shape != shape:
+        found = list(held[name].shape)
+        raise ConfigError(f"{where}: {name} is {found} in the checkpoint and {list(shape)} by config.json")
+    if held[name].dtype not in DTYPES:
+        raise ConfigError(f"{where}: {name} is {held[name].dtype}; {', '.join(DTYPES)} are read")
 
 
 def expected_shapes(facts: ModelFacts) -> Shapes:
@@ -94,8 +101,8 @@ def _mlp(name: str, parts: tuple[str, ...], hidden: int, inner: int) -> Iterator
 
 
 def read_heads(folder: Path, key: str = "model") -> dict[str, Entry]:
-    """Every tensor of the checkpoint in ``folder`` by its name. Raises ConfigError, one line, where a shard is missing,
-    cut short or no safetensors file, and for a dtype that is not read."""
+    """Every tensor of the checkpoint in ``folder`` by its name; of the files that its index names, where it has one, as
+    the engine does. Raises ConfigError, one line, where a shard is missing, cut short or no safetensors file."""
     files, index = sorted(folder.glob("*.safetensors")), folder / "model.safetensors.index.json"
     if not files:
         raise ConfigError(f"{key}: {folder}: holds no *.safetensors file")
@@ -103,6 +110,7 @@ def read_heads(folder: Path, key: str = "model") -> dict[str, Entry]:
         named = _named_files(index)
         if missing := sorted(named - {file.name for file in files}):
             raise ConfigError(f"{key}: {folder}: {len(missing)} of {len(named)} shards are missing, first {missing[0]}")
+        files = [file for file in files if file.name in named]
     return {name: entry for file in files for name, entry in _entries(file)}
 
 
@@ -116,8 +124,6 @@ def _named_files(index: Path) -> set[str]:
 def _entries(file: Path) -> Iterator[tuple[str, Entry]]:
     head, begin = _head(file)
     for name, entry in head.items():
-        if entry["dtype"] not in DTYPES:
-            raise ConfigError(f"{file}: {name} is {entry['dtype']}; {', '.join(DTYPES)} are read")
         yield name, Entry(file, entry["dtype"], tuple(entry["shape"]), begin + entry["data_offsets"][0])
 
 

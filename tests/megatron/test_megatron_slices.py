@@ -21,7 +21,7 @@ from torch import Tensor
 from agent_rl.config import ParallelConfig
 from agent_rl.errors import ConfigError
 from agent_rl.model_facts import ModelFacts
-from agent_rl.train.hf_files import LoadProgress, expected_shapes, read_heads
+from agent_rl.train.hf_files import LoadProgress, check_checkpoint, expected_shapes, read_heads
 from agent_rl.train.megatron.parallel import Ranks
 
 pytestmark = pytest.mark.megatron
@@ -201,7 +201,7 @@ def test_nothing_is_read_of_a_checkpoint_that_does_not_fit(
     (ranks,) = ranks_of(ParallelConfig())
     narrow = checkpoint.tensors | {"model.layers.3.mlp.gate.weight": torch.zeros(4, 32)}
     save_file(narrow, tmp_path / "model.safetensors")
-    with pytest.raises(ConfigError, match=r"3\.mlp\.gate\.weight gives \(4, 32\), the config says \(8, 32\)$"):
+    with pytest.raises(ConfigError, match=r"3\.mlp\.gate\.weight is \[4, 32\] in .* and \[8, 32\] by config\.json$"):
         load_weights(modules_of(checkpoint.facts, ranks), checkpoint.facts, tmp_path, ranks, {}, LoadProgress())
     assert not reads
 
@@ -214,9 +214,26 @@ def test_files_that_are_no_checkpoint_are_one_line(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-4])
     with pytest.raises(ConfigError, match=r"it is cut short: \d+ bytes, and its head names \d+$"):
         read_heads(tmp_path)
-    save_file({"a": torch.zeros(8, dtype=torch.int8)}, file)
-    with pytest.raises(ConfigError, match=r"a is I8; F64, F32, F16, BF16 are read$"):
-        read_heads(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(ConfigError, match="no index of a checkpoint"):
         read_heads(tmp_path)
+
+
+def test_a_dtype_that_is_not_read_is_refused_where_the_model_needs_the_tensor(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    file, facts = tmp_path / "model.safetensors", checkpoint.facts
+    save_file(checkpoint.tensors | {"steps": torch.zeros(8, dtype=torch.int64)}, file)
+    check_checkpoint(tmp_path, facts)
+    save_file(checkpoint.tensors | {"model.norm.weight": torch.zeros(32).to(torch.float8_e4m3fn)}, file)
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight is F8_E4M3; F64, F32, F16, BF16 are read$"):
+        check_checkpoint(tmp_path, facts)
+
+
+def test_files_that_an_index_does_not_name_are_not_read(tmp_path: Path) -> None:
+    """The engine reads none of them either."""
+    save_file({"a": torch.zeros(8)}, tmp_path / "model-00001-of-00001.safetensors")
+    save_file({"a": torch.zeros(4)}, tmp_path / "model.safetensors")
+    index = {"weight_map": {"a": "model-00001-of-00001.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert read_heads(tmp_path)["a"].shape == (8,)

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agent_rl.errors import ConfigError, TrainerError
-from agent_rl.train.hf_files import DTYPES, Entry, LoadProgress, read_heads
+from agent_rl.errors import TrainerError
+from agent_rl.train.hf_files import DTYPES, Entry, LoadProgress, check_tensor, read_heads
 
 BLOCK_BYTES = 16 << 20
 
@@ -77,12 +77,9 @@ class SliceReader:
         self._open.close()
 
     def check(self, piece: Piece) -> None:
-        """Raises ConfigError where the checkpoint lacks the tensor or has it in another shape."""
-        if piece.name not in self._entries:
-            raise ConfigError(f"{self._folder}: the checkpoint has no tensor {piece.name}")
-        found = self._entries[piece.name].shape
-        if found != piece.full_shape:
-            raise ConfigError(f"{self._folder}: {piece.name} gives {found}, the config says {piece.full_shape}")
+        """Raises ConfigError where the checkpoint lacks the tensor, or has it in another shape or a dtype that is not
+        read."""
+        check_tensor(self._entries, piece.name, piece.full_shape, str(self._folder))
 
     def place(self, piece: Piece) -> tuple[str, int]:
         """File and byte at which a piece begins: read in this order, a disk is read forwards."""
