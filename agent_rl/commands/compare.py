@@ -91,7 +91,13 @@ async def run_compare(
     some (of an earlier comparison, or of a run: all its steps). ``rescore``: the config's engine computes them again,
     and the trainer is compared with that pass. Raises ConfigError for what cannot be compared.
     """
-    config = with_models(config_of(source, overrides))
+    config = config_of(source, overrides)
+    if rescore and config.rollout.logprob_temperature != 1:
+        raise ConfigError(
+            "--rescore: SGLang gives a prompt's log-probs at temperature 1 whatever is asked, and "
+            f"rollout.temperature is {config.rollout.temperature:g}: add rollout.temperature=1"
+        )
+    config = with_models(config)
     config = config.model_copy(update={"train": config.train.model_copy(update={"replay": "r3"})})  # to be replayed
     check_model(config.model)
     check_lengths(config, read_facts(config.model))
@@ -241,7 +247,7 @@ def compare(
 
 
 def of_engine(trajectories: Sequence[Trajectory]) -> TrainerPass:
-    """What the engine said of the trajectories, as a pass."""
+    """The engine's log-probs and experts of the trajectories, as a pass."""
     return TrainerPass([t.logprobs for t in trajectories], [_routing(t) for t in trajectories])
 
 

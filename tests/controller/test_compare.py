@@ -122,6 +122,14 @@ def test_what_cannot_be_compared_is_told_in_a_line(tmp_path: Path) -> None:
     assert config_of(tmp_path, ("seed=3",)).model == tmp_path / "model"
 
 
+async def test_a_prefill_is_not_compared_at_another_temperature(tmp_path: Path) -> None:
+    """SGLang gives a prompt's log-probs at temperature 1, and the trainer would compute its own at 0.7."""
+    config = tmp_path / "config.yaml"
+    config.write_text("name: cool\nmodel: there\nrollout: {temperature: 0.7}\n")
+    with pytest.raises(ConfigError, match=r"rollout\.temperature is 0\.7: add rollout\.temperature=1"):
+        await run_compare(config, (), tasks=1, split="train", out=tmp_path, trajectories=tmp_path, rescore=True)
+
+
 @pytest.mark.sglang
 @pytest.mark.megatron
 @pytest.mark.bubblewrap
