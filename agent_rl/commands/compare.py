@@ -319,7 +319,8 @@ def _draw(
     engine = np.concatenate([t.logprobs[1:][t.loss_mask[1:]] for t in trajectories])
     scatter = {"without replay": native, "with replay": replay}
     panels = {name: (_sampled(trajectories, passed), engine) for name, passed in scatter.items()}
-    curves = {name: r.total.logprobs for name, r in comparison.reports.items() if r.total.logprobs is not None}
+    logprobs = {name: report.total.logprobs for name, report in comparison.reports.items()}
+    curves = {name: found.f_tau for name, found in logprobs.items() if found is not None}
     write_atomic(out / "probabilities.png", probability_scatter(panels))
     write_atomic(out / "f_tau.png", f_tau_curves(curves))
     if comparison.native.total.routes is not None:

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Column, Table
 
@@ -32,7 +33,7 @@ from agent_rl.observe.picture import PASS_AT_1, Rows, draw_settings
 from agent_rl.rollout.records import step_stem, steps_on_disk
 from agent_rl.rollout.token_details import read_gaps
 from r3.mismatch.figures import f_tau_curves
-from r3.mismatch.report import LogprobMismatch, logprob_mismatch
+from r3.mismatch.report import f_tau_curve
 
 NEWEST = 10
 """Steps whose tokens F(tau) is taken over, the last ones of every run."""
@@ -87,9 +88,9 @@ def run_figures(folders: Sequence[Path], out: Path) -> None:
     compared = [figures_of(name, runs, first) for name, runs in settings.items()]
     out.mkdir(parents=True, exist_ok=True)
     draw_settings({name: [_drawn(run) for run in runs] for name, runs in settings.items()}, out / "training.png")
-    tokens = {name: found for name, runs in settings.items() if (found := last_tokens(runs)) is not None}
-    if tokens:
-        write_atomic(out / "f_tau.png", f_tau_curves(tokens))
+    curves = {name: curve for name, runs in settings.items() if (curve := f_tau_at_the_end(runs)) is not None}
+    if curves:
+        write_atomic(out / "f_tau.png", f_tau_curves(curves))
     write_json(
         out / "runs.json", {"runs": [str(folder) for folder in folders], "settings": list(map(asdict, compared))}
     )
@@ -176,17 +177,12 @@ def _largest(runs: Sequence[Run], name: str) -> float:
     return max(max(run.values(name)) for run in runs)
 
 
-def last_tokens(runs: Sequence[Run]) -> LogprobMismatch | None:
-    """The sampled tokens of the last :data:`NEWEST` steps of the runs; None where none kept its tokens' detail."""
+def f_tau_at_the_end(runs: Sequence[Run]) -> NDArray[np.float64] | None:
+    """F(tau) of the tokens sampled in the last :data:`NEWEST` steps of the runs; None where none was kept."""
     stems = [step_stem(run.folder, step) for run in runs for step in steps_on_disk(run.folder)[-NEWEST:]]
     found = [gaps for stem in stems if (gaps := read_gaps(stem)) is not None]
-    if not found:
-        return None
-    starts = np.cumsum([0, *(len(lengths) for lengths, _ in found)])
-    sequence = [
-        np.repeat(start + np.arange(len(lengths)), lengths) for start, (lengths, _) in zip(starts, found, strict=False)
-    ]
-    return logprob_mismatch(np.concatenate([gap for _, gap in found]).astype(np.float64), np.concatenate(sequence))
+    gaps_T = np.concatenate([np.empty(0), *found])
+    return f_tau_curve(gaps_T) if len(gaps_T) else None
 
 
 def _drawn(run: Run) -> Rows:

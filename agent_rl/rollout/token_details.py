@@ -181,15 +181,15 @@ def read_loads(stem: Path) -> NDArray[np.uint32] | None:
         raise AgentRlError(f"{path}: damaged ({error})") from None
 
 
-def read_gaps(stem: Path) -> tuple[NDArray[np.int64], NDArray[np.float16]] | None:
-    """Of all branches of a step, one behind the other: how many tokens each sampled, and their gaps; None where none
-    were kept. Raises AgentRlError for a damaged file."""
+def read_gaps(stem: Path) -> NDArray[np.float16] | None:
+    """The gaps of all tokens that a step's branches sampled; None where none were kept. Raises AgentRlError for a
+    damaged file."""
     path = details_path(stem)
     if not path.is_file():
         return None
     try:
         with safe_open(path, framework="numpy") as tensors:
-            return np.diff(tensors.get_tensor("sampled").astype(np.int64)), tensors.get_tensor("gap")
+            return tensors.get_tensor("gap")
     except (SafetensorError, OSError) as error:
         raise AgentRlError(f"{path}: damaged ({error})") from None
 

@@ -11,15 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from r3.mismatch.report import Floats, LogprobMismatch, RouteMismatch
+from r3.mismatch.report import TAUS, Floats, RouteMismatch
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 POINTS = 20_000
 """Points of one scatter plot; of more tokens, the nearest to the diagonal are thinned out."""
-
-COLOURS = ("tab:orange", "tab:green", "tab:gray", "tab:blue", "tab:purple")
 
 
 def probability_scatter(passes: Mapping[str, tuple[Floats, Floats]]) -> bytes:
@@ -54,14 +52,14 @@ def _thinned(distance: Floats) -> Any:
     return np.concatenate([far, near[:: -(-len(near) // (POINTS // 2))]])
 
 
-def f_tau_curves(passes: Mapping[str, LogprobMismatch]) -> bytes:
-    """F(tau), the share of tokens whose probability differs by more than a factor tau, a curve a pass."""
-    figure = _figure(6, 4)
+def f_tau_curves(curves: Mapping[str, Floats]) -> bytes:
+    """F(tau), the share of tokens whose probability differs by more than a factor tau, at :data:`TAUS`, by name."""
+    figure, taus = _figure(6, 4), np.array(TAUS)
     axes = figure.add_subplot()
-    for (name, found), colour in zip(passes.items(), COLOURS, strict=False):
-        shown = found.f_tau > 0
-        label = name if shown.any() else f"{name}: no token beyond {found.taus.min():g}"
-        axes.plot(found.taus[shown] - 1, found.f_tau[shown], color=colour, label=label, marker=".", markersize=3)
+    for name, curve in curves.items():
+        shown = curve > 0
+        label = name if shown.any() else f"{name}: no token beyond {taus.min():g}"
+        axes.plot(taus[shown] - 1, curve[shown], label=label, marker=".", markersize=3)
     axes.axvline(1, color="black", linewidth=0.6, linestyle=":")
     axes.text(1.05, 0.95, "τ = 2", transform=axes.get_xaxis_transform(), va="top")
     axes.set(xscale="log", yscale="log", xlabel="τ - 1", ylabel="F(τ): share of tokens beyond a factor τ")

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from matplotlib.figure import Figure
 from safetensors.numpy import save_file
 
 from agent_rl.commands.figures import run_figures, setting_of
@@ -18,6 +19,8 @@ from agent_rl.errors import UserError
 from agent_rl.evaluation.seeds import seed_difference
 from agent_rl.observe.files import write_json
 from agent_rl.observe.metrics_log import MetricsLog
+from r3.mismatch import figures
+from r3.mismatch.report import f_tau_curve
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -67,6 +70,17 @@ def test_seeds_are_put_together_and_compared_with_the_first_setting(tmp_path: Pa
     assert "| GRPO + R3 | 0, 1, 2 | 12 | 25.0 | 80.0 (70.0, 80.0, 90.0) | +30.0 [+7.3, +52.7] |" in table
     for name in ("training.png", "f_tau.png"):
         assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_setting_has_its_curve(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = list[Figure]()
+    monkeypatch.setattr(figures, "_png", drawn.append)
+    names = ["off", "r2", "r3", "tis", "gspo", "gspo-r3"]
+    figures.f_tau_curves({name: f_tau_curve(np.full(3, number + 1.0)) for number, name in enumerate(names)})
+    lines, legend = drawn[0].axes[0].get_lines(), drawn[0].axes[0].get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == names
+    assert len({line.get_color() for line in lines[: len(names)]}) == len(names)
 
 
 def test_a_run_of_the_matrix_is_named_for_what_it_is_whatever_all_runs_override() -> None:
