@@ -13,6 +13,7 @@ a thread beside an event loop that does nothing else:
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
@@ -150,4 +151,5 @@ async def bench() -> Mapping[str, Mapping[str, Mapping[str, float]]]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print(json.dumps(asyncio.run(bench()), indent=1))

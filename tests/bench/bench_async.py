@@ -1,6 +1,6 @@
 """What sampling beside training gains: the real pump, buffer and gate, with modelled episodes and a modelled trainer.
 
-``PYTHONPATH=.:tests python tests/bench/bench_async.py`` runs, on a clock that jumps from event to event, steps of 64
+``python tests/bench/bench_async.py`` runs, on a clock that jumps from event to event, steps of 64
 groups of 8 episodes with places for half of them. An episode's time is lognormal (sigma 0.58), cut at four means; a
 step trains for a third of, or as long as, its episodes would take if no place were ever empty (the *ideal* rollout),
 and publishes for 3 % of an ideal step. It prints one JSON object, a row for each depth S and staleness K and each of
@@ -15,16 +15,17 @@ the two trainers:
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import statistics
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from trajectories import trajectory
 
 from agent_rl.config import RunConfig
 from agent_rl.controller.pipeline.buffer import BufferRules, WorkBuffer
@@ -36,6 +37,9 @@ from agent_rl.rollout.limiter import Limiter
 from agent_rl.rollout.turn_log import TurnLog
 from agent_rl.types import Group, Trajectory, VersionSpan
 from envs import Task
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from trajectories import trajectory
 
 GROUPS, SIZE, SLOTS = 64, 8, 256
 SIGMA, CUT, PUBLISH = 0.58, 4.0, 0.03
@@ -196,4 +200,5 @@ def bench() -> dict[str, list[dict[str, float]]]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print(json.dumps(bench(), indent=1))

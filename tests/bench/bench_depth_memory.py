@@ -1,6 +1,6 @@
 """What sampling ahead costs in memory: 512 trajectories of 16,128 tokens a batch, at depth 0 and 3.
 
-``PYTHONPATH=.:tests python tests/bench/bench_depth_memory.py`` runs steps of 64 groups of 8 episodes with places for
+``python tests/bench/bench_depth_memory.py`` runs steps of 64 groups of 8 episodes with places for
 half of them, each depth in a process of its own: pump, buffer, journal, episodes with their transcripts and routes (12
 layers of top-4), the samples of a step and its records on the disk are the real ones; the engine is scripted, and
 training is a wait. An episode has 16 turns, and its pace is lognormal (sigma 0.58, cut at four means). It prints one
@@ -72,8 +72,8 @@ class WordyEnvironment(SlowEnvironment):
 class PacedEngine(ScriptedEngine):
     """Answers each session at a pace of its own, ``latency`` seconds a turn on average."""
 
-    def __init__(self, said: list[int], latency: float) -> None:
-        super().__init__(lambda session, turn, tokens: said, layout=LAYOUT, weight_version="0")
+    def __init__(self, answer: list[int], latency: float) -> None:
+        super().__init__(lambda session, turn, tokens: answer, layout=LAYOUT, weight_version="0")
         self._mean, self._paces = latency, dict[str, float]()
         self._drawn: Iterator[float] = durations(0)
 
@@ -89,8 +89,8 @@ class PacedEngine(ScriptedEngine):
 
 def runner() -> LoggedRunner:
     renderer, fmt, env = ByteRenderer(), tool_format("xml"), WordyEnvironment(0)
-    said = renderer.encode(fmt.render(ToolCall("execute_bash", {"cmd": "python -m pytest -x tests"})))
-    engine = PacedEngine(said, ANSWER)
+    answer = renderer.encode(fmt.render(ToolCall("execute_bash", {"cmd": "python -m pytest -x tests"})))
+    engine = PacedEngine(answer, ANSWER)
     limits = RolloutConfig(max_turns=TURNS, max_tokens=32_768, describe_tools=False)
     rules = EpisodeRules(limits, routes=R3Config())
 

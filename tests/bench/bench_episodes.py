@@ -9,9 +9,9 @@ once: the loop, the tools, the diff, the fresh box and the tests of the grading,
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import statistics
-import sys
 import time
 import uuid
 
@@ -74,5 +74,8 @@ async def main(backend: str, count: int) -> None:
 
 
 if __name__ == "__main__":
-    given = sys.argv[1:]
-    asyncio.run(main(given[0] if given else "bubblewrap", int(given[1]) if len(given) > 1 else 64))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("backend", nargs="?", default="bubblewrap", help="of the boxes")
+    parser.add_argument("tasks", nargs="?", type=int, default=64, help="generated tasks")
+    options = parser.parse_args()
+    asyncio.run(main(options.backend, options.tasks))

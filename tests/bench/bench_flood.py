@@ -9,11 +9,11 @@ x seconds. It is to stay below a tenth. What a box may cost at once is spent bef
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import socket
 import struct
-import sys
 import time
 import uuid
 from collections.abc import Sequence
@@ -79,15 +79,19 @@ async def measure(name: str, count: int, seconds: float) -> None:
         await backend.close()
 
 
-def main(count: int = 4, seconds: float = 5.0) -> None:
-    print(f"{count:.0f} boxes of {CPUS} cores for {seconds:.0f} s, {time.strftime('%F')}")
+def main(count: int, seconds: float) -> None:
+    print(f"{count} boxes of {CPUS} cores for {seconds:.0f} s, {time.strftime('%F')}")
     print("| backend | flood | host's CPU s | over the boxes' limit |\n|---|---|---|---|")
     for name in ("bubblewrap", "docker", "podman"):
         try:
-            asyncio.run(measure(name, int(count), seconds))
+            asyncio.run(measure(name, count, seconds))
         except SandboxUnavailableError as error:
             print(f"{name}: {error}")
 
 
 if __name__ == "__main__":
-    main(*map(float, sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("boxes", nargs="?", type=int, default=4)
+    parser.add_argument("seconds", nargs="?", type=float, default=5.0, help="that they print")
+    options = parser.parse_args()
+    main(options.boxes, options.seconds)

@@ -8,9 +8,9 @@ and 15 ms more for 1 MiB.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import statistics
-import sys
 import time
 from collections.abc import Awaitable, Callable
 
@@ -73,4 +73,8 @@ async def main(rounds: int, kind: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(int((sys.argv[1:] or ["60"])[0]), (sys.argv[2:] or ["bubblewrap"])[0]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rounds", nargs="?", type=int, default=60)
+    parser.add_argument("backend", nargs="?", default="bubblewrap", help="of the boxes")
+    options = parser.parse_args()
+    asyncio.run(main(options.rounds, options.backend))

@@ -12,11 +12,11 @@ The same follows of httpx, the library that the client does not use here, asked 
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import base64
 import multiprocessing
 import resource
-import sys
 import time
 from array import array
 from collections.abc import Awaitable, Callable
@@ -103,7 +103,10 @@ async def measure(callers: int, seconds: float, call: Call) -> str:
     again = await load(callers, seconds, call)
     each = 1e3 * (_processor_seconds() - before) / (callers * REQUESTS)
     stall = 1e3 * max(lag.late)
-    return f"wall over ideal {max(wall, again):.2f}, {each:.2f} ms a request, longest stall {stall:.0f} ms"
+    return (
+        f"wall over ideal {max(wall, again):.2f}, {each:.2f} ms of processor time a request (goal 2), longest stall "
+        f"{stall:.0f} ms (goal 100)"
+    )
 
 
 async def load(callers: int, seconds: float, call: Call) -> float:
@@ -158,5 +161,7 @@ def with_server(callers: int) -> None:
 
 
 if __name__ == "__main__":
-    for number in map(int, sys.argv[1:] or (64, 256, 512, 1024, 2048)):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("callers", nargs="*", type=int, default=[64, 256, 512, 1024, 2048], help="requests in flight")
+    for number in parser.parse_args().callers:
         with_server(number)

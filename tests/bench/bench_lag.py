@@ -4,13 +4,14 @@ Run: ``python tests/bench/bench_lag.py [trajectories]`` (default 512)
 
 Trajectories of 16,384 tokens with routes of 48 layers (top-8 of 128 experts) go through :class:`RayTrainer`'s step over
 8 data ranks that share their experts. The ranks are stand-ins that answer at once, so all that runs is the driver's own
-work. A task that sleeps 5 ms at a time measures
-how late it is woken: first while nothing is done, which is the machine's own lag beside other work; then while the step
-is taken as it is; then with all its work on the loop itself, the baseline. The metrics must be the same.
+work. A task that sleeps 5 ms at a time measures how late it is woken: first while nothing is done, which is the
+machine's own lag beside other work; then while the step is taken as it is; then with all its work on the loop itself,
+the baseline. The metrics must be the same.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import sys
 import time
@@ -21,8 +22,10 @@ from unittest import mock
 
 import numpy as np
 
+from agent_rl.aio import beside
 from agent_rl.config import RunConfig
 from agent_rl.model_facts import ModelFacts
+from agent_rl.observe.loop_lag import LoopLag
 from agent_rl.train.batching.cost import sequence_cost
 from agent_rl.train.ray_trainer import RayTrainer
 from agent_rl.types import Sample
@@ -69,25 +72,17 @@ async def on_the_loop(call: Callable[..., Any], *args: Any, **options: Any) -> A
 
 async def watched(doing: Awaitable[T]) -> tuple[T, str]:
     """What comes of it, and a line: the seconds and processor seconds it took, and how late the loop was meanwhile."""
-    late: list[float] = []
-
-    async def watch() -> None:
-        while True:
-            due = time.perf_counter() + 0.005
-            await asyncio.sleep(0.005)
-            late.append(time.perf_counter() - due)
-
-    watching = asyncio.create_task(watch())
-    await asyncio.sleep(0.1)
-    late.clear()
-    began, worked = time.perf_counter(), time.process_time()
-    result = await doing
-    took, worked = time.perf_counter() - began, time.process_time() - worked
-    await asyncio.sleep(0.02)
-    watching.cancel()
-    p50, p99 = np.percentile(late, [50, 99])
-    lag = f"lag p50 {1e3 * p50:.1f} ms, p99 {1e3 * p99:.1f}, longest {1e3 * max(late):.0f}"
-    return result, f"{took:5.2f} s ({worked:.2f} of processor time); {lag}"
+    lag = LoopLag(every=0.005)
+    async with beside(lag.watch()):
+        await asyncio.sleep(0.1)
+        lag.late.clear()
+        began, worked = time.perf_counter(), time.process_time()
+        result = await doing
+        took, worked = time.perf_counter() - began, time.process_time() - worked
+        await asyncio.sleep(0.02)
+    p50, p99, longest = 1e3 * np.percentile(lag.late, [50, 99, 100])
+    late = f"lag p50 {p50:.1f} ms, p99 {p99:.1f} ms (goal: at most 50), longest {longest:.0f} ms"
+    return result, f"{took:5.2f} s ({worked:.2f} of processor time); {late}"
 
 
 async def main(count: int) -> None:
@@ -106,4 +101,6 @@ async def main(count: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(int(sys.argv[1]) if len(sys.argv) > 1 else 512))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trajectories", nargs="?", type=int, default=512)
+    asyncio.run(main(parser.parse_args().trajectories))

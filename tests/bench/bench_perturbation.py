@@ -10,8 +10,8 @@ model (where it is unpacked) and a random one of 8 layers with 32 experts each, 
 
 from __future__ import annotations
 
+import argparse
 import socket
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -111,10 +111,10 @@ def compare(folder: Path) -> None:
         print(f" {own_diff:.2e} | {diff:.2e} |")
 
 
-def main() -> None:
+def main(model: Path | None) -> None:
     torch.manual_seed(0)
-    if len(sys.argv) > 1:
-        return compare(Path(sys.argv[1]))
+    if model is not None:
+        return compare(model)
     if QUICKSTART.is_dir():
         compare(QUICKSTART)
     with tempfile.TemporaryDirectory() as parent:
@@ -124,11 +124,14 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", type=Path, help="a folder")
+    options = parser.parse_args()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     init_parallel(ParallelConfig(), 0, master_addr="127.0.0.1", master_port=port, device=torch.device("cpu"))
     try:
-        main()
+        main(options.model)
     finally:
         destroy_parallel()

@@ -1,6 +1,6 @@
 """What running requests add to a weight update, on one real SGLang server on this CPU.
 
-Run: ``python tests/bench/bench_publish.py [rounds] [requests]`` (20 rounds, 64 requests)
+Run: ``python tests/bench/bench_publish.py [rounds] [requests]``
 
 Updates of the quickstart's size go to the server through the gate, as a run's do: first while nothing runs, then, 2.5 s
 apart, while so many episodes sample with routes. It prints the median time of both and their difference (goal: at most
@@ -12,9 +12,9 @@ the bench. No completion may have tokens of two versions.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -90,7 +90,7 @@ async def update(
     return time.perf_counter() - began, drained
 
 
-async def measure(folder: Path, rounds: int = 20, requests: int = 64) -> None:
+async def measure(folder: Path, rounds: int, requests: int) -> None:
     weights = make(folder, SIZES["quickstart's"])
     config = EngineConfig(
         python=str(ROOT / ".venv-engine/bin/python"), device="cpu", threads=1, max_running_requests=requests,
@@ -111,18 +111,18 @@ async def measure(folder: Path, rounds: int = 20, requests: int = 64) -> None:
                 busy.append(await again(version))
                 await asyncio.sleep(BETWEEN)
         await asyncio.to_thread(link.close)
-    tell(idle, busy, requests, sampled)
+    report(idle, busy, requests, sampled)
 
 
-def tell(
+def report(
     idle: Sequence[tuple[float, float]], busy: Sequence[tuple[float, float]], requests: int, sampled: Sampled
 ) -> None:
     took, with_requests = (statistics.median(1e3 * whole for whole, _ in times) for times in (idle, busy))
     drained = [1e3 * until for _, until in busy]
     print(
         f"{len(busy)} updates: {took:.0f} ms with nothing running, {with_requests:.0f} ms with {requests} requests, "
-        f"{with_requests - took:+.0f} ms; of these the gate took {statistics.median(drained):.0f} ms (longest "
-        f"{max(drained):.0f})"
+        f"{with_requests - took:+.0f} ms (goal: at most 300); of these the gate took "
+        f"{statistics.median(drained):.0f} ms (longest {max(drained):.0f})"
     )
     cuts = f"cut {statistics.mean(sampled.cuts):.1f} times each, at most {max(sampled.cuts)}" if sampled.cuts else ""
     print(
@@ -133,5 +133,9 @@ def tell(
 
 if __name__ == "__main__":
     torch.set_num_threads(1)  # beside other work OpenMP's waiting threads would be what is measured
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rounds", nargs="?", type=int, default=20, help="updates without requests, and with them")
+    parser.add_argument("requests", nargs="?", type=int, default=64, help="that run at once")
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
-        asyncio.run(measure(Path(place), *map(int, sys.argv[1:])))
+        asyncio.run(measure(Path(place), options.rounds, options.requests))

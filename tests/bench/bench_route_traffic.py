@@ -4,7 +4,7 @@
 
 - ``rows_ratio``: rows received over rows needed (goal: exactly 1.0);
 - ``wire_over_floor``: bytes of the answers over the int32 bytes of the rows needed (base64 alone is 4/3);
-- ``naive_over_ours``: rows that asking for the whole prefix every turn would have moved, over the rows moved;
+- ``naive_over_received``: rows that asking for the whole prefix every turn would have moved, over the rows moved;
 - ``wire_bytes_per_token``, ``memory_bytes_per_token``, ``disk_bytes_per_token``: of the answers (log-probs and JSON
   included), of the routes in memory, and of their archive.
 
@@ -58,7 +58,7 @@ async def converse(engine: SGLangEngine, turns: int, sampled: int, observed: int
         "rows_ratio": received / needed,
         "wire_bytes": wire,
         "wire_over_floor": wire / (needed * layout.wire_bytes_per_row),
-        "naive_over_ours": naive / received,
+        "naive_over_received": naive / received,
         "wire_bytes_per_token": wire / len(tokens),
         "memory_bytes_per_token": routing.experts.nbytes / len(tokens),
         "disk_bytes_per_token": len(archive.encode(routing)) / len(tokens),

@@ -10,6 +10,7 @@ Bubblewrap, podman and gVisor are measured too where they are.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import statistics
@@ -133,5 +134,8 @@ def main(rounds: int, boxes: int) -> None:
 
 
 if __name__ == "__main__":
-    given = [int(number) for number in sys.argv[1:]]
-    main(*given, *(20, 300)[len(given) :])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rounds", nargs="?", type=int, default=20)
+    parser.add_argument("boxes", nargs="?", type=int, default=300)
+    options = parser.parse_args()
+    main(options.rounds, options.boxes)

@@ -12,6 +12,7 @@ second, in processor time) and checking the identities (a rank, all micro-batche
 
 from __future__ import annotations
 
+import argparse
 import pickle
 import time
 
@@ -96,4 +97,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

@@ -12,6 +12,7 @@ quartiles of the rounds' own ratios beside them. Two models: the quickstart's si
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import gc
 import re
@@ -160,11 +161,13 @@ def compare(
 
 def main() -> None:
     torch.set_num_threads(1)  # beside other work OpenMP's waiting threads would be what is measured
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 7
-    buckets = [float(megabytes) for megabytes in sys.argv[2:]] or [EngineConfig().weight_bucket_mb]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rounds", nargs="?", type=int, default=7)
+    parser.add_argument("buckets", nargs="*", type=float, default=[EngineConfig().weight_bucket_mb], help="MiB")
+    options = parser.parse_args()
     for name in SIZES:
         with tempfile.TemporaryDirectory() as folder:
-            asyncio.run(measure(name, rounds, buckets, Path(folder)))
+            asyncio.run(measure(name, options.rounds, options.buckets, Path(folder)))
 
 
 if __name__ == "__main__":

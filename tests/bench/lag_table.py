@@ -14,7 +14,7 @@ alike). Runs of one config but for ``engine.pause_mode`` compare its modes::
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -95,10 +95,10 @@ def versions(branch: Branch) -> NDArray[np.int64]:
     return numbers[branch.loss_mask]
 
 
-def main(runs: Sequence[str]) -> None:
+def main(runs: Sequence[Path]) -> None:
     print("| run | lag | tokens | replay | k3, nats | mean ratio | beyond the clip |")
     print("|---|---|---|---|---|---|---|")
-    for run in map(Path, runs):
+    for run in runs:
         for lag, tokens in by_lag(run).items():
             for name in PASSES:
                 (k3, ratio, clipped), (k3_off, ratio_off, clipped_off) = tokens.estimate(name)
@@ -109,4 +109,6 @@ def main(runs: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+    main(parser.parse_args().runs)

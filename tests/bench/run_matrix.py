@@ -6,13 +6,14 @@
 Prints the command of every run before it starts it, so each can be made again alone. A run that has its summary is left
 out, and one that was stopped goes on from its checkpoint: start the same command again. Seed after seed, so that all
 settings have as many runs whenever it is stopped. After ``--minutes`` the run under way is stopped (it resumes), and so
-it is by Ctrl-C. Last, the command that draws the runs. Exit code 1: not all runs have ended.
+it is by Ctrl-C and SIGTERM. Last, the command that draws the runs. Exit code 1: not all runs have ended.
 """
 
 from __future__ import annotations
 
 import argparse
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -32,6 +33,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
 }
 """What each setting changes of the config."""
 STOP_SECONDS = 120.0
+"""What a run may take to stop; then it is killed."""
 
 
 def main() -> None:
@@ -42,6 +44,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--minutes", type=float, default=600.0)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     deadline = time.monotonic() + 60 * options.minutes
     made = []
     for seed in options.seeds:
@@ -68,11 +71,14 @@ def train(arguments: Sequence[str], deadline: float) -> bool:
     with subprocess.Popen([sys.executable, "-m", "agent_rl.cli", "train", *arguments]) as process:
         try:
             return process.wait(max(0.0, deadline - time.monotonic())) == 0
-        except subprocess.TimeoutExpired:
+        except (subprocess.TimeoutExpired, SystemExit):
             process.terminate()
         except KeyboardInterrupt:
-            pass  # the run heard it too
-        process.wait(STOP_SECONDS)
+            pass  # the run has it from the terminal, too
+        try:
+            process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
         return False
 
 

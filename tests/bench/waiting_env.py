@@ -15,9 +15,9 @@ ratio. The first step is left out: both wait for all of its episodes.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import random
-import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -84,5 +84,7 @@ def seconds_a_step(run: Path) -> float:
 
 
 if __name__ == "__main__":
-    before, after = map(seconds_a_step, map(Path, sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs=2, type=Path, metavar="RUN")
+    before, after = map(seconds_a_step, parser.parse_args().runs)
     print(f"{before:.1f} s and {after:.1f} s a step: {after / before:.2f}")
