@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -20,6 +21,7 @@ CONTROLLERS = ("memory", "pids", "cpu")
 _CPU_PERIOD_US = 100_000
 _REMOVE_SECONDS = 5.0
 _PROBE_SECONDS = 5.0
+_LOG_RECORD = 8192  # bytes, the kernel's own limit; a read of its log gives one record
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +141,20 @@ def oom_kills(memory_folder: Path) -> int:
                 if key == "oom_kill":
                     return int(value)
     return 0
+
+
+def ran_out_of_memory(group: str, log: Path = Path("/dev/kmsg")) -> bool:
+    """Whether the kernel's log has a process killed for the memory limit of a control group of this name, or of one
+    below it; False also where the log can't be read. Of a group that was removed nothing else is left."""
+    killed = re.compile(rf"oom_memcg=[^,\s]*/(?:\w+-)?{re.escape(group)}(?:\.scope)?[/,]".encode())
+    with (
+        contextlib.suppress(OSError),
+        open(log, "rb", buffering=0, opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as records,
+    ):
+        while record := records.read(_LOG_RECORD):
+            if killed.search(record):
+                return True
+    return False
 
 
 def folders_of(pid: int | str) -> dict[str, Path]:

@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 
 from sandbox.aio import shielded
 from sandbox.box import BaseBox
-from sandbox.cgroup import folders_of, oom_kills
+from sandbox.cgroup import folders_of, oom_kills, ran_out_of_memory
 from sandbox.disk import Usage, usage
 from sandbox.docker.disk import Written, layer_size, written
 from sandbox.docker.engine import EngineClient, remove_container
@@ -97,13 +97,16 @@ class DockerBox(BaseBox):
         for _ in range(_OOM_LOOKS):
             found = await self._owner.call(partial(self._api.inspect_container, self._container), SandboxLostError)
             state = found["State"]
-            if not state["Running"] and (state["OOMKilled"] or state["ExitCode"] == _GVISOR_PANIC):
+            # The engine hears of the memory apart from the container's end: later, or never (containerd's oom watcher
+            # is silent about a group that is gone).
+            memory = bool(state["OOMKilled"]) or await asyncio.to_thread(ran_out_of_memory, self._container)
+            if not state["Running"] and (memory or state["ExitCode"] == _GVISOR_PANIC):
                 break
-            await asyncio.sleep(_OOM_LOOK_SECONDS)  # the engine hears of the memory apart from the container's end
+            await asyncio.sleep(_OOM_LOOK_SECONDS)
         else:
             raise lost
         why = f"box {self.id}: it ended as a whole, as it ran out of memory or processes\n"
-        return ExecResult(137, b"", why.encode(), seconds, oom_killed=bool(state["OOMKilled"]))
+        return ExecResult(137, b"", why.encode(), seconds, oom_killed=memory)
 
     async def _result(
         self, whole: Sequence[str], timeout: float, env: Mapping[str, str], stdin: bytes | None

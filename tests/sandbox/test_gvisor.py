@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
+from typing import Any, cast
 
 import pytest
 
 from sandbox import (
     SandboxBackend,
     SandboxFileError,
+    SandboxLostError,
     SandboxSpec,
     SandboxUnavailableError,
     open_backend,
 )
+from sandbox.docker.box import DockerBox
 from sandbox.docker.engine import EngineClient
 from sandbox.types import OVERGROWN
 from tests.contexts import used_backend_of
@@ -80,6 +84,30 @@ async def test_a_box_that_runs_into_a_limit_ends_by_its_own_doing(
     assert after.ok or after.exit_code == 137
     assert not memory or after.oom_killed
     assert (await neighbour.exec("echo alive", timeout=20)).stdout == b"alive\n"
+
+
+async def test_a_box_is_not_lost_whose_engine_never_hears_of_the_memory(
+    backend: SandboxBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gives the event up where the box's control group is gone first. The kernel's log has it, for whom may read."""
+    inspect = EngineClient.inspect_container
+
+    def unaware(api: EngineClient, container: str) -> dict[str, Any]:
+        found: dict[str, Any] = inspect(api, container)
+        return {**found, "State": {**found["State"], "OOMKilled": False}}
+
+    monkeypatch.setattr(EngineClient, "inspect_container", unaware)
+    box, neighbour = await backend.start(SandboxSpec(memory_mb=256)), await backend.start(SandboxSpec())
+    await asyncio.wait([asyncio.ensure_future(box.exec(["python3", "-c", "bytearray(1 << 30).count(1)"], timeout=3))])
+    if os.access("/dev/kmsg", os.R_OK):
+        assert (await box.exec("echo alive", timeout=20)).oom_killed
+    else:
+        with pytest.raises(SandboxLostError):
+            await box.exec("echo alive", timeout=20)
+    killed = cast(DockerBox, neighbour)
+    await asyncio.to_thread(killed._api.kill, killed._container)
+    with pytest.raises(SandboxLostError):
+        await neighbour.exec("echo alive", timeout=20)
 
 
 @pytest.mark.exhaustive

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from sandbox import SandboxFileError, SandboxLostError, SandboxSpec, SandboxUnavailableError, open_backend
 from sandbox.beneath import NeedsBox, read_beneath, write_beneath
 from sandbox.bubblewrap.seccomp import box_filter
+from sandbox.cgroup import ran_out_of_memory
 from sandbox.docker.backend import check_limits
 from sandbox.docker.disk import is_want_of_quota, may_have_quota
 from sandbox.docker.exec import END, Demux, Marked
@@ -29,6 +30,19 @@ from sandbox.lease import EXPIRY_SECONDS, Heartbeat, Lease
 from sandbox.own_folder import OwnFolder
 from sandbox.owner import Owner
 from sandbox.process import Capture
+
+# Control groups
+
+
+@pytest.mark.parametrize("group", ["/docker/{}", "/libpod_parent/libpod-{}", "/system.slice/docker-{}.scope"])
+def test_the_kernel_s_log_has_the_group_that_ran_out_of_memory(group: str, tmp_path: Path) -> None:
+    full, beside = "9a6c954be4e4", "9a6c954be4e5"
+    killed = f"oom-kill:constraint=CONSTRAINT_MEMCG,oom_memcg={group.format(full)},task_memcg=/{beside},task=exe,pid=7"
+    log = tmp_path / "kmsg"
+    log.write_text(f"6,1,1,-;exe invoked oom-killer\n6,2,1,-;{killed}\n")
+    assert [ran_out_of_memory(name, log) for name in (full, beside, full[:8])] == [True, False, False]
+    assert not ran_out_of_memory(full, tmp_path / "missing")
+
 
 # Owners and their folders
 
