@@ -39,7 +39,7 @@ _FUSED = (
 )
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 _VOCABULARY_MULTIPLE = 64  # SGLang fills the vocabulary up with rows of zeros
-_INNER_MULTIPLE = 32  # ... and each rank's part of an MLP's inner dimension (on a CPU of several ranks)
+_INNER_MULTIPLE = 32  # ... and each rank's part of an MLP's inner dimension (on a CPU)
 _BY_ROWS = re.compile(r"\.(q|k|v|gate|up)_proj\.")
 _BY_COLUMNS = re.compile(r"\.(o|down)_proj\.")
 _OF_HEADS = re.compile(r"\.[kv]_proj\.")
@@ -101,8 +101,6 @@ class Digests:
         """Of a tensor, ``rows`` uint8 ``[first axis, bytes]``, what tensor rank ``rank`` of ``size`` holds."""
         if name in _VOCABULARY:
             return _block(rows, rank, size, _VOCABULARY_MULTIPLE // size)
-        if size == 1:
-            return rows
         if _OF_HEADS.search(name):
             parts = min(size, self._kv_heads)
             return _block(rows, rank * parts // size, parts, 1)

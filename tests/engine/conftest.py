@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # for engine_proxy, beside this 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINE_PYTHON = ROOT / ".venv-engine" / "bin" / "python"
 LAYERS, EXPERTS, TOP_K, VOCABULARY, CONTEXT = 4, 8, 2, 256, 2048
-HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MOE_WIDTH = 64, 4, 2, 16, 32
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MOE_WIDTH = 64, 4, 2, 16, 24
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import re
 import shutil
@@ -414,6 +415,19 @@ def test_the_checksum_of_a_fused_parameter_does_not_depend_on_the_buckets(model:
 
     assert found(3) == found(17)
     assert len(found(3)) < len(weights)
+
+
+def test_a_narrow_expert_is_padded_as_the_engine_pads_it() -> None:
+    """SGLang on a CPU fills an MLP's inner dimension up to a multiple of 32, on one rank too."""
+    gate, down = np.ones((16, 2), np.float32), np.full((2, 16), 2, np.float32)
+    digests = Digests(2, [DigestKind(1)])
+    names = [f"model.layers.0.mlp.experts.0.{part}_proj.weight" for part in ("gate", "up", "down")]
+    data = np.concatenate([part.reshape(-1).view(np.uint8) for part in (gate, gate, down)])
+    digests.add(names, [gate.shape, gate.shape, down.shape], 4, data)
+    found = digests.found()[DigestKind(1)][0]
+    rows, columns = np.pad(gate, ((0, 16), (0, 0))), np.pad(down, ((0, 0), (0, 16)))
+    for name, held in (("w13_weight", np.concatenate([rows, rows])), ("w2_weight", columns)):
+        assert found[f"model.layers.0.mlp.experts.{name}"] == hashlib.sha256(held.tobytes()).digest()[:8].hex()
 
 
 def test_what_is_said_of_other_checksums() -> None:

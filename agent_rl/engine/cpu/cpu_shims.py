@@ -5,24 +5,30 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing
-from typing import Any
+from typing import Any, cast
 
 import torch
 import xxhash
+from small_experts import are_multiplied_at_once, mix_experts
 
 _LIBRARIES: list[torch.library.Library] = []  # an operator lives as long as the library object that defined it
 
 
 def install() -> None:
-    """Define torchvision's operators, take CUDA's page locking out of the host buffers, hash fast, fork the workers."""
+    """Define torchvision's operators, take CUDA's page locking out of the host buffers, hash fast, fork the workers,
+    multiply small experts at once."""
     _define_torchvision_operators()
     _skip_page_locking()
     _hash_fast()
     _fork_workers()
+    _multiply_experts_at_once()
 
 
 def _define_torchvision_operators() -> None:
-    # torchvision registers fake kernels for these on import, and its own extension does not load with a CPU torch.
+    # torchvision registers fake kernels for these on import, and its own extension does not load with a CPU torch. With
+    # a torch built for CUDA, which the package index serves unasked, it does, and defines them.
+    if torch.version.cuda is not None:
+        return
     library = torch.library.Library("torchvision", "DEF")
     for name in ("nms", "qnms"):
         library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
@@ -60,3 +66,20 @@ def _fork_workers() -> None:
         return None
 
     vars(multiprocessing)["set_start_method"] = keep
+
+
+def _multiply_experts_at_once() -> None:
+    # SGLang goes through the experts in Python, two small products each: most of a decoding step where there are many.
+    native: Any = importlib.import_module("sglang.srt.layers.moe.fused_moe_native")
+    one_by_one = native.moe_forward_native
+
+    def at_once(layer: Any, x: torch.Tensor, routed: Any, config: Any) -> torch.Tensor:
+        gates, chosen, _ = routed
+        biased = any(getattr(layer, name, None) is not None for name in ("w13_weight_bias", "w2_weight_bias"))
+        plain = config.activation == "silu" and config.gemm1_alpha is None and not config.apply_router_weight_on_input
+        tokens = torch.bincount(chosen.reshape(-1), minlength=layer.num_experts)
+        if biased or not plain or not are_multiplied_at_once(tokens, layer.w13_weight):
+            return cast(torch.Tensor, one_by_one(layer, x, routed, config))
+        return mix_experts(x, gates, chosen, tokens, layer.w13_weight, layer.w2_weight)
+
+    native.moe_forward_native = at_once

@@ -1,0 +1,51 @@
+"""Experts multiplied at once, as our CPU servers do it, against a product an expert."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from agent_rl.engine.cpu.small_experts import are_multiplied_at_once, mix_experts
+
+pytestmark = pytest.mark.megatron
+
+
+def layer(experts: int, hidden: int, inner: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    weights = torch.randn(experts, 2 * inner, hidden) / 16, torch.randn(experts, hidden, inner) / 16
+    return weights[0].bfloat16(), weights[1].bfloat16()
+
+
+def one_by_one(x: Tensor, gates: Tensor, chosen: Tensor, up_and_gate: Tensor, down: Tensor) -> Tensor:
+    rows, inner = x.new_empty(*chosen.shape, x.shape[1]), down.shape[2]
+    for number in chosen.unique().tolist():
+        token, slot = (chosen == number).nonzero(as_tuple=True)
+        made = F.linear(x[token], up_and_gate[number])
+        rows[token, slot] = F.linear(F.silu(made[..., :inner]) * made[..., inner:], down[number])
+    return (rows.float() * gates.unsqueeze(-1)).sum(1).bfloat16()
+
+
+@pytest.mark.parametrize(("experts", "top_k", "inner"), [(8, 2, 128), (128, 8, 16)])
+@pytest.mark.parametrize("count", [1, 2, 7, 64, 300])
+def test_the_result_is_that_of_a_product_an_expert_bit_for_bit(
+    experts: int, top_k: int, inner: int, count: int
+) -> None:
+    up_and_gate, down = layer(experts, 128, inner)
+    x = torch.randn(count, 128).bfloat16()
+    gates, chosen = torch.randn(count, experts).softmax(-1).topk(top_k)
+    tokens = torch.bincount(chosen.reshape(-1), minlength=experts)
+    assert are_multiplied_at_once(tokens, up_and_gate)
+    found = mix_experts(x, gates, chosen, tokens, up_and_gate, down)
+    assert torch.equal(found, one_by_one(x, gates, chosen, up_and_gate, down))
+
+
+def test_large_experts_and_very_uneven_loads_are_not() -> None:
+    small, _ = layer(128, 128, 16)
+    large = torch.empty(128, 2 * 768, 2048, device="meta")
+    even, one = torch.full((128,), 64), torch.zeros(128, dtype=torch.int64)
+    one[5] = 8192
+    assert [are_multiplied_at_once(*each) for each in [(even, small), (even, large), (one, small)]] == [
+        True, False, False,
+    ]  # fmt: skip
