@@ -30,7 +30,9 @@ from agent_rl.controller.state import RunState
 from agent_rl.controller.train import TrainingRun
 from agent_rl.engine.fleet import Fleet
 from agent_rl.engine.gate import TurnGate
+from agent_rl.engine.http import AsyncHttp
 from agent_rl.engine.load import EngineLoad
+from agent_rl.engine.sleep import EngineSleep
 from agent_rl.observe.display import Display
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.limiter import Limiter
@@ -125,6 +127,7 @@ class MemoryWorld:
     def __post_init__(self) -> None:
         self.limiter = Limiter(self.config.rollout.concurrency)
         self.engine = SimpleNamespace(fleet=Fleet(), gate=TurnGate(), load=EngineLoad(), until=_never)
+        self.engine.sleep = EngineSleep(Fleet(), TurnGate(), {}, self.config.engine, AsyncHttp(1.0))
         self.engine.facts = SimpleNamespace(vocab_size=8)
         env = SimpleNamespace(prepare=_nothing)
         backend = SimpleNamespace(name="none")

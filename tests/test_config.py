@@ -69,6 +69,12 @@ def test_overrides_reach_nested_keys_as_yaml_values(quickstart: Path) -> None:
         ),
         ("engine.urls=[a, a]", "engine.urls names a server twice: name each once"),
         ("engine={port: 65530, count: 9}", "engine.port is 65530 and 9 servers need one each: take a lower one"),
+        (
+            "engine={urls: [a], colocate: true}",
+            "engine.urls and engine.urls_file name servers of others: leave them out",
+        ),
+        ("engine={hosts: ray, colocate: true}", "engine.hosts ray gives engines GPUs of their own: set hosts to local"),
+        ("engine={device: cpu, colocate: true}", "where a server can release nothing: turn it off"),
         ("train.lr", "override 'train.lr': write it as section.key=value"),
         ("eval={tasks", "override 'eval={tasks': not valid YAML: expected ',' or '}', but got '<stream end>'"),
         ("name.first=x", "override 'name.first=x': name is a value, not a section"),
@@ -253,3 +259,17 @@ def test_ahead_of_training_the_old_tokens_are_corrected_or_clipped() -> None:
     for train in ({"old_logprob": {"source": "rollout"}}, {"correction": {"weight": "token"}}):
         config = RunConfig.model_validate({"name": "n", "model": "m", "pipeline": {"depth": 2}, "train": train})
         assert config.pipeline.staleness == 2
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"pipeline": {"depth": 1}, "train": {"old_logprob": {"source": "rollout"}}}, "pipeline.depth is above 0"),
+        ({"train": {"device": "cpu"}}, "train.device is cpu: turn it off"),
+        ({"train": {"ray_address": "host:6379"}}, "train.ray_address may lead to other machines: leave it out"),
+        ({"train": {"parallel": {"world_size": 2}}}, "engine.count times engine.gpus is 1 and .* 2: make them equal"),
+    ],
+)
+def test_engines_that_cannot_share_the_trainers_gpus_are_refused(values: dict[str, object], told: str) -> None:
+    with pytest.raises(ValidationError, match=told):
+        RunConfig.model_validate({"name": "n", "model": "m", "engine": {"colocate": True}, **values})

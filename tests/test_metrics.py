@@ -41,6 +41,7 @@ ROOT = Path(__file__).resolve().parent.parent
 NEED_A_RUN = (
     "agent_rl/controller/batch.py",
     "agent_rl/controller/train.py",
+    "agent_rl/engine/sleep.py",
     "agent_rl/observe/metrics_log.py",
     "agent_rl/weight_sync/publisher.py",
     "agent_rl/weight_sync/sync.py",

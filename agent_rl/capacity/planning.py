@@ -66,7 +66,7 @@ def plan_once(config: RunConfig, *, tokens: int | None = None) -> RunPlan:
     """
     model, device, load = planned_model(config.model), planned_device(config), Load.of(config, tokens)
     hosts = hosts_problems(config) if device == "cuda" else ()
-    problems = (*layout_problems(config, model), *_problems(config), *hosts)
+    problems = (*layout_problems(config, model), *_problems(config), *_sharing_problems(config, device), *hosts)
     rank = None if problems else rank_bytes(model, config.train, microbatches=load.microbatches, device=device)
     places = () if rank is None else tuple(_places(config, model, rank, load, device))
     return RunPlan(
@@ -127,6 +127,17 @@ def _problems(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _sharing_problems(config: RunConfig, device: str) -> Iterator[str]:
+    if config.engine.colocate and device == "cpu":
+        yield "engine.colocate shares GPUs, and the plan is for CPUs: turn it off, or set hardware.gpu_memory_gb"
+    world, each = config.train.parallel.world_size, config.hardware.gpus_per_host
+    if config.engine.colocate and world > each:
+        yield (
+            f"engine.colocate is for one machine, and train.parallel.world_size={world} is more than "
+            f"hardware.gpus_per_host={each}: take fewer ranks, or turn it off"
+        )
+
+
 def hosts_problems(config: RunConfig) -> Iterator[str]:
     """One line where the hosts have fewer GPUs than there are trainer ranks."""
     hosts, each, world = config.hardware.trainer_hosts, config.hardware.gpus_per_host, config.train.parallel.world_size
@@ -149,6 +160,10 @@ def _gpu_places(config: RunConfig, model: ModelFacts, rank: RankBytes, load: Loa
     hardware, parallel = config.hardware, config.train.parallel
     assert hardware.gpu_memory_gb is not None
     gpu, world, span = hardware.gpu_memory_gb * GIB, parallel.world_size, config.engine.gpus
+    if config.engine.colocate:
+        yield from _shared_gpu_places(config, model, rank)
+        yield from _host_places(config, model, rank, load)
+        return
     context = Item("CUDA", CUDA_BYTES, "context, workspaces, NCCL")
     items = (*_rank_items(config, rank), *_sync_items(config, model, rank), context)
     yield PlannedPlace("GPU of a trainer rank", items, int(gpu * TRAINER_SHARE), world)
@@ -159,6 +174,21 @@ def _gpu_places(config: RunConfig, model: ModelFacts, rank: RankBytes, load: Loa
         engines(config) * span,
     )
     yield from _host_places(config, model, rank, load)
+
+
+def _shared_gpu_places(config: RunConfig, model: ModelFacts, rank: RankBytes) -> Iterator[PlannedPlace]:
+    """A GPU that trainer and engine have in turn, in the turn of each."""
+    assert config.hardware.gpu_memory_gb is not None
+    gpu, world = config.hardware.gpu_memory_gb * GIB, config.train.parallel.world_size
+    contexts = Item("CUDA", 2 * CUDA_BYTES, "contexts, workspaces, NCCL of a rank and of an engine")
+    training = (*_rank_items(config, rank), contexts)
+    yield PlannedPlace("shared GPU, the engine asleep", training, int(gpu * TRAINER_SHARE), world)
+    stays = Item("trainer", rank.static, "weights, gradients and optimizer, which stay")
+    weights, cache = _engine_items(config, model, config.engine.gpus)
+    more = publishing_bytes(model, config.train, config.engine) - cache.size  # which comes after the weight sync
+    sync = (Item("weight sync", more, "a gathered weight and buckets, beyond the KV cache"),) if more > 0 else ()
+    sampling = (stays, weights, cache, *sync, contexts)
+    yield PlannedPlace("shared GPU, the engine awake", sampling, int(gpu * ENGINE_SHARE), world)
 
 
 def _host_places(config: RunConfig, model: ModelFacts, rank: RankBytes, load: Load) -> Iterator[PlannedPlace]:
@@ -174,7 +204,8 @@ def _host_places(config: RunConfig, model: ModelFacts, rank: RankBytes, load: Lo
         _route_slots(config, model, per_engine_host),
     )
     of_driver = tuple(_driver_items(config, model, load))
-    if hosts == 1 and config.engine.launched and world + served <= hardware.gpus_per_host:
+    used = world if config.engine.colocate else world + served
+    if hosts == 1 and config.engine.launched and used <= hardware.gpus_per_host:
         yield PlannedPlace("memory of the host", (*of_ranks, *of_engines, *of_driver), host)
         return
     yield PlannedPlace("memory of a trainer host", of_ranks, host, hosts)

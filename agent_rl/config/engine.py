@@ -39,6 +39,11 @@ class EngineConfig(Section):
         description="Servers with which a run begins on a Ray cluster; the others are started when machines with room "
         "for them join. None: all.",
     )
+    colocate: bool = Field(
+        False,
+        description="Whether servers launched on this machine have the trainer's GPUs: they sleep, and free their "
+        "memory, while it works.",
+    )
     health_every: float = Field(5.0, gt=0, description="Seconds between two questions about an engine's health.")
     restarts: int = Field(
         3,
@@ -112,6 +117,17 @@ class EngineConfig(Section):
         if not key:
             raise ConfigError(f"engine.api_key_env: the environment has no {self.api_key_env}: put the key there")
         return {"authorization": f"Bearer {key}"}
+
+    @model_validator(mode="after")
+    def _can_be_colocated(self) -> EngineConfig:
+        reasons = {
+            "engine.urls and engine.urls_file name servers of others: leave them out": not self.launched,
+            "engine.hosts ray gives engines GPUs of their own: set hosts to local": self.hosts == "ray",
+            "engine.device is cpu, where a server can release nothing: turn it off": self.device == "cpu",
+        }
+        if self.colocate and (wrong := [reason for reason, holds in reasons.items() if holds]):
+            raise ValueError(f"engine.colocate shares the trainer's GPUs with servers of our own, and {wrong[0]}")
+        return self
 
     @model_validator(mode="after")
     def _makes_sense(self) -> EngineConfig:

@@ -158,6 +158,21 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _shares_its_gpus(self) -> RunConfig:
+        """Colocated engines have the GPUs of all ranks, and engine and trainer never work at once."""
+        held, world = self.engine.count * self.engine.gpus, self.train.parallel.world_size
+        reasons = {
+            "pipeline.depth is above 0, where sampling goes on beside training: set it to 0": self.pipeline.depth > 0,
+            "train.device is cpu: turn it off": self.train.device == "cpu",
+            "train.ray_address may lead to other machines: leave it out": self.train.ray_address is not None,
+            f"engine.count times engine.gpus is {held} and train.parallel.world_size {world}: make them equal": held
+            != world,
+        }
+        if self.engine.colocate and (wrong := [reason for reason, holds in reasons.items() if holds]):
+            raise ValueError(f"engine.colocate lets engine and trainer have the same GPUs in turn, and {wrong[0]}")
+        return self
+
+    @model_validator(mode="after")
     def _keeps_the_rows_of_turns(self) -> RunConfig:
         if self.rollout.recover == "turns" and self.wants_routes and self.r3.source == "latest":
             raise ValueError(

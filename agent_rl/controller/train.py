@@ -120,7 +120,8 @@ async def _parts(
         trainer = RayTrainer(config, room=rooms.ranks, note=display.note)
         stack.push_async_callback(trainer.close)
         async with asyncio.TaskGroup() as starting:
-            starting.create_task(trainer.start())
+            if not config.engine.colocate:
+                starting.create_task(trainer.start())
             where = state.dir / "logs"
             opening = open_world(
                 config, facts, where, display, routes=config.wants_routes, publishing=True, rooms=rooms.engines
@@ -128,6 +129,9 @@ async def _parts(
             world = await stack.enter_async_context(opening)
             await probe_engines(config, world.engine, display)
             display.stage("starting the trainer")
+            if config.engine.colocate:  # SGLang wants as much free memory on all of its GPUs when it starts
+                await world.engine.sleep.begin()
+                starting.create_task(trainer.start())
         cancel_on_signals()
         yield world, trainer
 
@@ -140,6 +144,7 @@ async def run_to_the_end(begin: Callable[[], TrainingRun], restarts: Restarts) -
         run = begin()
         try:
             if death is not None:
+                await run.world.engine.sleep.begin()
                 await run.trainer.restart()
             return await run.run()
         except TrainerDied as error:
@@ -259,6 +264,7 @@ class TrainingRun:
             values |= prepared.metrics
             details: dict[int, TokenDetail] | None = {} if self.config.observe.token_detail else None
             if prepared.samples:
+                await self.world.engine.sleep.begin()
                 self.display.stage(f"step {step}: update")
                 native = self._measure_native(step)
                 spike = self.guard.spike_norm(self.metrics.rows)
@@ -281,7 +287,7 @@ class TrainingRun:
             )
         values |= clock.values | self.world.metrics() | self.world.engine.fleet.metrics()
         engine = self.world.engine
-        values |= engine.gate.metrics() | engine.load.metrics(engine.fleet.in_use)
+        values |= engine.gate.metrics() | engine.load.metrics(engine.fleet.in_use) | engine.sleep.metrics()
         values |= self.journal.metrics(step) | self.loop_lag.metrics()
         values |= goodput(prepared.samples, batch.sampled, values["time/step"])
         values["pipeline/trainer_idle"] = values["time/rollout"] / values["time/step"]
@@ -348,7 +354,9 @@ class TrainingRun:
         self.display.stage(f"step {progress.step}: weights to the engine")
         by_turns = self.config.engine.pause_mode == "turn"
         async with clock.stage("weight_sync"), self.world.engine.gate.closed() if by_turns else nullcontext():
+            await self.world.engine.sleep.load()
             values = await self.sync.publish(progress.step)
+            await self.world.engine.sleep.end()
             if progress.step < self.config.train.steps:
                 await self._begin(progress.step + 1, progress.weights)
             return values

@@ -38,6 +38,7 @@ class TurnGate:
         self._open.set()
         self._idle.set()
         self._passing: set[Passage] = set()
+        self._closings = 0
         self._limits: dict[asyncio.Timeout, float] = {}
         self._cut_turns = self._cut_tokens = 0
 
@@ -93,13 +94,25 @@ class TurnGate:
     @asynccontextmanager
     async def closed(self) -> AsyncIterator[None]:
         """Within the block no request runs, and none begins."""
-        self._open.clear()
-        for limit in self._limits:
-            self._stop(limit)
         try:
-            await self._drain()
+            await self.close()
             yield
         finally:
+            self.open()
+
+    async def close(self) -> None:
+        """From now on no request begins; return when none runs. It opens when :meth:`open` was called as often."""
+        self._closings += 1
+        if self.is_open:
+            self._open.clear()
+            for limit in self._limits:
+                self._stop(limit)
+        await self._drain()
+
+    def open(self) -> None:
+        """Take one :meth:`close` back."""
+        self._closings -= 1
+        if not self._closings:
             self._open.set()
             for limit, left in self._limits.items():
                 if not limit.expired():

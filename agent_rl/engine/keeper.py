@@ -6,7 +6,7 @@ Each engine has a task of its own, which does what its phase asks for (:mod:`age
     joining    check it; then it waits for the published weights
     serving    ask which weights it has, every ``engine.health_every`` seconds
     suspect    let it sample a token, every second
-    dead       as starting
+    dead       as starting, when no engine sleeps (:mod:`agent_rl.engine.sleep`)
     retired    stop the server that is ours
 
 Whoever opened the engines owns the tasks, which end with the block that they run beside
@@ -19,13 +19,13 @@ import asyncio
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 from agent_rl.aio import Pulse, shielded
 from agent_rl.config import EngineConfig, addresses
 from agent_rl.engine.fleet import Member, Phase
 from agent_rl.engine.http import AsyncHttp
 from agent_rl.engine.sglang import SGLangEngine
+from agent_rl.engine.types import Server
 from agent_rl.errors import EngineError, EngineRejected, EngineStartError, RoutesMissingError, UserError
 
 QUESTION_SECONDS = 10.0
@@ -33,22 +33,6 @@ SAMPLE_SECONDS = 25.0
 """SGLang gives its own question, whether it can sample, 20 s."""
 ADMIT_SECONDS = 60.0
 _SUSPECT_SECONDS = 1.0
-
-
-class Server(Protocol):
-    """A server that is ours to start, here or on another machine."""
-
-    async def start(self) -> str:
-        """Start it and wait until it is healthy; its address. Raises EngineStartError."""
-        ...
-
-    def death(self) -> str | None:
-        """Why it is dead, in one line; None while it lives."""
-        ...
-
-    async def stop(self) -> None:
-        """End all of its processes. Idempotent."""
-        ...
 
 
 class FleetKeeper:
@@ -125,6 +109,7 @@ class FleetKeeper:
                 self._fleet.up(member.name, member.name)
             return
         await server.stop()
+        await self._engine.sleep.over()
         self._fleet.restart(member.name)
         try:
             self._fleet.up(member.name, await server.start())
@@ -146,7 +131,8 @@ class FleetKeeper:
         """Ask after the health of an engine, and which weights it has."""
         floor, updating = self._fleet.floor, self._fleet.updating
         try:
-            if member.phase is Phase.SUSPECT and not updating:  # one that is paused samples nothing
+            # One that is paused samples nothing, and one that sleeps would die of it.
+            if member.phase is Phase.SUSPECT and not updating and self._engine.sleep.is_over:
                 await self._http.get(f"{member.url}/health")
             async with asyncio.timeout(QUESTION_SECONDS):
                 version = str((await self._http.get_json(f"{member.url}/model_info")).get("weight_version", ""))

@@ -162,6 +162,10 @@ class EngineServer:
         ]  # fmt: skip
         if self._capture:
             command.append("--enable-return-routed-experts")
+        if config.colocate:
+            if self.device == "cpu":
+                raise ConfigError("engine.colocate: this machine has no GPU to share with the trainer: turn it off")
+            command.append("--enable-memory-saver")
         if (ranks := config.gpus if self.device == "cuda" else config.nodes) > 1:
             command += ["--tp-size", str(ranks)]
         if self.device == "cpu":

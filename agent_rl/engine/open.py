@@ -12,9 +12,10 @@ from agent_rl.config import EngineConfig
 from agent_rl.engine.fleet import Fleet, Member
 from agent_rl.engine.hosts import HostedServer, Room
 from agent_rl.engine.http import AsyncHttp
-from agent_rl.engine.keeper import FleetKeeper, Server, story
+from agent_rl.engine.keeper import FleetKeeper, story
 from agent_rl.engine.launch import EngineServer, refuse_unservable
 from agent_rl.engine.sglang import SGLangEngine
+from agent_rl.engine.types import Server
 from agent_rl.errors import EngineError, EngineKeyRefused, UserError
 from agent_rl.model_facts import ModelFacts, refuse_dense
 
@@ -59,7 +60,7 @@ async def open_engine(
     for name in names:
         fleet.add(name, "" if servers else name)
     async with AsyncExitStack() as stack:
-        engine = SGLangEngine((), facts, config, fleet=fleet, routes=routes)
+        engine = SGLangEngine((), facts, config, fleet=fleet, servers=servers, routes=routes)
         stack.push_async_callback(engine.close)
         keeper = FleetKeeper(engine, servers, config)
         stack.push_async_callback(keeper.close)

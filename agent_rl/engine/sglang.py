@@ -23,7 +23,7 @@ from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -37,7 +37,8 @@ from agent_rl.engine.homes import SessionHomes
 from agent_rl.engine.http import AsyncHttp, retried, timed_out
 from agent_rl.engine.load import EngineLoad
 from agent_rl.engine.options import refusal
-from agent_rl.engine.types import EngineInfo, Scores
+from agent_rl.engine.sleep import EngineSleep
+from agent_rl.engine.types import EngineInfo, Scores, Server
 from agent_rl.errors import (
     EngineError,
     EngineLost,
@@ -72,8 +73,9 @@ class SGLangEngine:
 
     ``facts`` describe the model served. Of ``config``, ``request_timeout`` bounds one request and ``retries`` how often
     one that met an infrastructure failure is tried again. Requests go to the engines that serve by ``fleet``; without
-    one, to those at ``urls``. ``routes``: whether they will be asked for. Entering it as an async context manager
-    checks every engine (:meth:`admit`); leaving closes it.
+    one, to those at ``urls``. ``servers``: those of the fleet that are ours, by name, which can sleep. ``routes``:
+    whether they will be asked for. Entering it as an async context manager checks every engine (:meth:`admit`); leaving
+    closes it.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class SGLangEngine:
         config: EngineConfig | None = None,
         *,
         fleet: Fleet | None = None,
+        servers: Mapping[str, Server] = MappingProxyType({}),
         routes: bool = True,
         backoff: float = 0.5,
     ) -> None:
@@ -101,6 +104,7 @@ class SGLangEngine:
         self._patience = config.start_timeout + config.weight_sync_timeout
         self._backoff = backoff
         self._http = AsyncHttp(config.request_timeout, headers=config.headers)
+        self.sleep = EngineSleep(self.fleet, self.gate, servers, config, self._http)
 
     async def __aenter__(self) -> SGLangEngine:
         try:

@@ -1,4 +1,4 @@
-"""The engine as the loop sees it: what samples, and what evaluates a finished sequence again."""
+"""The engine as the loop sees it: what samples, and what evaluates a finished sequence again; and a server of ours."""
 
 from __future__ import annotations
 
@@ -56,4 +56,20 @@ class Scorer(Protocol):
 
         Raises one of :mod:`agent_rl.errors`' engine errors once the retry budget is spent.
         """
+        ...
+
+
+class Server(Protocol):
+    """A server that is ours to start, here or on another machine."""
+
+    async def start(self) -> str:
+        """Start it and wait until it is healthy; its address. Raises EngineStartError."""
+        ...
+
+    def death(self) -> str | None:
+        """Why it is dead, in one line; None while it lives."""
+        ...
+
+    async def stop(self) -> None:
+        """End all of its processes. Idempotent."""
         ...

@@ -212,6 +212,11 @@ METRICS: tuple[Metric, ...] = (
         ("pipeline/reprefilled_tokens", "tokens", "The tokens before and in them, which were computed again."),
     ),
     *_of(
+        "agent_rl/engine/sleep.py",
+        ("time/engine_sleep", "seconds", "Letting the engines that share the trainer's GPUs sleep, before the update."),
+        ("time/engine_wake", "seconds", "Giving them their memory back, a part of `time/weight_sync`."),
+    ),
+    *_of(
         "agent_rl/engine/load.py",
         (
             "engine/empty_fraction",

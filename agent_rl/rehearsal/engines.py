@@ -54,14 +54,17 @@ class _Engine:
 class StandInEngines:
     """``count`` servers of ``ranks`` GPUs each, of a model that has the tensors ``expected``, in precision ``dtype``.
 
-    ``refusing``: the first of them refuses each bucket. ``seconds``: how long a broadcast waits for engines.
-    ``complaints``: what NCCL would not have survived. A context manager, inside which they answer at ``urls``.
+    ``colocated``: they have the trainer's GPUs. ``refusing``: the first of them refuses each bucket. ``seconds``: how
+    long a broadcast waits for engines. ``complaints``: what NCCL would not have survived. A context manager, inside
+    which they answer at ``urls``.
     """
 
-    def __init__(self, count: int, ranks: int, expected: Shapes, dtype: str, *, seconds: float = 10.0) -> None:
+    def __init__(
+        self, count: int, ranks: int, expected: Shapes, dtype: str, *, colocated: bool = False, seconds: float = 10.0
+    ) -> None:
         self._engines = [_Engine() for _ in range(count)]
         self._ranks, self._expected, self._dtype, self._seconds = ranks, expected, dtype, seconds
-        self._changed = threading.Condition()
+        self._colocated, self._changed = colocated, threading.Condition()
         self.refusing, self._under_way = False, False
         self.complaints: list[str] = []
         engines = self
@@ -142,7 +145,7 @@ class StandInEngines:
     def left(self, *, aborted: bool) -> None:
         """The trainer has left the group. NCCL ends the process of one that leaves a broadcast without an abort."""
         with self._changed:
-            if self._under_way and not aborted:
+            if self._under_way and not (aborted or self._colocated):
                 self.complaints.append("the group of a weight sync was destroyed, not aborted, within a broadcast")
             self._under_way = False
             self._changed.notify_all()
@@ -158,6 +161,8 @@ class StandInEngines:
         """SGLang's process of tensor rank i takes rank ``rank_offset + i``; 0 is the trainer's."""
         ranks = range(body["rank_offset"], body["rank_offset"] + self._ranks)
         with self._changed:
+            if self._colocated and body["backend"] != "gloo":
+                raise ValueError(f"engine {number}: NCCL takes each GPU once in a group, and it has a trainer rank's")
             if ranks[0] < 1 or ranks[-1] >= body["world_size"]:
                 raise ValueError(f"engine {number}: ranks {[*ranks]} of a group of {body['world_size']}")
             for other, held in enumerate(self._engines):

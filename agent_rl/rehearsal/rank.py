@@ -191,7 +191,8 @@ def _publish(job: RankJob, rank: Any, stage: Stage) -> None:
     expected = expected_shapes(facts)
     if facts.tied:
         expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
-    with StandInEngines(engines(job.config), engine.gpus, expected, engine.dtype) as stand_in:
+    ours = engines(job.config), engine.gpus, expected, engine.dtype
+    with StandInEngines(*ours, colocated=engine.colocate) as stand_in:
         stage.collectives.engines = stand_in
         for name, refusing in zip(OUT[1:], (False, True), strict=True):
             stand_in.refusing = refusing

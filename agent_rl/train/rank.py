@@ -124,6 +124,7 @@ class TrainerRank:
                 self._model, self._optimizer, samples, shares, routes, order, tracer, self._reference, self._balance
             )
         self._updates += sum(done.update.taken for done in report.updates)
+        self._yield_memory()
         balanced = None if self._balance is None else self._balance.report()
         return report if self._lead else None, differs, balanced
 
@@ -225,7 +226,13 @@ class TrainerRank:
             # The other ranks take part in gathering every tensor, also of an update that an engine refused.
             for _ in weights:
                 pass
+            self._yield_memory()
         return report
+
+    def _yield_memory(self) -> None:
+        """Give what torch keeps of freed memory to the engine that has the same GPU, where one has."""
+        if self._order.config.engine.colocate:
+            torch.cuda.empty_cache()
 
     def _publisher_to(self, order: PublishOrder) -> WeightPublisher:
         if self._publisher is None or not self._publisher.serves(order):

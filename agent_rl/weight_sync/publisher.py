@@ -122,8 +122,9 @@ class WeightPublisher:
 
     ``kv_heads`` is the model's, by which engines of several ranks are checked. Of ``config``, ``dtype`` is what the
     weights are sent in, ``server_pause`` is SGLang's, the weights travel in pieces of about ``weight_bucket_mb``, and
-    ``weight_sync_timeout`` bounds each call, rendezvous and broadcast. ``headers`` go with each call. After an update
-    that an engine did not take it must be closed.
+    ``weight_sync_timeout`` bounds each call, rendezvous and broadcast. With ``colocate`` the weights go through host
+    memory, by gloo: NCCL takes each GPU once in a group. ``headers`` go with each call. After an update that an engine
+    did not take it must be closed.
     """
 
     def __init__(
@@ -137,6 +138,7 @@ class WeightPublisher:
     ) -> None:
         self.urls = tuple(urls)
         self._device, self._config = device, config
+        self._backend = "nccl" if device.type == "cuda" and not config.colocate else "gloo"
         self._dtype, self._timeout = getattr(torch, config.dtype), config.weight_sync_timeout
         self._name = f"agent-rl-{uuid.uuid4().hex[:8]}"  # an engine may still hold the group of a trainer that died
         self._receivers = WeightReceivers(urls, timeout=self._timeout, headers=headers)
@@ -266,7 +268,7 @@ class WeightPublisher:
         self._hashing.shutdown(wait=False, cancel_futures=True)
 
     def _destroy(self, group: Any) -> None:
-        if self._device.type == "cuda":  # else NCCL's watchdog would end this process over a broadcast nobody joined
+        if self._backend == "nccl":  # else NCCL's watchdog would end this process over a broadcast nobody joined
             torch.distributed.distributed_c10d._abort_process_group(group)
         else:
             torch.distributed.destroy_process_group(group)
@@ -285,10 +287,9 @@ class WeightPublisher:
     def _join(self) -> None:
         host = _meeting_host(self.urls)
         port = free_port()
-        backend = "nccl" if self._device.type == "cuda" else "gloo"
-        with self._receivers.joining(host, port, backend=backend, group=self._name) as joining:
+        with self._receivers.joining(host, port, backend=self._backend, group=self._name) as joining:
             join = _Threaded(
-                lambda: join_group(host, port, 0, self._receivers.world_size, self._name, backend, self._timeout)
+                lambda: join_group(host, port, 0, self._receivers.world_size, self._name, self._backend, self._timeout)
             )
             self._wait(join.done, joining, "the rendezvous")
             self._group = join.result()

@@ -25,6 +25,7 @@ import numpy as np
 
 from agent_rl.config import RunConfig
 from agent_rl.engine.fleet import Fleet
+from agent_rl.engine.sleep import EngineSleep
 from agent_rl.engine.types import EngineInfo
 from agent_rl.errors import EngineError, WeightSyncError
 from agent_rl.model_facts import ModelFacts
@@ -61,6 +62,7 @@ class Engines(Protocol):
 
     fleet: Fleet
     facts: ModelFacts
+    sleep: EngineSleep
 
     async def info(self, url: str) -> EngineInfo:
         """What the server at ``url`` reports about itself. Raises EngineError."""
@@ -195,6 +197,7 @@ class WeightSync:
     async def _compare(self, update: Update, url: str) -> str:
         """Why the engine at ``url`` does not compute what the trainer computes, or "". One that does not is paused."""
         try:
+            await self._engine.sleep.ready(url)
             version = (await self._engine.info(url)).weight_version
             if version != update.version:
                 return f"{url} answers with weights {version!r}, not {update.version!r}"

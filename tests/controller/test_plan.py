@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from agent_rl.capacity.advice import make_plan, slots_refusal
 from agent_rl.capacity.known_models import KNOWN, planned_model
 from agent_rl.capacity.plan import GIB, PlannedPlace, RunPlan
+from agent_rl.capacity.planning import CUDA_BYTES
 from agent_rl.capacity.sizes import kv_bytes_per_token, layer_bytes, rank_bytes, rank_parameters, route_bytes
 from agent_rl.capacity.sizes import parameters as parameters_of
 from agent_rl.cli import app
@@ -47,7 +48,7 @@ def test_known_models_have_the_parameters_their_cards_say(name: str, parameters:
     assert parameters_of(KNOWN[name]) == parameters
 
 
-@pytest.mark.parametrize("name", [*RECIPES, "two-nodes", "paper-swe-8gpu"])
+@pytest.mark.parametrize("name", [*RECIPES, "two-nodes"])
 def test_a_recipe_fits_the_hardware_its_head_names(name: str) -> None:
     config = recipe(name)
     assert config.name == name
@@ -62,6 +63,45 @@ def test_a_recipe_fits_the_hardware_its_head_names(name: str) -> None:
     rank, engine = place(plan, "GPU of a trainer rank"), place(plan, "GPU of an engine")
     found = rank.count, round(rank.total / GIB), engine.count, round(engine.total / GIB), config.hardware.gpu_memory_gb
     assert found == tuple(int(part) for part in head.groups())
+
+
+def test_a_shared_gpu_holds_the_larger_of_two_phases() -> None:
+    """What the engine takes is not there while the trainer works, nor activations while the engine does."""
+    config = recipe("paper-swe-8gpu")
+    plan = make_plan(config)
+    assert plan.refusal() is None
+    assert plan.rank is not None
+    asleep, awake = place(plan, "shared GPU, the engine asleep"), place(plan, "shared GPU, the engine awake")
+    cuda = 2 * CUDA_BYTES
+    assert asleep.total == plan.rank.total + cuda
+    apart = make_plan(recipe("paper-swe-8gpu", "engine.colocate=false"))
+    assert awake.total == plan.rank.static + place(apart, "GPU of an engine").total - CUDA_BYTES + cuda
+    head = re.search(
+        r"# Hardware: (\d+) GPUs \((\d+) GiB each\) of (\d+)", (ROOT / "configs/paper-swe-8gpu.yaml").read_text()
+    )
+    assert head is not None
+    most = max(asleep, awake, key=lambda one: one.total)
+    found = most.count, round(most.total / GIB), config.hardware.gpu_memory_gb
+    assert found == tuple(int(part) for part in head.groups())
+    assert plan.place("memory of the host"), "all is on one machine"
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("hardware.gpus_per_host=4", "world_size=8 is more than hardware.gpus_per_host=4: take fewer ranks"),
+        (
+            "engine.max_total_tokens=2097152",
+            "shared GPU, the engine awake: 90.7 GiB do not fit in 70.4 GiB; what helps",
+        ),
+        ("train.device=auto", "shares GPUs, and the plan is for CPUs"),
+    ],
+)
+def test_what_does_not_fit_a_shared_gpu_is_one_line(override: str, line: str) -> None:
+    overrides = [override, *(["hardware.gpu_memory_gb=null"] if "auto" in override else [])]
+    refusal = make_plan(recipe("paper-swe-8gpu", *overrides)).refusal()
+    assert refusal is not None
+    assert line in refusal
 
 
 def test_recipes_are_what_they_are_named_for() -> None:

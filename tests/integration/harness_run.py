@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from agent_rl.config import HarnessConfig, RunConfig
+from agent_rl.config import EngineConfig, HarnessConfig, RunConfig
 from agent_rl.config_files import load_config
 from agent_rl.controller.restarts import Restarts
 from agent_rl.controller.state import RunState
@@ -25,8 +25,10 @@ from agent_rl.controller.train import TrainingRun, run_to_the_end
 from agent_rl.controller.world import Workshop, World, open_workshop
 from agent_rl.engine.fleet import Fleet
 from agent_rl.engine.gate import TurnGate
+from agent_rl.engine.http import AsyncHttp
 from agent_rl.engine.load import EngineLoad
 from agent_rl.engine.scripted import ScriptedEngine
+from agent_rl.engine.sleep import EngineSleep
 from agent_rl.gateway.episode import agent_binds
 from agent_rl.gateway.server import Gateway, open_gateway
 from agent_rl.model_facts import ModelFacts, read_facts
@@ -46,6 +48,7 @@ class Scripted:
         self, folder: Path, facts: ModelFacts, workshop: Workshop, renderer: ChatRenderer, fmt: ToolCallFormat
     ) -> None:
         self.facts, self.fleet, self.gate, self.load = facts, Fleet(), TurnGate(), EngineLoad()
+        self.sleep = EngineSleep(self.fleet, self.gate, {}, EngineConfig(), AsyncHttp(1.0))
         self._folder, self._workshop, self._renderer, self._format = folder, workshop, renderer, fmt
         self._answers = ScriptedEngine(self._turn, layout=facts.layout)
         self._sessions: dict[str, list[str]] = defaultdict(list)

@@ -34,7 +34,9 @@ from agent_rl.controller.state import RunState
 from agent_rl.controller.train import TrainingRun, run_to_the_end
 from agent_rl.engine.fleet import Fleet
 from agent_rl.engine.gate import TurnGate
+from agent_rl.engine.http import AsyncHttp
 from agent_rl.engine.load import EngineLoad
+from agent_rl.engine.sleep import EngineSleep
 from agent_rl.model_facts import read_facts
 from agent_rl.observe.display import Display
 from agent_rl.rollout.episode import EpisodeRules
@@ -99,8 +101,11 @@ class RecordedWorld:
     def __post_init__(self) -> None:
         self.limiter = Limiter(self.config.rollout.concurrency)
         self.facts = read_facts(self.config.model)
-        parts = {"fleet": Fleet(), "gate": TurnGate(), "load": EngineLoad()}
-        self.engine = SimpleNamespace(facts=self.facts, **parts, until=_never)
+        fleet, gate = Fleet(), TurnGate()
+        sleep = EngineSleep(fleet, gate, {}, self.config.engine, AsyncHttp(1.0))
+        self.engine = SimpleNamespace(
+            facts=self.facts, fleet=fleet, gate=gate, load=EngineLoad(), sleep=sleep, until=_never
+        )
         env = SimpleNamespace(prepare=_nothing)
         self.workshop = SimpleNamespace(env=env, tasks=lambda split: self.tasks, backend=SimpleNamespace(name="none"))
 

@@ -100,3 +100,10 @@ def test_an_engine_that_leaves_before_a_bucket_comes_does_not_have_it(engines: S
                 answer.result()
     assert not engines._all_wait
     assert engines.asked(0, "weights_checker", {})["per_engine_checksum"] == "start"
+
+
+def test_engines_that_have_the_trainers_gpus_refuse_nccl() -> None:
+    with StandInEngines(1, 2, SHAPES, "bfloat16", colocated=True) as stand_in:
+        with pytest.raises(ValueError, match="NCCL takes each GPU once"):
+            stand_in.asked(0, "init_weights_update_group", {"world_size": 3, "rank_offset": 1, "backend": "nccl"})
+        stand_in.asked(0, "init_weights_update_group", {"world_size": 3, "rank_offset": 1, "backend": "gloo"})

@@ -1,0 +1,458 @@
+"""Engines that share the trainer's GPUs: what they are asked for when they fall asleep and wake, and what can fail."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+from local_server import serving
+from standin_sglang import make_interpreter
+
+from agent_rl.aio import beside
+from agent_rl.config import EngineConfig, RunConfig
+from agent_rl.engine import keeper as keeping
+from agent_rl.engine.fleet import Fleet, Phase
+from agent_rl.engine.http import AsyncHttp
+from agent_rl.engine.keeper import FleetKeeper
+from agent_rl.engine.launch import EngineServer, group_members
+from agent_rl.engine.sglang import SGLangEngine
+from agent_rl.engine.sleep import Memory
+from agent_rl.errors import ConfigError, EngineError, EngineLost
+from agent_rl.model_facts import ModelFacts, read_facts
+from agent_rl.types import Completion, Sample, SamplingParams
+from agent_rl.weight_sync.order import PublishReport
+from agent_rl.weight_sync.sync import WeightSync
+
+FACTS = ModelFacts(
+    "qwen3_moe", moe=(False, True, True), hidden=8, heads=2, kv_heads=1, head_dim=4, inner=8, vocab_size=100,
+    max_positions=256, num_experts=8, top_k=2,
+)  # fmt: skip
+SAMPLE = SamplingParams(max_new_tokens=2)
+WHOLE = ["flush_cache", "release", "resume weights", "resume kv_cache"]
+CALLS = ("flush_cache", "release_memory_occupation", "resume_memory_occupation")
+
+
+class Server:
+    """A server of ours that behaves as SGLang 0.5.23: what it can't do without memory ends it. ``fails``: by an entry
+    of ``done``, what it does instead (``refuse``, ``hang``, ``die``). Requests that are ``held`` run until they are
+    aborted."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+        self.fails: dict[str, str] = {}
+        self.released: set[str] = set()
+        self.version, self.starts, self.killed_by = "", 0, ""
+        self.held, self.running = False, dict[str, asyncio.Event]()
+        self.begun, self.hanging, self.starting = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.starting.set()
+        self._open: AsyncExitStack | None = None
+
+    async def start(self) -> str:
+        self.starts += 1
+        self.released, self.version = set(), "start"
+        await self.starting.wait()
+        self._open = AsyncExitStack()
+        return await self._open.enter_async_context(serving(self.handle))
+
+    def death(self) -> str | None:
+        return None if self._open is not None else "the engine server died"
+
+    async def stop(self) -> None:
+        opened, self._open = self._open, None
+        self.running.clear()
+        if opened is not None:
+            await opened.aclose()
+
+    async def handle(self, path: str, request: dict[str, Any]) -> tuple[int, bytes]:
+        name = path[1:].partition("?")[0]
+        if self._open is None:
+            return 0, b""
+        if name in CALLS:
+            return await self._memory(name, request)
+        if name == "abort_request":
+            self.running[request["rid"]].set()
+        if name == "model_info":
+            return 200, orjson.dumps({"weight_version": self.version})
+        if name == "generate":
+            return await self._generate(request)
+        return 200, b"{}"
+
+    async def _memory(self, name: str, request: dict[str, Any]) -> tuple[int, bytes]:
+        tags = request.get("tags", [])
+        entry = name.partition("_memory")[0] if name != "resume_memory_occupation" else f"resume {' '.join(tags)}"
+        self.done.append(entry)
+        match self.fails.pop(entry, None):
+            case "refuse":
+                return 400, b'{"error": {"message": "no"}}'
+            case "hang":
+                self.hanging.set()
+                await asyncio.Event().wait()
+            case "die":
+                return await self._dies(f"told to at {entry}")
+        if name == "flush_cache":
+            return (400, b"pending requests") if self.running else (200, b"")
+        if name == "release_memory_occupation":
+            if self.running or self.released:
+                return await self._dies("release_memory_occupation should be called only when server is idle")
+            self.released = set(tags)
+        elif not self.released.issuperset(tags):
+            return await self._dies(f"KeyError: {tags}")
+        else:
+            self.released -= set(tags)
+        return 200, b"null"
+
+    async def _generate(self, request: dict[str, Any]) -> tuple[int, bytes]:
+        if self.released:
+            return await self._dies("a request without memory")
+        self.begun.set()
+        finish = "length"
+        if self.held:
+            aborted = self.running[request["rid"]] = asyncio.Event()
+            await aborted.wait()
+            self.running.pop(request["rid"], None)
+            finish = "abort"
+        return 200, _answer(request, self.version, finish)
+
+    async def _dies(self, reason: str) -> tuple[int, bytes]:
+        self.killed_by, self._open = reason, None
+        return 0, b""
+
+
+def _answer(request: dict[str, Any], version: str, finish: str) -> bytes:
+    prompt, start = request["input_ids"], request.get("routed_experts_start_len", 0)
+    count = min(2, request["sampling_params"]["max_new_tokens"])
+    routes = np.broadcast_to(np.arange(2, dtype="<i4"), (len(prompt) + count - 1 - start, 3, 2))
+    meta = {
+        "id": request["rid"], "finish_reason": {"type": finish, "length": count, "message": ""},
+        "weight_version": version, "output_token_logprobs": [[-0.5, 7, None], [-0.25, 8, None]][:count],
+        "input_token_logprobs": [[None if at == 0 else -0.5, token, None] for at, token in enumerate(prompt)],
+        "cached_tokens": 0, "routed_experts": base64.b64encode(routes.tobytes()).decode(),
+    }  # fmt: skip
+    return orjson.dumps({"text": "", "output_ids": [7, 8][:count], "meta_info": meta})
+
+
+class Colocated:
+    """Engines that are looked after, and a trainer whose weights they get as a run gives them."""
+
+    def __init__(self, engine: SGLangEngine, servers: Sequence[Server], folder: Path) -> None:
+        self.engine, self.servers, self.notes = engine, servers, list[str]()
+        config = RunConfig(name="r", model=folder, engine=_config(len(servers)), train=_world(len(servers)))
+        self.sync = WeightSync(config, engine, self, folder / "weights", self.notes.append)
+
+    async def logprobs(self, samples: Sequence[Sample], *, replay: bool) -> Sequence[Sequence[float]]:
+        return [[-0.5] * len(samples[0].tokens)]
+
+    async def publish(self, engine_urls: Sequence[str], weight_version: str) -> PublishReport:
+        """As the trainer's rank 0: an engine that does not answer, or has no memory for weights, takes none."""
+        failures = {}
+        for url in engine_urls:
+            server = self.at(url)
+            if server is None or Memory.WEIGHTS in server.released:
+                failures[url] = f"{url}: no answer"
+            else:
+                server.done.append("publish")
+                server.version = weight_version
+        return PublishReport(failures)
+
+    async def export(self, folder: Path) -> None:
+        raise AssertionError("no engine lives that would read it")
+
+    def at(self, url: str) -> Server | None:
+        found = [name for name in self.engine.fleet.names if self.engine.fleet[name].url == url]
+        alive = [server for server in self.servers if server.death() is None]
+        return next((server for server in alive if f"engine-{self.servers.index(server)}" in found), None)
+
+    async def wake(self, step: int) -> None:
+        """As the controller publishes."""
+        await self.engine.sleep.load()
+        await self.sync.publish(step)
+        await self.engine.sleep.end()
+
+    async def sample(self, session: str = "s") -> Completion:
+        return await self.engine.generate([1, 2], SAMPLE, routes_from=0, session=session)
+
+    async def phase(self, name: str, *phases: Phase) -> None:
+        await self.engine.until(lambda fleet: fleet[name].phase in phases)
+
+
+def _config(count: int) -> EngineConfig:
+    return EngineConfig(
+        count=count, colocate=True, health_every=0.02, start_timeout=5.0, weight_sync_timeout=1.0, retries=3
+    )
+
+
+def _world(size: int) -> Any:
+    return {"parallel": {"world_size": size}}
+
+
+@asynccontextmanager
+async def colocated(folder: Path, count: int = 1) -> AsyncIterator[Colocated]:
+    """``count`` engines, with the weights of version 0."""
+    config, servers = _config(count), [Server() for _ in range(count)]
+    ours, fleet = {f"engine-{number}": server for number, server in enumerate(servers)}, Fleet(3)
+    for name in ours:
+        fleet.add(name)
+    engine = SGLangEngine((), FACTS, config, fleet=fleet, servers=ours, backoff=0.01)
+    keeper = FleetKeeper(engine, ours, config)
+    try:
+        await keeper.open()
+        run = Colocated(engine, servers, folder)
+        await run.wake(0)
+        for server in servers:
+            server.done.clear()
+            server.begun.clear()
+        async with asyncio.timeout(5), beside(keeper.run()):
+            yield run
+    finally:
+        await keeper.close()
+        await engine.close()
+
+
+async def test_a_step_releases_all_memory_and_takes_it_back_around_the_publish(tmp_path: Path) -> None:
+    async with colocated(tmp_path, 2) as run:
+        await run.engine.sleep.begin()
+        assert [server.released for server in run.servers] == [{"weights", "kv_cache"}] * 2
+        await run.engine.sleep.load()
+        assert [server.released for server in run.servers] == [{"kv_cache"}] * 2
+        await run.wake(1)
+        for server in run.servers:
+            assert server.done == [*WHOLE[:3], "publish", WHOLE[3]]
+        assert (await run.sample()).weight_version == "1"
+        metrics = run.engine.sleep.metrics()
+        assert set(metrics) == {"time/engine_sleep", "time/engine_wake"}
+        assert run.engine.sleep.metrics() == {}, "it did not sleep since"
+
+
+async def test_a_request_waits_for_the_end_of_the_sleep_and_its_time_limit_too(tmp_path: Path) -> None:
+    """Whoever asks: an episode, an audit, an evaluation. One that runs is cut."""
+    async with colocated(tmp_path) as run:
+        run.servers[0].held = True
+        async with asyncio.timeout(30.0) as limit:
+            with run.engine.gate.uncharged(limit):
+                running = asyncio.create_task(run.sample("running"))
+                await run.servers[0].begun.wait()
+                await run.engine.sleep.begin()
+                assert (await running).cut
+                assert limit.when() is None, "no time passes"
+                run.servers[0].held = False
+                waiting = [
+                    asyncio.create_task(run.sample("later")),
+                    asyncio.create_task(run.engine.prefill([1, 2], session="audit", afresh=True)),
+                    asyncio.create_task(run.engine.rescore([1, 2], session="rescore")),
+                ]
+                await asyncio.sleep(0.1)
+                assert not any(task.done() for task in waiting)
+                async with run.engine.gate.closed():  # as a publish does
+                    await run.wake(1)
+                    assert not run.engine.gate.is_open
+                for answer in await asyncio.gather(*waiting):
+                    assert answer.weight_version == "1"  # type: ignore[attr-defined]
+                assert limit.when() is not None
+        assert run.servers[0].killed_by == ""
+
+
+@pytest.mark.parametrize("how", ["refuse", "hang", "die"])
+@pytest.mark.parametrize("entry", ["flush_cache", "release"])
+async def test_one_that_does_not_release_its_memory_is_stopped_and_started_when_the_others_wake(
+    tmp_path: Path, entry: str, how: str
+) -> None:
+    async with colocated(tmp_path, 2) as run:
+        first, second = run.servers
+        first.fails[entry] = how
+        await run.engine.sleep.begin()
+        assert first.death() is not None, "it would hold the trainer's memory"
+        assert run.engine.fleet["engine-0"].phase is Phase.DEAD
+        assert "does not release its memory" in run.engine.fleet["engine-0"].reason or how == "die"
+        await asyncio.sleep(0.1)
+        assert first.starts == 1, "nothing starts while the trainer has the memory"
+        await run.wake(1)
+        assert (await run.sample()).weight_version == "1"
+        await run.engine.until(lambda fleet: fleet.waiting)
+        await run.sync.join(run.engine.fleet["engine-0"].url)
+        assert len(run.engine.fleet.in_use) == 2
+        assert (first.starts, second.starts) == (2, 1)
+
+
+@pytest.mark.parametrize("how", ["refuse", "hang", "die"])
+@pytest.mark.parametrize("entry", WHOLE[2:])
+async def test_one_that_does_not_wake_is_stopped_and_started_again(tmp_path: Path, entry: str, how: str) -> None:
+    async with colocated(tmp_path, 2) as run:
+        first, second = run.servers
+        await run.engine.sleep.begin()
+        first.fails[entry] = how
+        await run.wake(1)
+        assert second.done == [*WHOLE[:3], "publish", WHOLE[3]]
+        assert (await run.sample()).weight_version == "1"
+        await run.engine.until(lambda fleet: fleet.waiting)
+        await run.sync.join(run.engine.fleet["engine-0"].url)
+        assert (first.starts, len(run.engine.fleet.in_use)) == (2, 2)
+        assert entry not in first.done[first.done.index(entry) + 1 :], "asked twice, SGLang would die of it"
+
+
+async def test_the_only_one_that_does_not_wake_is_waited_for(tmp_path: Path) -> None:
+    async with colocated(tmp_path) as run:
+        await run.engine.sleep.begin()
+        run.servers[0].fails["resume weights"] = "refuse"
+        await run.wake(1)
+        asking = asyncio.create_task(run.sample())
+        await run.engine.until(lambda fleet: fleet.waiting)
+        await run.sync.join(run.engine.fleet["engine-0"].url)
+        assert (await asking).weight_version == "1"
+
+
+async def test_one_that_dies_asleep_is_started_only_when_the_trainer_is_done(tmp_path: Path) -> None:
+    async with colocated(tmp_path) as run:
+        await run.engine.sleep.begin()
+        await run.servers[0].stop()
+        await run.phase("engine-0", Phase.DEAD)
+        await asyncio.sleep(0.1)
+        assert run.servers[0].starts == 1
+        await run.wake(1)
+        await run.engine.until(lambda fleet: fleet.waiting)
+        assert run.servers[0].starts == 2
+
+
+async def test_one_that_is_just_being_started_is_stopped_first(tmp_path: Path) -> None:
+    """Else it would take its memory while the trainer works."""
+    async with colocated(tmp_path, 2) as run:
+        first = run.servers[0]
+        first.starting.clear()
+        await first.stop()
+        await run.phase("engine-0", Phase.STARTING)
+        asleep = asyncio.create_task(run.engine.sleep.begin())
+        await asyncio.sleep(0.1)
+        assert not asleep.done()
+        first.starting.set()
+        await asleep
+        assert (first.death(), run.engine.fleet["engine-0"].phase) == ("the engine server died", Phase.DEAD)
+        await run.wake(1)
+        await run.engine.until(lambda fleet: fleet.waiting)
+
+
+async def test_where_no_engine_is_left_the_run_ends(tmp_path: Path) -> None:
+    async with colocated(tmp_path) as run:
+        for _ in range(4):
+            run.engine.fleet.died("engine-0", "out of memory")
+            run.engine.fleet.restart("engine-0")
+        with pytest.raises(EngineLost, match="no engine is left"):
+            await run.engine.sleep.begin()
+
+
+async def test_a_sleeping_suspect_is_not_asked_for_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's ``/health`` samples one, on memory that is not there."""
+    monkeypatch.setattr(keeping, "_SUSPECT_SECONDS", 0.01)
+    async with colocated(tmp_path) as run:
+        asked = list[str]()
+        handle = run.servers[0].handle
+
+        async def watched(path: str, request: dict[str, Any]) -> tuple[int, bytes]:
+            asked.append(path)
+            return await handle(path, request)
+
+        await run.engine.sleep.begin()
+        run.servers[0].handle = watched  # type: ignore[method-assign]
+        run.engine.fleet.failed(run.engine.urls[0], "late")
+        await run.phase("engine-0", Phase.SERVING)
+        assert "/health" not in asked
+
+
+async def test_a_run_that_ends_asleep_stops_its_engines(tmp_path: Path) -> None:
+    """As with Ctrl-C, also while one is asked to fall asleep."""
+    async with colocated(tmp_path) as run:
+        await run.engine.sleep.begin()
+        waiting = asyncio.create_task(run.sample())
+        await asyncio.sleep(0)
+        waiting.cancel()
+    assert run.servers[0].death() is not None
+    async with colocated(tmp_path) as run:
+        run.servers[0].fails["release"] = "hang"
+        asleep = asyncio.create_task(run.engine.sleep.begin())
+        await run.servers[0].hanging.wait()
+        asleep.cancel()
+    assert run.servers[0].death() is not None
+
+
+async def test_a_sleep_goes_on_over_the_trainers_death(tmp_path: Path) -> None:
+    """The run begins anew, from its checkpoint; what it publishes first wakes the engines."""
+    async with colocated(tmp_path) as run:
+        await run.engine.sleep.begin()
+        await run.engine.sleep.load()  # and the trainer dies in the publish
+        await run.wake(1)
+        assert run.servers[0].done == [*WHOLE[:3], "publish", WHOLE[3]]
+        await run.engine.sleep.begin()
+        await run.wake(2)
+        assert (await run.sample()).weight_version == "2"
+
+
+async def test_a_launched_server_is_told_that_it_will_sleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = str(make_interpreter(tmp_path))
+    config = EngineConfig(python=python, device="cuda", colocate=True)
+    async with EngineServer(config, tmp_path, tmp_path / "engine.log"):
+        assert "--enable-memory-saver" in (tmp_path / "starts").read_text().split()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    without = EngineServer(config.model_copy(update={"device": "auto"}), tmp_path, tmp_path / "engine.log")
+    with pytest.raises(ConfigError, match=r"^engine\.colocate: this machine has no GPU to share with the trainer"):
+        await without.start()
+
+
+@pytest.mark.sglang
+async def test_sglang_keeps_the_protocol_on_a_cpu_where_it_frees_nothing(
+    model: Path, engine_config: EngineConfig, tmp_path: Path
+) -> None:
+    """SGLang 0.5.23 without its memory saver, which needs a GPU: it takes every call, and no memory is freed. A request
+    under way when memory is to be released would end it, and so would a tag that was not released."""
+    config = engine_config.model_copy(update={"colocate": True, "health_every": 0.2})
+    server = EngineServer(engine_config, model, tmp_path / "engine.log")
+    fleet = Fleet(3)
+    fleet.add("engine-0")
+    ours = {"engine-0": server}
+    engine = SGLangEngine((), read_facts(model), config, fleet=fleet, servers=ours)
+    keeper = FleetKeeper(engine, ours, config)
+    try:
+        await keeper.open()
+        url, tokens = engine.urls[0], list(range(32))
+        async with beside(keeper.run()):
+            before = await engine.score(tokens)
+            long = SamplingParams(max_new_tokens=1500, temperature=0.0)
+            running = asyncio.create_task(engine.generate(tokens, long, routes_from=0, session="s"))
+            await until_it_runs(url)
+            held = resident(server)
+            await engine.sleep.begin()
+            assert (await running).cut
+            assert resident(server) > 0.9 * held, "a CPU's memory is not released"
+            await engine.sleep.load()
+            await engine.sleep.ready(url)
+            assert await engine.score(tokens) == before
+            await engine.sleep.end()
+            assert engine.sleep.metrics()["time/engine_wake"] < 5
+            assert fleet["engine-0"].phase is Phase.SERVING
+            # What the client never does: a tag twice. SGLang's scheduler dies of it, and the server with it.
+            async with AsyncHttp(5.0) as http:
+                with suppress(EngineError):
+                    await http.post(f"{url}/resume_memory_occupation", {"tags": ["weights"]})
+            async with asyncio.timeout(30):
+                await engine.until(lambda fleet: fleet["engine-0"].phase is not Phase.SERVING)
+    finally:
+        await keeper.close()
+        await engine.close()
+
+
+async def until_it_runs(url: str) -> None:
+    async with AsyncHttp(5.0) as http:
+        while not (await http.get_json(f"{url}/v1/loads"))["loads"][0]["num_running_reqs"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+def resident(server: EngineServer) -> int:
+    """Bytes of memory of all processes of a server."""
+    assert server.pid is not None
+    pages = (Path(f"/proc/{pid}/statm").read_text().split()[1] for pid in group_members(server.pid))
+    return sum(map(int, pages)) * os.sysconf("SC_PAGE_SIZE")
