@@ -101,15 +101,11 @@ class VersionSpan:
     stop: int
     version: str
 
-    def shifted(self, tokens: int) -> VersionSpan:
-        """The same, ``tokens`` further on."""
-        return VersionSpan(self.start + tokens, self.stop + tokens, self.version)
 
-
-def append_version(spans: list[VersionSpan], span: VersionSpan) -> None:
-    """Append ``span``; one of the version that the last is of goes on from it."""
-    start = spans.pop().start if spans and spans[-1].version == span.version else span.start
-    spans.append(VersionSpan(start, span.stop, span.version))
+def append_version(spans: list[VersionSpan], span: VersionSpan, further: int = 0) -> None:
+    """Append ``span``, ``further`` tokens further on; one of the version that the last is of goes on from it."""
+    start = spans.pop().start if spans and spans[-1].version == span.version else span.start + further
+    spans.append(VersionSpan(start, span.stop + further, span.version))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -37,6 +37,7 @@ class RouteStitcher:
 
     def __init__(self, *, moe_layers: int, top_k: int, num_experts: int, capacity: int = 0) -> None:
         self._num_experts = num_experts
+        self._wanted = [moe_layers, top_k, num_experts]
         dtype = narrowest_dtype(num_experts)
         capacity = min(capacity, _RESERVE_BYTES // max(1, moe_layers * top_k * dtype.itemsize))
         self._buffer = _reserved((capacity, moe_layers, top_k), dtype)
@@ -67,7 +68,8 @@ class RouteStitcher:
         if delta is None:
             raise self._error(f"expected {expected} rows of routes [{start}, {sequence - 1}), received none")
         self._check(delta, expected, start)
-        self.truncate(start)
+        if start < self._rows:
+            self.truncate(start)
         self._reserve(sequence - 1)
         self._buffer[start : sequence - 1] = delta.experts
         for span in delta.spans:
@@ -97,12 +99,12 @@ class RouteStitcher:
         return sequence - 1 - start
 
     def _check(self, delta: Routing, expected: int, start: int) -> None:
-        rows, *shape = delta.experts.shape
+        rows, *received = (*delta.experts.shape, delta.num_experts)
         if rows != expected:
             raise self._error(f"expected {expected} rows [{start}, {start + expected}), received {rows}")
-        received, wanted = (*shape, delta.num_experts), (*self._buffer.shape[1:], self._num_experts)
-        if received != wanted:
-            raise self._error(f"expected (layers, top_k, experts) {wanted}, received {received}")
+        if received != self._wanted:
+            wanted = tuple(self._wanted)
+            raise self._error(f"expected (layers, top_k, experts) {wanted}, received {tuple(received)}")
         if np.count_nonzero(delta.present) != expected:
             absent = int(np.argmin(delta.present)) + start
             raise self._error(f"row {absent} is absent, expected all {expected} rows to be present")

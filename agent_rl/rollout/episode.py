@@ -33,9 +33,9 @@ from envs import Dialogue, Environment, Episode, Grade, GradingError, Task, Unde
 from sandbox import ImageMissingError, SandboxError, SandboxHostLostError, SandboxUnavailableError, bounded
 from tools import ParseFailure, ToolCallFormat, ToolResult, ToolSet
 
-Answerer = Callable[[str], Awaitable[tuple[str, StopReason | None]]]
-"""Answers a turn: what the agent is shown next, and the ending if that turn was the last. An episode has one, since
-``isinstance`` of a protocol takes 6 µs."""
+Answerer = Callable[[str], Awaitable[ToolResult] | ParseFailure]
+"""Begins to answer a turn, or says why it holds no call. An episode has one, since ``isinstance`` of a protocol takes
+6 µs."""
 
 MAX_ABORTS = 3
 """How often a turn is asked on after the engine aborted it of itself."""
@@ -176,7 +176,7 @@ class EpisodeRun:
 
     async def _act(self, partner: ToolSet | Dialogue) -> StopReason:
         """Take the turns. ``partner`` is what they are given to: the tools, or the episode itself."""
-        answerer = partial(self._hear, partner) if isinstance(partner, Dialogue) else partial(self._call, partner)
+        answerer = partner.hear if isinstance(partner, Dialogue) else partial(self._call, partner)
         kept = [] if self.log is None else await self.log.kept()
         async with bounded(self.limits.time_limit, "calling the tools again"):
             for logged in kept:
@@ -220,8 +220,9 @@ class EpisodeRun:
         if self.transcript.room < 1:
             return StopReason.CONTEXT_FULL
         sampled = await self._sample(engine)
-        observation, stop = await answerer(self.turns[-1]["text"])
-        return stop or self._observe(observation, sampled)
+        answer = answerer(self.turns[-1]["text"])
+        text, stop = self._refused(answer) if isinstance(answer, ParseFailure) else await self._answered(answer)
+        return stop or self._observe(text, sampled)
 
     async def _sample(self, engine: Engine) -> Sequence[int]:
         """The turn's tokens. Where the request is aborted the turn goes on from what came: whenever it was cut for new
@@ -274,7 +275,7 @@ class EpisodeRun:
         """Write the turn down as far as it has come."""
         text = self.renderer.decode(sampled)
         self.messages[-1] = {"role": "assistant", "content": text}
-        self._note(
+        self.turns[-1].update(
             text=text,
             completion_tokens=len(sampled),
             weight_version=weight_version,
@@ -282,28 +283,28 @@ class EpisodeRun:
             retractions=retractions,
         )
 
-    async def _hear(self, dialogue: Dialogue, text: str) -> tuple[str, StopReason | None]:
-        return await self._answered(dialogue.hear(text))
-
-    async def _call(self, tools: ToolSet, text: str) -> tuple[str, StopReason | None]:
+    def _call(self, tools: ToolSet, text: str) -> Awaitable[ToolResult] | ParseFailure:
         parsed = self.fmt.parse(text)
         if isinstance(parsed, ParseFailure):
-            self.parse_failures_in_a_row += 1
-            self._note(parse_failure=parsed.reason, observation=parsed.reason)
-            most = self.limits.max_parse_failures
-            ended = most is not None and self.parse_failures_in_a_row >= most
-            return parsed.reason, StopReason.PARSE_FAILURES if ended else None
+            return parsed
         self.parse_failures_in_a_row = 0
-        self._note(tool=parsed.name, arguments=dict(parsed.arguments))
-        return await self._answered(tools.call(parsed))
+        self.turns[-1].update(tool=parsed.name, arguments=dict(parsed.arguments))
+        return tools.call(parsed)
+
+    def _refused(self, failure: ParseFailure) -> tuple[str, StopReason | None]:
+        self.parse_failures_in_a_row += 1
+        self.turns[-1].update(parse_failure=failure.reason, observation=failure.reason)
+        most = self.limits.max_parse_failures
+        ended = most is not None and self.parse_failures_in_a_row >= most
+        return failure.reason, StopReason.PARSE_FAILURES if ended else None
 
     async def _answered(self, answering: Awaitable[ToolResult]) -> tuple[str, StopReason | None]:
         started = time.perf_counter()
         try:
             result = await answering
         finally:
-            self._note(tool_seconds=_seconds_since(started))
-        self._note(observation=result.text)
+            self.turns[-1]["tool_seconds"] = _seconds_since(started)
+        self.turns[-1]["observation"] = result.text
         return result.text, StopReason.SUBMITTED if result.submitted else None
 
     def _observe(self, text: str, sampled: Sequence[int]) -> StopReason | None:
@@ -312,7 +313,7 @@ class EpisodeRun:
         text = self._remarked(text)
         tokens = self.renderer.observation(text, stop_included=stop_included)
         self.messages.append({"role": self.interface.observation_role or "tool", "content": text})
-        self._note(observation_tokens=len(tokens))
+        self.turns[-1]["observation_tokens"] = len(tokens)
         if len(tokens) >= self.transcript.room:
             return StopReason.CONTEXT_FULL
         self.transcript.observed(tokens)
@@ -320,9 +321,6 @@ class EpisodeRun:
 
     def _remarked(self, text: str) -> str:
         return self.interface.with_remark(text, len(self.turns), self.limits.max_turns)
-
-    def _note(self, **fields: object) -> None:
-        self.turns[-1].update(fields)
 
     async def _grade(self, episode: Episode) -> Grade:
         started = time.perf_counter()

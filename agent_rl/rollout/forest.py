@@ -250,7 +250,7 @@ class Forest:
         if self._routes is not None:
             node.parts.append(self._part(node, completion))
         for span in completion.versions:
-            append_version(node.versions, span.shifted(node.end))
+            append_version(node.versions, span, node.end)
         node.sampled.extend(completion.tokens)
         node.logprobs.extend(completion.logprobs)
 

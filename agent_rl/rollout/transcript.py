@@ -97,30 +97,29 @@ class Transcript:
             return  # aborted before it sampled: whatever it computed will be asked for again
         if self._routes is not None:
             self._stitch(completion, self._routes)
-        self._shown = len(self._tokens) + len(completion.tokens)
+        before = len(self._tokens)
+        self._shown = before + len(completion.tokens)
         if completion.tokens:
             for span in completion.versions:
-                append_version(self._versions, span.shifted(len(self._tokens)))
-            self._sampled.append(slice(len(self._tokens), self._shown))
+                append_version(self._versions, span, before)
+            self._sampled.append(slice(before, self._shown))
             self._logprobs.extend(array("f", completion.logprobs))
             self._tokens.extend(array("i", completion.tokens))
             self._kept = self._shown
 
     def _stitch(self, completion: Completion, policy: R3Config) -> None:
         delta, start = completion.routing, self.routes_from
-        turn: dict[str, Any] = {
-            "sequence": len(self._tokens) + len(completion.tokens),
-            "partial": completion.finish is FinishReason.ABORT,
-        }
+        sequence, partial = len(self._tokens) + len(completion.tokens), completion.finish is FinishReason.ABORT
         try:
             if delta is not None:
-                self._stitcher_of(delta).append(delta, start=start, **turn)
+                self._stitcher_of(delta).append(delta, sequence=sequence, start=start, partial=partial)
             elif policy.allows_missing:
-                self._miss(turn | {"version": completion.weight_version, "engine": completion.engine})
+                source = {"version": completion.weight_version, "engine": completion.engine}
+                self._miss({"sequence": sequence, "partial": partial, **source})
             else:
                 number = self._stitcher.turns if self._stitcher else 0
                 raise RoutingError(
-                    f"turn {number}: expected rows [{start}, {turn['sequence'] - 1}) of routes, received none: "
+                    f"turn {number}: expected rows [{start}, {sequence - 1}) of routes, received none: "
                     "`agent-rl r3 probe URL` says why, r3.missing what is done then"
                 )
         except RoutingError as error:
