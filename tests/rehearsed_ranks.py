@@ -37,7 +37,12 @@ def write_30b(folder: Path, layers: int) -> Path:
 
 
 def config_of(
-    model: Path | str, tokens: int = 256, *, train: Mapping[str, Any] | None = None, **parallel: Any
+    model: Path | str,
+    tokens: int = 256,
+    *,
+    train: Mapping[str, Any] | None = None,
+    colocate: bool = False,
+    **parallel: Any,
 ) -> RunConfig:
     """Full micro-batches of one trajectory of ``tokens`` tokens in bfloat16, and two engines of two GPUs each."""
     whole = {
@@ -47,7 +52,7 @@ def config_of(
         "parallel": parallel,
         **(train or {}),
     }
-    engine = {"count": 2, "gpus": 2}
+    engine = {"count": 2, "gpus": 2, "colocate": colocate}
     data = {"name": "rehearsed", "model": str(model), "train": whole, "rollout": {"max_tokens": tokens}}
     return RunConfig.model_validate(data | {"engine": engine})
 

@@ -244,6 +244,10 @@ _REASONS = (
     ),
     (re.compile(r"out of memory|Cannot allocate memory|DefaultCPUAllocator|MemoryError", re.I), "out of memory"),
     (re.compile(r"No space left on device", re.I), "no room left on the disk"),
+    (
+        re.compile(r"No module named 'torch_memory_saver'"),
+        "engine.colocate wants torch-memory-saver in the engine's environment: install it there with pip",
+    ),
 )
 _ERROR_LINE = re.compile(r"^(?:\[[^\]]*\]\s*)?((?:\w+\.)*\w*(?:Error|Exception)\b:? .*)$", re.M)
 

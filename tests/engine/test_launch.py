@@ -156,6 +156,10 @@ async def test_a_missing_interpreter_is_a_users_mistake(model: Path, tmp_path: P
         ("x\nOSError: [Errno 98] error while attempting to bind: Address already in use\n", "its port is taken (OSErr"),
         ("a\ntorch.OutOfMemoryError: CUDA out of memory. Tried\n", "out of memory (torch.OutOfMemoryError: CUDA out"),
         ("RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory\n", "out of memory (RuntimeError"),
+        (
+            "ModuleNotFoundError: No module named 'torch_memory_saver'\n",
+            "engine.colocate wants torch-memory-saver in the engine's environment",
+        ),
         ("OSError: [Errno 28] No space left on device\n", "no room left on the disk (OSError"),
         (
             "[2026-01-01 10:00:00] ValueError: first\n[12:00] ValueError: dtype float9 unknown\nbye\n",

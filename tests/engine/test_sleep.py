@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -185,7 +185,7 @@ class Colocated:
 
 def _config(count: int) -> EngineConfig:
     return EngineConfig(
-        count=count, colocate=True, health_every=0.02, start_timeout=5.0, weight_sync_timeout=1.0, retries=3
+        count=count, colocate=True, health_every=0.02, start_timeout=5.0, weight_sync_timeout=0.6, retries=3
     )
 
 
@@ -405,44 +405,56 @@ async def test_a_launched_server_is_told_that_it_will_sleep(tmp_path: Path, monk
 
 @pytest.mark.sglang
 async def test_sglang_keeps_the_protocol_on_a_cpu_where_it_frees_nothing(
-    model: Path, engine_config: EngineConfig, tmp_path: Path
+    model: Path, engine_config: EngineConfig, second_server: EngineServer
 ) -> None:
-    """SGLang 0.5.23 without its memory saver, which needs a GPU: it takes every call, and no memory is freed. A request
-    under way when memory is to be released would end it, and so would a tag that was not released."""
-    config = engine_config.model_copy(update={"colocate": True, "health_every": 0.2})
-    server = EngineServer(engine_config, model, tmp_path / "engine.log")
-    fleet = Fleet(3)
-    fleet.add("engine-0")
-    ours = {"engine-0": server}
-    engine = SGLangEngine((), read_facts(model), config, fleet=fleet, servers=ours)
-    keeper = FleetKeeper(engine, ours, config)
-    try:
-        await keeper.open()
-        url, tokens = engine.urls[0], list(range(32))
-        async with beside(keeper.run()):
-            before = await engine.score(tokens)
-            long = SamplingParams(max_new_tokens=1500, temperature=0.0)
-            running = asyncio.create_task(engine.generate(tokens, long, routes_from=0, session="s"))
-            await until_it_runs(url)
-            held = resident(server)
-            await engine.sleep.begin()
-            assert (await running).cut
-            assert resident(server) > 0.9 * held, "a CPU's memory is not released"
-            await engine.sleep.load()
-            await engine.sleep.ready(url)
-            assert await engine.score(tokens) == before
-            await engine.sleep.end()
-            assert engine.sleep.metrics()["time/engine_wake"] < 5
-            assert fleet["engine-0"].phase is Phase.SERVING
-            # What the client never does: a tag twice. SGLang's scheduler dies of it, and the server with it.
-            async with AsyncHttp(5.0) as http:
-                with suppress(EngineError):
-                    await http.post(f"{url}/resume_memory_occupation", {"tags": ["weights"]})
-            async with asyncio.timeout(30):
-                await engine.until(lambda fleet: fleet["engine-0"].phase is not Phase.SERVING)
-    finally:
-        await keeper.close()
-        await engine.close()
+    """SGLang 0.5.23 without its memory saver, which needs a GPU: it takes every call."""
+    if second_server.death() is not None:
+        await second_server.start()
+    url, tokens = second_server.url, list(range(32))
+    fleet = Fleet()
+    fleet.add("second", url)
+    fleet.up("second", url)
+    config = engine_config.model_copy(update={"colocate": True})
+    async with SGLangEngine((), read_facts(model), config, fleet=fleet, servers={"second": second_server}) as engine:
+        fleet.admitted("second")
+        before = await engine.score(tokens)
+        long = SamplingParams(max_new_tokens=1500, temperature=0.0)
+        running = asyncio.create_task(engine.generate(tokens, long, routes_from=0, session="s"))
+        await until_it_runs(url)
+        held = resident(second_server)
+        await engine.sleep.begin()
+        assert (await running).cut
+        assert resident(second_server) > 0.9 * held, "a CPU's memory is not released"
+        await engine.sleep.load()
+        await engine.sleep.ready(url)
+        assert await engine.score(tokens) == before
+        await engine.sleep.end()
+        assert set(engine.sleep.metrics()) == {"time/engine_sleep", "time/engine_wake"}
+        assert fleet["second"].phase is Phase.SERVING
+
+
+@pytest.mark.sglang
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("body", [{"tags": ["weights"]}, None])
+async def test_sglang_dies_of_what_the_client_never_does(
+    model: Path, engine_config: EngineConfig, tmp_path: Path, body: Mapping[str, Any] | None
+) -> None:
+    """It resumes what was not released, or releases its memory while a request runs."""
+    path = "release" if body is None else "resume"
+    async with (
+        EngineServer(engine_config, model, tmp_path / "engine.log") as server,
+        AsyncHttp(5.0) as http,
+        SGLangEngine(server.url, read_facts(model), engine_config) as engine,
+    ):
+        long = SamplingParams(max_new_tokens=1500, temperature=0.0)
+        running = asyncio.create_task(engine.generate([1, 2], long, routes_from=None, session="s"))
+        await until_it_runs(server.url)
+        with suppress(EngineError):
+            await http.post(f"{server.url}/{path}_memory_occupation", body or {})
+        async with asyncio.timeout(60):
+            while server.death() is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+        running.cancel()
 
 
 async def until_it_runs(url: str) -> None:

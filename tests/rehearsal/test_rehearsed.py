@@ -40,6 +40,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         },
     ),
     "allgather": (0, {"world_size": 2, "expert": 2, "dispatcher": "allgather"}),
+    "colocated": (0, {"world_size": 4, "expert": 4, "colocate": True}),
     "nothing again": (0, {"world_size": 4, "expert": 4, "train": {"recompute": "none"}}),
     "experts again": (
         0,
