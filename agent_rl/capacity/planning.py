@@ -184,10 +184,8 @@ def _shared_gpu_places(config: RunConfig, model: ModelFacts, rank: RankBytes) ->
     training = (*_rank_items(config, rank), contexts)
     yield PlannedPlace("shared GPU, the engine asleep", training, int(gpu * TRAINER_SHARE), world)
     stays = Item("trainer", rank.static, "weights, gradients and optimizer, which stay")
-    weights, cache = _engine_items(config, model, config.engine.gpus)
-    more = publishing_bytes(model, config.train, config.engine) - cache.size  # which comes after the weight sync
-    sync = (Item("weight sync", more, "a gathered weight and buckets, beyond the KV cache"),) if more > 0 else ()
-    sampling = (stays, weights, cache, *sync, contexts)
+    sync = Item("weight sync", publishing_bytes(model, config.train, config.engine), "to an engine that came back")
+    sampling = (stays, *_engine_items(config, model, config.engine.gpus), sync, contexts)
     yield PlannedPlace("shared GPU, the engine awake", sampling, int(gpu * ENGINE_SHARE), world)
 
 

@@ -215,12 +215,14 @@ class SGLangEngine:
                         return
 
     async def _candidates(self, tried: _Tried) -> tuple[str, ...]:
-        """Engines for a request; waits for one that is being started or published to."""
+        """Engines for a request; waits for one that is being started or published to, and no time passes while the gate
+        is closed: engines that died asleep are started when the others wake."""
         if found := self.fleet.candidates(tried.urls):
             return found
         try:
-            async with asyncio.timeout(self._patience):
-                return await self.until(lambda fleet: fleet.candidates(tried.urls))
+            async with asyncio.timeout(self._patience) as limit:
+                with self.gate.uncharged(limit):
+                    return await self.until(lambda fleet: fleet.candidates(tried.urls))
         except TimeoutError:
             raise EngineLost(f"no engine came into use within {self._patience:g} s") from None
 

@@ -320,6 +320,24 @@ async def test_one_that_dies_asleep_is_started_only_when_the_trainer_is_done(tmp
         assert run.servers[0].starts == 2
 
 
+async def test_a_request_waits_as_long_as_the_trainer_works_for_one_that_died_asleep(tmp_path: Path) -> None:
+    async with colocated(tmp_path) as run:
+        run.engine._patience = 0.1
+        await run.engine.sleep.begin()
+        await run.servers[0].stop()
+        await run.phase("engine-0", Phase.DEAD)
+        asking = asyncio.create_task(run.sample())
+        await asyncio.sleep(0.3)
+        assert not asking.done(), "its patience is for an engine that is being started"
+        run.engine._patience = 5.0
+        asking.cancel()
+        asking = asyncio.create_task(run.sample())
+        await run.wake(1)
+        await run.engine.until(lambda fleet: fleet.waiting)
+        await run.sync.join(run.engine.fleet["engine-0"].url)
+        assert (await asking).weight_version == "1"
+
+
 async def test_one_that_is_just_being_started_is_stopped_first(tmp_path: Path) -> None:
     """Else it would take its memory while the trainer works."""
     async with colocated(tmp_path, 2) as run:
