@@ -8,6 +8,8 @@ as episodes do. Printed for each number in flight: wall time over the ideal (the
 request, and how late the event loop woke a task that sleeps 10 ms at worst. The requests are sent twice: once with that
 task, and once more, when code and memory are warm, for the processor time, which the task would have a part in.
 The same follows of httpx, the library that the client does not use here, asked the same without reading the answer.
+Then the processor time of nothing but reading one such answer, back to back and at the pace at which the requests come:
+the work is the same, so what the second is longer is what other processes left of the core's caches between two.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import orjson
 
 from agent_rl.aio import beside, collect_rarely
 from agent_rl.config import EngineConfig
+from agent_rl.engine.answer import Asked, read_answer
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.model_facts import ModelFacts
 from agent_rl.observe.loop_lag import LoopLag
@@ -122,6 +125,18 @@ async def load(callers: int, seconds: float, call: Call) -> float:
     return (time.perf_counter() - began) / ((REQUESTS + (callers - 1) / callers) * seconds)
 
 
+async def reading(pace: float, times: int = 32) -> float:
+    """Processor time of reading an answer, ``pace`` seconds after the one before, in ms."""
+    body, asked = answer(), Asked("request", "session", "engine", PROMPT, ROUTES_FROM, FACTS.layout)
+    spent = 0.0
+    for _ in range(times):
+        await asyncio.sleep(pace)
+        before = _processor_seconds()
+        read_answer(body, asked, 0.0)
+        spent += _processor_seconds() - before
+    return 1e3 * spent / times
+
+
 def _processor_seconds() -> float:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
@@ -145,6 +160,8 @@ async def main(url: str, callers: int, seconds: float) -> None:
             (await client.post(f"{url}/generate", content=content)).raise_for_status()
 
         print(f"    with httpx: {await measure(callers, seconds, post)}", flush=True)
+    hot, paced = await reading(0.0), await reading(seconds / callers)
+    print(f"    reading one answer alone: {hot:.2f} ms back to back, {paced:.2f} ms at that pace", flush=True)
 
 
 def with_server(callers: int) -> None:

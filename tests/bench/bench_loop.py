@@ -10,6 +10,8 @@ JSON object (``--episodes 2048 --answer 2 --tool 0.2`` is a large rollout at the
 - ``cpu_ms_a_turn``: processor time of the whole process a turn, the scripted engine's making of routes included;
 - ``turn_over_python``: that over the processor time of a fixed piece of Python work done in the same run (a tenth of a
   million additions), so that it means the same on any host;
+- ``own_over_python``: the same of the loop alone: the engine's answers, the renderer's texts and the sleeps, asked for
+  by a bare loop just before, are taken off;
 - ``memory_over_tensors``: what a finished trajectory holds of the process's memory, over the bytes of its arrays;
 - ``long_over_short``: processor time a turn in episodes of 400 turns over that in episodes of 50; 1 if nothing in the
   loop is proportional to the length so far (handing the prompt to an engine that copies it is).
@@ -26,6 +28,7 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from bench_codec import resident
@@ -38,13 +41,14 @@ from agent_rl.rollout.episode import EpisodeRules, run_episode
 from agent_rl.rollout.group import GroupSettings, collect_groups
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.rollout.solvers import ByteRenderer
-from agent_rl.types import Trajectory
+from agent_rl.types import SamplingParams, Trajectory
 from envs import Grade, Task
 from r3.codec import RouteLayout
 from tools import FunctionToolSet, ToolCall, ToolSet
 from tools.formats import tool_format
 
 OUTPUT = "x" * 80
+FORMAT = tool_format("xml")
 LAYOUT = RouteLayout(num_layers=12, moe_layer_ids=tuple(range(12)), top_k=4, num_experts=64)
 
 
@@ -86,15 +90,20 @@ class SlowEnvironment:
         return ""
 
 
+@cache
+def scripted(latency: float) -> ScriptedEngine:
+    """Answers every turn with one call of the tool, after ``latency`` seconds; its table of routes is made once."""
+    called = ByteRenderer().encode(FORMAT.render(ToolCall("execute_bash", {"cmd": "python -m pytest -x tests"})))
+    return ScriptedEngine(lambda session, turn, tokens: called, layout=LAYOUT, latency=latency)
+
+
 def runner(turns: int, answer_seconds: float, tool_seconds: float) -> Any:
     """Runs an episode that calls the tool ``turns`` times."""
-    renderer, fmt, env = ByteRenderer(), tool_format("xml"), SlowEnvironment(tool_seconds)
-    said = renderer.encode(fmt.render(ToolCall("execute_bash", {"cmd": "python -m pytest -x tests"})))
-    engine = ScriptedEngine(lambda session, turn, tokens: said, layout=LAYOUT, latency=answer_seconds)
+    renderer, env, engine = ByteRenderer(), SlowEnvironment(tool_seconds), scripted(answer_seconds)
     rules = EpisodeRules(RolloutConfig(max_turns=turns, max_tokens=1 << 30, describe_tools=False))
 
     async def run(task: Task) -> Trajectory:
-        return await run_episode(env, task, engine, renderer, fmt, rules)
+        return await run_episode(env, task, engine, renderer, FORMAT, rules)
 
     return run
 
@@ -121,14 +130,34 @@ async def sleeps(episodes: int, turns: int, answer: float, tool: float) -> float
     return time.perf_counter() - began
 
 
+async def stand_ins(episodes: int, turns: int, answer: float, tool: float) -> None:
+    """What the loop has from others: as many answers, texts and sleeps, and nothing made of them."""
+    renderer, env, engine, sampling = ByteRenderer(), SlowEnvironment(tool), scripted(answer), SamplingParams()
+
+    async def episode(session: str) -> None:
+        length, held = 1, 0
+        for _ in range(turns):
+            completion = await engine.generate(range(length), sampling, routes_from=held, session=session)
+            held = length + len(completion.tokens) - 1
+            renderer.decode(completion.tokens)
+            length = held + 1 + len(renderer.observation(await env.execute_bash(""), stop_included=True))
+
+    async with asyncio.TaskGroup() as scope:
+        for number in range(episodes):
+            scope.create_task(episode(str(number)))
+
+
 async def measure_wall(episodes: int, turns: int, answer: float, tool: float) -> dict[str, float]:
     lag = LoopLag(every=0.01)
     bare = await sleeps(episodes, turns, answer, tool)
+    others = time.process_time()
+    await stand_ins(episodes, turns, answer, tool)
+    others = time.process_time() - others
     async with beside(lag.watch()):
         wall, processor = time.perf_counter(), time.process_time()
         await collect(episodes, turns, answer, tool)
         wall, processor = time.perf_counter() - wall, time.process_time() - processor
-    ideal = turns * (answer + tool)
+    ideal, python = turns * (answer + tool), python_seconds()
     return {
         "wall_seconds": wall,
         "ideal_seconds": ideal,
@@ -136,7 +165,8 @@ async def measure_wall(episodes: int, turns: int, answer: float, tool: float) ->
         "wall_over_sleeps": wall / bare,
         "lag_p99_ms": lag.metrics()["loop/lag_p99_ms"],
         "cpu_ms_a_turn": 1e3 * processor / (episodes * turns),
-        "turn_over_python": processor / (episodes * turns) / python_seconds(),
+        "turn_over_python": processor / (episodes * turns) / python,
+        "own_over_python": (processor - others) / (episodes * turns) / python,
     }
 
 
@@ -184,6 +214,7 @@ def tensor_bytes(trajectory: Trajectory) -> int:
 
 
 async def measure_scaling(short: int = 50, long: int = 400) -> dict[str, float]:
+    await scripted(0).generate(range(200 * long), SamplingParams(), routes_from=0, session="makes the table of routes")
     per_turn = {}
     for turns, episodes in ((short, 64), (long, 8)):
         began = time.process_time()
