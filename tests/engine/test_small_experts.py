@@ -41,11 +41,10 @@ def test_the_result_is_that_of_a_product_an_expert_bit_for_bit(
     assert torch.equal(found, one_by_one(x, gates, chosen, up_and_gate, down))
 
 
-def test_large_experts_and_very_uneven_loads_are_not() -> None:
+def test_large_experts_many_tokens_and_very_uneven_loads_are_not() -> None:
     small, _ = layer(128, 128, 16)
     large = torch.empty(128, 2 * 768, 2048, device="meta")
     even, one = torch.full((128,), 64), torch.zeros(128, dtype=torch.int64)
     one[5] = 8192
-    assert [are_multiplied_at_once(*each) for each in [(even, small), (even, large), (one, small)]] == [
-        True, False, False,
-    ]  # fmt: skip
+    cases = [(even, small), (even, large), (4 * even, small), (one, small)]
+    assert [are_multiplied_at_once(*each) for each in cases] == [True, False, False, False]

@@ -7,18 +7,21 @@ from torch import Tensor
 from torch.nn import functional as F
 
 _MOST_WEIGHTS = 1 << 20
+_MOST_TOKENS = 128
 _MOST_PADDING = 16
 
 
 def are_multiplied_at_once(tokens: Tensor, up_and_gate: Tensor) -> bool:
     """Whether :func:`mix_experts` is the faster way for experts of these weights ``[E, 2 I, H]`` with so many
-    ``tokens`` ``[E]`` each: all weights are small, so that it is calls that cost, and the load is even enough.
+    ``tokens`` ``[E]`` each: all weights are small and an expert has few tokens, so that it is calls that cost, and the
+    load is even enough.
 
-    With 8 of 128 experts of 128 x 16 and 64 tokens it takes a tenth of the time; with experts of 2,048 x 768 and few
-    tokens it would take many times as long.
+    With 8 of 128 experts of 128 x 16 and 64 tokens it takes an eighth of the time (``tests/bench/bench_experts.py``);
+    with experts of 2,048 x 768 and few tokens it would take many times as long.
     """
-    padded = len(tokens) * int(tokens.max())
-    return up_and_gate.numel() <= _MOST_WEIGHTS and padded <= _MOST_PADDING * max(int(tokens.sum()), len(tokens))
+    experts, rows = len(tokens), int(tokens.sum())
+    few = up_and_gate.numel() <= _MOST_WEIGHTS and rows <= _MOST_TOKENS * experts
+    return few and experts * int(tokens.max()) <= _MOST_PADDING * max(rows, experts)
 
 
 def mix_experts(x: Tensor, gates: Tensor, chosen: Tensor, tokens: Tensor, up_and_gate: Tensor, down: Tensor) -> Tensor:
