@@ -24,11 +24,11 @@ from agent_rl.errors import UserError
 from agent_rl.model_facts import read_facts
 from agent_rl.weight_sync.served import refuse_others, stored
 
-LAYERS, EXPERTS = 4, 8
+LAYERS, EXPERTS, PADDING = 4, 8, 8
 
 
 def held(folder: Path) -> dict[str, bytes]:
-    """A tiny model's parameters as an engine holds them, in float32."""
+    """A tiny model's parameters as an engine on a CPU holds them, in float32, its experts' inner size padded to 32."""
     weights = load_file(folder / "model.safetensors")
     fused = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
     parameters = {name: value for name, value in weights.items() if not any(part in name for part in PARTS)}
@@ -39,8 +39,10 @@ def held(folder: Path) -> dict[str, bytes]:
         experts = [
             {part: weights[f"{layer}mlp.experts.{n}.{part}_proj.weight"] for part in MLP} for n in range(EXPERTS)
         ]
-        parameters[f"{layer}mlp.experts.w13_weight"] = np.stack([np.concatenate([e["gate"], e["up"]]) for e in experts])
-        parameters[f"{layer}mlp.experts.w2_weight"] = np.stack([e["down"] for e in experts])
+        gate, up, down = (np.stack([expert[part] for expert in experts]) for part in MLP)
+        rows, columns = ((0, 0), (0, PADDING), (0, 0)), ((0, 0), (0, 0), (0, PADDING))
+        parameters[f"{layer}mlp.experts.w13_weight"] = np.concatenate([np.pad(gate, rows), np.pad(up, rows)], axis=1)
+        parameters[f"{layer}mlp.experts.w2_weight"] = np.pad(down, columns)
     return {name: value.tobytes() for name, value in parameters.items()}
 
 

@@ -23,6 +23,8 @@ from agent_rl.train.checkpoint import folder as checkpoint
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
+SAME_BITS = "AVX2,STRICT"
+"""Without it MKL's products by two threads differ in their last bits with where in memory their factors lie."""
 # Figures of the clock, which no two runs share.
 CLOCK = re.compile(r"^time/|seconds|per_second|^pipeline/|^loop/|^engine/")
 
@@ -59,7 +61,7 @@ class Life:
             self.process = subprocess.Popen(
                 [sys.executable, str(HERE / script), str(folder), *overrides],
                 stdout=output, stderr=subprocess.STDOUT, cwd=ROOT,
-                env={**os.environ, "TEST_MARK": self.mark, "PYTHONPATH": path},
+                env={**os.environ, "TEST_MARK": self.mark, "PYTHONPATH": path, "MKL_CBWR": SAME_BITS},
                 start_new_session=True,
             )  # fmt: skip
 
