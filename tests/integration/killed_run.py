@@ -16,15 +16,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import yaml
-from marked import processes
+from marked import SAME_BITS, processes
 
 from agent_rl.observe.metrics_log import read_metrics
 from agent_rl.train.checkpoint import folder as checkpoint
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-SAME_BITS = "AVX2,STRICT"
-"""Without it MKL's products by two threads differ in their last bits with where in memory their factors lie."""
 # Figures of the clock, which no two runs share.
 CLOCK = re.compile(r"^time/|seconds|per_second|^pipeline/|^loop/|^engine/")
 
@@ -61,7 +59,7 @@ class Life:
             self.process = subprocess.Popen(
                 [sys.executable, str(HERE / script), str(folder), *overrides],
                 stdout=output, stderr=subprocess.STDOUT, cwd=ROOT,
-                env={**os.environ, "TEST_MARK": self.mark, "PYTHONPATH": path, "MKL_CBWR": SAME_BITS},
+                env={**os.environ, "TEST_MARK": self.mark, "PYTHONPATH": path, **SAME_BITS},
                 start_new_session=True,
             )  # fmt: skip
 
