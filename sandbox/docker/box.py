@@ -97,11 +97,12 @@ class DockerBox(BaseBox):
         for _ in range(_OOM_LOOKS):
             found = await self._owner.call(partial(self._api.inspect_container, self._container), SandboxLostError)
             state = found["State"]
+            if not state["Running"]:
+                memory = bool(state["OOMKilled"]) or await asyncio.to_thread(ran_out_of_memory, self._container)
+                if memory or state["ExitCode"] == _GVISOR_PANIC:
+                    break
             # The engine hears of the memory apart from the container's end: later, or never (containerd's oom watcher
             # is silent about a group that is gone).
-            memory = bool(state["OOMKilled"]) or await asyncio.to_thread(ran_out_of_memory, self._container)
-            if not state["Running"] and (memory or state["ExitCode"] == _GVISOR_PANIC):
-                break
             await asyncio.sleep(_OOM_LOOK_SECONDS)
         else:
             raise lost

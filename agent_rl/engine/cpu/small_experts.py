@@ -28,8 +28,8 @@ def mix_experts(x: Tensor, gates: Tensor, chosen: Tensor, tokens: Tensor, up_and
     """What the experts ``chosen`` ``[T, K]`` make of ``x`` ``[T, H]``, summed up by ``gates`` ``[T, K]``.
 
     ``tokens`` ``[E]`` counts each expert's; ``up_and_gate`` ``[E, 2 I, H]`` and ``down`` ``[E, H, I]`` are the weights,
-    SwiGLU is between them. The tokens of each expert are padded to the most that one has. In bfloat16 the result is
-    that of products expert by expert, bit for bit.
+    SwiGLU is between them. The tokens of each expert are padded to the most that one has. The bits are those
+    of products expert by expert where both kinds add up alike, as in bfloat16 on the processor that it was tried on.
     """
     slots, inner = chosen.reshape(-1), down.shape[2]
     order = slots.argsort()

@@ -52,7 +52,7 @@ TOKENS = SequenceCost(linear=1.0, quadratic=0.0)
 class PartCosts:
     """FLOPs of a forward pass by part: for a token in one layer's ``projections``, in one ``expert``, in what else a
     layer of experts has (``beside_experts``: its router and shared expert), in a ``dense`` layer's MLP, and in
-    ``logprobs``; ``attention`` for a pair of tokens in one layer."""
+    ``logprobs``; in one layer's ``attention`` of n tokens, of which half the pairs are masked, over n squared."""
 
     projections: int
     attention: int
