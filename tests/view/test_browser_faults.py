@@ -244,6 +244,7 @@ def test_a_folder_that_is_deleted_while_it_is_viewed(window: Page, tmp_path: Pat
     with Served(Resources([run])) as server:
         page = opened(window, server.address, "#/trajectories/0")
         expect(page.get_by_role("status").filter(has_text="live")).to_be_visible()
+        expect(page.locator(".count")).to_have_text("13 of 13 trajectories")
         shutil.rmtree(run)
         expect(page.get_by_role("alert")).to_contain_text("it is gone")
         expect(page.locator(".count")).to_have_text("13 of 13 trajectories")
