@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from marked import SAME_BITS, processes
+from marked import processes
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -38,7 +38,7 @@ class Run:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "agent_rl.cli", "train", config, *settings, *overrides],
                 stdout=output, stderr=subprocess.STDOUT, cwd=place, start_new_session=True, preexec_fn=_hear_ctrl_c,
-                env={**os.environ, "PYTHONPATH": path, "TEST_MARK": self.mark, **SAME_BITS},
+                env={**os.environ, "PYTHONPATH": path, "TEST_MARK": self.mark},
             )  # fmt: skip
 
     @property

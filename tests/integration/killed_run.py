@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import yaml
-from marked import SAME_BITS, processes
+from marked import processes
 
 from agent_rl.observe.metrics_log import read_metrics
 from agent_rl.train.checkpoint import folder as checkpoint
@@ -59,7 +59,7 @@ class Life:
             self.process = subprocess.Popen(
                 [sys.executable, str(HERE / script), str(folder), *overrides],
                 stdout=output, stderr=subprocess.STDOUT, cwd=ROOT,
-                env={**os.environ, "TEST_MARK": self.mark, "PYTHONPATH": path, **SAME_BITS},
+                env={**os.environ, "TEST_MARK": self.mark, "PYTHONPATH": path},
                 start_new_session=True,
             )  # fmt: skip
 

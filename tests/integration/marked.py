@@ -6,10 +6,6 @@ import os
 import signal
 from pathlib import Path
 
-SAME_BITS = {"MKL_CBWR": "AVX2,STRICT"}
-"""For the environment of runs that are compared bit for bit: without it MKL's products by two threads differ in their
-last bits with where in memory their factors lie."""
-
 
 def processes(mark: str) -> dict[int, str]:
     """Those that live: the beginning of the command line, by process id."""

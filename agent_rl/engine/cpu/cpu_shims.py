@@ -17,6 +17,7 @@ _LIBRARIES: list[torch.library.Library] = []  # an operator lives as long as the
 def install() -> None:
     """Define torchvision's operators, take CUDA's page locking out of the host buffers, hash fast, fork the workers,
     multiply small experts at once."""
+    torch.zeros(1).cos()  # as agent_rl/train/megatron/cpu.py does, where the reason is
     _define_torchvision_operators()
     _skip_page_locking()
     _hash_fast()
