@@ -1,11 +1,16 @@
-"""Fifty random kills: short real runs are killed with SIGKILL at random moments and started again, until they are done.
+"""Random kills: short real runs are killed with SIGKILL at random moments and started again, until they are done.
 
-    python tests/bench/kills.py [--kills 50] [--steps 40] [--seed 0] [--folder DIR]
+    python tests/bench/kills.py [--kills 50] [--steps 40] [--seed 0] [--depth S] [--staleness K] [--folder DIR]
 
 Controller, journal, checkpoints, Ray and Megatron are the real ones; episodes are recordings (see
 ``tests/integration/recorded_run.py``). After each kill, and after the start that follows: every checkpoint on the disk
 is whole, the metrics of all steps are those of a run that was never killed, bit for bit (figures of the clock apart),
-and of the killed one no process and no temporary folder is left. Prints a line a kill, and a summary.
+and of the killed one no process and no temporary folder is left; at the end its ledger has no fault. Prints a line a
+kill, and a summary.
+
+``--depth``: sampling runs ahead (``pipeline.depth``), and what is told of tokens by their age is not compared, for
+that is a matter of time. With ``--staleness`` above it so is which groups a batch has; there a step that is done again
+is compared with what it gave before the kill.
 """
 
 from __future__ import annotations
@@ -18,13 +23,15 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from agent_rl.controller.pipeline.history import faults as ledger_faults
+from agent_rl.controller.pipeline.history import gaps, read_history
 from agent_rl.observe.metrics_log import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "train"), str(ROOT / "integration")]
 
 from conftest import write_moe  # noqa: E402
-from killed_run import Life, broken, episodes, exact, step_reached, step_saved, write_config  # noqa: E402
+from killed_run import Life, broken, episodes, exact, settled, step_reached, step_saved, write_config  # noqa: E402
 
 IN_START = 0.1
 """The share of kills in the first seconds, most of them before the steps begin."""
@@ -46,13 +53,15 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--depth", type=int, default=0)
+    parser.add_argument("--staleness", type=int, default=None, help="by default the depth")
     parser.add_argument("--folder", type=Path, default=None)
     options = parser.parse_args()
     folder = options.folder or Path(tempfile.mkdtemp(prefix="kills-"))
     model = folder / "model"
     if not model.exists():
         write_moe(model, layers=2, hidden=64, heads=4, kv=2, head_dim=16, experts=4, inter=32, vocab=64)
-    reference, seconds = unkilled(folder / "reference", model, options.steps)
+    reference, seconds = unkilled(folder / "reference", model, options)
     print(f"unkilled: {options.steps} steps in {seconds:.1f} s")
     print("kill  moment                    step  checkpoint  steps again  episodes again  steps begin after  faults")
     draw, tally, number = random.Random(options.seed), Tally(), 0
@@ -67,12 +76,21 @@ def main() -> None:
     sys.exit(1 if tally.faults else 0)
 
 
-def unkilled(folder: Path, model: Path, steps: int) -> tuple[dict[int, dict[str, float]], float]:
+def overrides(options: argparse.Namespace) -> list[str]:
+    """What lets sampling run ahead."""
+    if not options.depth:
+        return []
+    staleness = options.depth if options.staleness is None else options.staleness
+    ahead = f"pipeline.depth={options.depth}", f"pipeline.max_staleness={staleness}"
+    return [*ahead, "train.old_logprob.source=rollout"]
+
+
+def unkilled(folder: Path, model: Path, options: argparse.Namespace) -> tuple[dict[int, dict[str, float]], float]:
     """The metrics by step of a run that nobody kills, and the seconds its steps took."""
     if not (folder / "rec" / "summary.json").exists():
-        write_config(folder, model, steps=steps)
+        write_config(folder, model, steps=options.steps)
         for _ in range(5):  # on a busy machine Ray does not start within its 30 s
-            life = Life(folder)
+            life = Life(folder, *overrides(options))
             life.finish()
             if "timed out during startup" not in life.text:
                 break
@@ -95,6 +113,8 @@ class KilledRun:
     again: int = 0
     saved: int = 0
     dead: list[Life] = field(default_factory=list)
+    own: dict[int, dict[str, float]] = field(default_factory=dict)
+    """The metrics of each step when it was first made, where those of another run are not to be compared."""
 
     def live(self) -> None:
         write_config(self.folder, self.model, steps=self.options.steps)
@@ -103,7 +123,7 @@ class KilledRun:
 
     def _life(self) -> bool:
         """One start; False where the run went on to its end."""
-        life, reached = Life(self.folder), step_reached(self.folder / "rec")
+        life, reached = Life(self.folder, *overrides(self.options)), step_reached(self.folder / "rec")
         kills = self.tally.kills < self.options.kills
         if kills and self.draw.random() < IN_START:
             wait, begin = self.draw.uniform(0, 10), None
@@ -131,7 +151,7 @@ class KilledRun:
         saved, done, given = step_saved(life.run), step_reached(life.run), episodes(life.run)
         again, self.again = len(given) - len(set(given)) - self.again, len(given) - len(set(given))
         redone = 0 if begin is None else max(0, min(done, reached) - self.saved)
-        faults = broken(life.run, self.reference)
+        faults = self._broken(life.run)
         self.tally.kills += 1
         self.tally.again += again
         self.tally.redone += redone
@@ -144,7 +164,9 @@ class KilledRun:
         self._tell(life, faults)
 
     def _finished(self, life: Life) -> bool:
-        faults = broken(life.run, self.reference) + rests(life.run)
+        rows = read_history(life.run)
+        faults = self._broken(life.run) + rests(life.run) + ledger_faults(life.run, rows)
+        faults += [f"position {position} has not ended" for position in gaps(rows)]
         if life.process.returncode or step_reached(life.run) != self.options.steps:
             faults.append(f"ended with {life.process.returncode} at step {step_reached(life.run)}: {life.text[-2000:]}")
         self.tally.finished += life.process.returncode == 0
@@ -152,6 +174,11 @@ class KilledRun:
         self.dead.append(life)
         self._tell(life, faults + self._left_of_the_dead())
         return False
+
+    def _broken(self, run: Path) -> list[str]:
+        if self.options.depth < (self.options.staleness or 0):
+            self.own = {int(row["step"]): exact(row) for row in read_metrics(run)} | self.own
+        return broken(run, self.own or self.reference, settled if self.options.depth else exact)
 
     def _left_of_the_dead(self) -> list[str]:
         """What the killed ones have left, once the next start has had its time to remove it."""

@@ -5,8 +5,9 @@
 
 Prints the command of every run before it starts it, so each can be made again alone. A run that has its summary is left
 out, and one that was stopped goes on from its checkpoint: start the same command again. Seed after seed, so that all
-settings have as many runs whenever it is stopped. After ``--minutes`` the run under way is stopped (it resumes), and so
-it is by Ctrl-C and SIGTERM. Last, the command that draws the runs. Exit code 1: not all runs have ended.
+settings have as many runs whenever it is stopped. The six settings of the paper are the default; the others are the
+ablations of docs/replay.md. After ``--minutes`` the run under way is stopped (it resumes), and so it is by Ctrl-C and
+SIGTERM. Last, the command that draws the runs. Exit code 1: not all runs have ended.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
-from agent_rl.config import RunConfig
+from agent_rl.config import Ablation, RunConfig
 from agent_rl.config_files import load_config
 
+AHEAD = ("pipeline.depth=2", "train.old_logprob.source=rollout")
 SETTINGS: dict[str, tuple[str, ...]] = {
     "off": ("train.replay=off",),
     "r2": ("train.replay=r2",),
@@ -32,6 +35,15 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "gspo-r3": ("train.replay=r3", "train.objective=gspo"),
 }
 """What each setting changes of the config."""
+ABLATIONS: dict[str, tuple[str, ...]] = {
+    name.replace("_", "-"): ("train.replay=r3", f"r3.ablation={name}")
+    for name in get_args(Ablation)
+    if name not in ("none", "fresh_only")
+} | {
+    "fresh-only": ("train.replay=r3", "r3.ablation=fresh_only", *AHEAD),
+    "ahead": ("train.replay=r3", *AHEAD),
+}
+"""What a fault in the routes' way would cost; ``ahead`` is what ``fresh-only`` is compared with."""
 STOP_SECONDS = 120.0
 """What a run may take to stop; then it is killed."""
 
@@ -40,7 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path)
     parser.add_argument("overrides", nargs="*", help="overrides of every run")
-    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS | ABLATIONS, default=list(SETTINGS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--minutes", type=float, default=600.0)
     options = parser.parse_args()
@@ -62,7 +74,7 @@ def overrides_of(config: Path, setting: str, seed: int, common: Sequence[str]) -
     """What the run of a setting and a seed overrides; its name has both, and how many updates a step makes."""
     changed: RunConfig = load_config(config, common)
     name = f"{changed.name}-{setting}-{changed.train.mini_steps}-{seed}"
-    return [*common, *SETTINGS[setting], f"name={name}", f"seed={seed}"]
+    return [*common, *(SETTINGS | ABLATIONS)[setting], f"name={name}", f"seed={seed}"]
 
 
 def train(arguments: Sequence[str], deadline: float) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
+from types import ModuleType
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from matplotlib.figure import Figure
 from safetensors.numpy import save_file
 
 from agent_rl.commands.figures import run_figures, setting_of
-from agent_rl.config import RunConfig
+from agent_rl.config import Ablation, RunConfig
 from agent_rl.config_files import load_config
 from agent_rl.errors import UserError
 from agent_rl.evaluation.seeds import seed_difference
@@ -83,13 +85,25 @@ def test_every_setting_has_its_curve(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len({line.get_color() for line in lines[: len(names)]}) == len(names)
 
 
-def test_a_run_of_the_matrix_is_named_for_what_it_is_whatever_all_runs_override() -> None:
+@pytest.fixture(scope="module")
+def matrix() -> ModuleType:
     path = ROOT / "tests" / "bench" / "run_matrix.py"
     source = importlib.util.spec_from_file_location("run_matrix", path)
     assert source is not None
     assert source.loader is not None
-    matrix = importlib.util.module_from_spec(source)
-    source.loader.exec_module(matrix)
+    module = importlib.util.module_from_spec(source)
+    source.loader.exec_module(module)
+    return module
+
+
+def test_each_ablation_can_be_run_by_the_matrix_and_is_named(matrix: ModuleType) -> None:
+    quickstart = ROOT / "configs" / "quickstart.yaml"
+    made = [load_config(quickstart, matrix.overrides_of(quickstart, name, 0, [])) for name in matrix.ABLATIONS]
+    assert {config.r3.ablation for config in made} == set(get_args(Ablation))
+    assert len({setting_of(config) for config in made if config.r3.ablation != "none"}) == len(get_args(Ablation)) - 1
+
+
+def test_a_run_of_the_matrix_is_named_for_what_it_is_whatever_all_runs_override(matrix: ModuleType) -> None:
     quickstart = ROOT / "configs" / "quickstart.yaml"
     common = ["name=pilot", "train.mini_steps=4", "seed=9", "train.replay=r2"]
     made = {

@@ -46,6 +46,12 @@ def exact(row: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in row.items() if not CLOCK.search(name)}
 
 
+def settled(row: Mapping[str, float]) -> dict[str, float]:
+    """A step's exact metrics without those of tokens by their age, which is a matter of time."""
+    by_age = ("staleness/", "off_policy/", "mismatch/", "mismatch_native/")
+    return {name: value for name, value in exact(row).items() if not name.startswith(by_age)}
+
+
 class Life:
     """One start of the run in ``folder`` by ``script``; its processes are known by a mark in their environment."""
 
@@ -111,8 +117,13 @@ def step_saved(run: Path) -> int:
     return checkpoint.checkpoint_step(latest) if latest else 0
 
 
-def broken(run: Path, reference: Mapping[int, Mapping[str, float]]) -> list[str]:
-    """What is wrong with a run's folder: damaged checkpoints, metrics other than the unkilled run's, duplicates."""
+def broken(
+    run: Path, reference: Mapping[int, Mapping[str, float]], compared: Callable[[Mapping[str, float]], dict[str, float]]
+) -> list[str]:
+    """What is wrong with a run's folder: damaged checkpoints, metrics other than the unkilled run's, duplicates.
+
+    ``compared``: which of a step's metrics have to be those of the reference, :func:`exact` or :func:`settled`.
+    """
     faults = []
     for folder in checkpoint.complete_checkpoints(run / "checkpoints"):
         try:
@@ -123,15 +134,19 @@ def broken(run: Path, reference: Mapping[int, Mapping[str, float]]) -> list[str]
     faults += [f"{name}: incomplete" for name in incomplete]
     rows = read_metrics(run)
     for row in rows:
-        ours, theirs = exact(row), exact(reference[int(row["step"])])
-        faults += [
-            f"step {row['step']:.0f}: {name} is {ours.get(name, math.nan)!r}, unkilled {theirs.get(name, math.nan)!r}"
-            for name in ours.keys() | theirs.keys()
-            if ours.get(name) != theirs.get(name)
-        ]
+        faults += differing(int(row["step"]), compared(row), compared(reference[int(row["step"])]))
     if [row["step"] for row in rows] != list(range(1, len(rows) + 1)):
         faults.append(f"steps {[row['step'] for row in rows]}")
     return faults
+
+
+def differing(step: int, ours: Mapping[str, float], theirs: Mapping[str, float]) -> list[str]:
+    """The metrics of a step that are not those of the reference, a line each."""
+    return [
+        f"step {step}: {name} is {ours.get(name, math.nan)!r}, unkilled {theirs.get(name, math.nan)!r}"
+        for name in ours.keys() | theirs.keys()
+        if ours.get(name) != theirs.get(name)
+    ]
 
 
 def episodes(run: Path) -> list[tuple[str, int]]:
