@@ -70,7 +70,8 @@ class RankBytes:
     host memory. ``activations`` are those kept between forward and backward pass; then come the logits, and when those
     are gone a ``layer``: its gradients, and its activations where they are made again. When all of those are gone,
     Adam's ``step``: two float32 temporaries of the largest weight and one of those before it, and where its state is
-    offloaded that too.
+    offloaded that too. ``start``: what there is at most, beside weights and gradients, before there is an optimizer:
+    Megatron copies the weights into the distributed optimizer's buffers, those of all experts or all others at once.
     ``borrowed``: experts of other ranks, twice what a layer may borrow (the next layer's are fetched while one
     computes; their gradients wait to be returned).
     """
@@ -83,6 +84,7 @@ class RankBytes:
     logits: int
     layer: int
     step: int
+    start: int = 0
     borrowed: int = 0
     offloaded: int = 0
 
@@ -93,8 +95,9 @@ class RankBytes:
 
     @property
     def peak(self) -> int:
-        """What comes on top: the logits, a layer's backward pass and Adam's step are never there at once."""
-        return max(self.logits, self.layer, self.step - self.activations - self.borrowed)
+        """What comes on top: the logits, a layer's backward pass, Adam's step and the start are never there at once."""
+        lent = self.activations + self.borrowed
+        return max(self.logits, self.layer, self.step - lent, self.start - self.optimizer - lent)
 
     @property
     def total(self) -> int:
@@ -125,6 +128,7 @@ def rank_bytes(model: ModelFacts, train: TrainConfig, *, microbatches: int, devi
         logits=_logits(model, train, tokens, device),
         layer=_one_layer(model, train, tokens, device),
         step=(20 if offloads else 8) * largest + 4 * attention,
+        start=max(dense, experts) * width if shared else 0,
         offloaded=optimizer if offloads else 0,
         borrowed=2 * train.balance.slots * expert_bytes(model, train) if train.balance.enabled else 0,
     )

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -259,13 +260,27 @@ def test_ranks_hold_the_whole_model_and_no_more_than_they_must(parallel: Paralle
 def test_knobs_do_what_they_are_for(parallel: ParallelConfig, recompute: Any, dtype: Any) -> None:
     def size(**changes: Any) -> int:
         data = {"parallel": parallel, "recompute": recompute, "dtype": dtype, "microbatch_tokens": 65536, **changes}
-        return rank_bytes(QWEN, TrainConfig(**data), microbatches=8, device="cuda").total
+        return replace(rank_bytes(QWEN, TrainConfig(**data), microbatches=8, device="cuda"), start=0).total
 
     assert size(recompute="full") < size(recompute="selective") < size(recompute="none")
     assert size(microbatch_tokens=32768) < size()
     unshared = parallel.model_copy(update={"distributed_optimizer": False})
     assert size(parallel=unshared) >= size()
     assert size(dtype="bfloat16", recompute="none") < size(dtype="float32", recompute="none")
+
+
+def test_the_start_counts_where_the_optimizer_lies_on_the_host() -> None:
+    """Megatron copies the experts' weights into the distributed optimizer's buffer beside all weights and gradients."""
+    parallel = ParallelConfig(world_size=8, tensor=4, expert=8)
+    train = TrainConfig(dtype="bfloat16", microbatch_tokens=32768, recompute="full", parallel=parallel)
+    on_device, on_host = (
+        rank_bytes(QWEN, train.model_copy(update={"offload_optimizer": there}), microbatches=1, device="cuda")
+        for there in (False, True)
+    )
+    experts = rank_parameters(QWEN, parallel)[1]
+    assert on_host.total == on_host.weights + on_host.gradients + 2 * experts
+    assert on_host.total > replace(on_host, start=0).total
+    assert on_device.total == replace(on_device, start=0).total, "the state that is made later is larger"
 
 
 def test_what_balancing_borrows_is_counted() -> None:
