@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+UNFINISHED = re.compile(r"\..+\.\d+\.tmp")
+"""The names under which files are written before they get their own."""
 
 
 def write_atomic(path: Path, data: bytes) -> None:

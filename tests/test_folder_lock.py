@@ -55,3 +55,35 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     for folder in (tmp_path / "runs", tmp_path / "runs" / "first"):
         with pytest.raises(UserError, match=r"cannot be written .*: choose another one"), hold_folder(folder):
             pass
+
+
+WRITE = """
+import sys, time
+from pathlib import Path
+from r3.files import replacing
+with replacing(Path(sys.argv[1])) as temporary:
+    temporary.write_text("half")
+    print("written", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_what_a_killed_holder_was_writing_is_removed_and_what_another_one_writes_inside_is_not(tmp_path: Path) -> None:
+    whole = tmp_path / "run" / "trajectories" / "step-000001.jsonl.zst"
+    other = tmp_path / "run" / "evaluation" / "state.json"
+    for path in (whole, other):
+        path.parent.mkdir(parents=True)
+        path.write_text("whole")
+    (other.parent / ".lock").touch()
+    for path in (whole, other):
+        command = [sys.executable, "-c", WRITE, str(path)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "written\n"
+            process.kill()
+    assert len(list(tmp_path.rglob("*.tmp"))) == 2
+    with hold_folder(tmp_path / "run"):
+        assert [path.parent for path in tmp_path.rglob("*.tmp")] == [other.parent]
+        assert whole.read_text() == other.read_text() == "whole"
+    with hold_folder(other.parent):
+        assert not list(tmp_path.rglob("*.tmp"))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from agent_rl.errors import UserError
+from r3.files import UNFINISHED
 
 LOCK = ".lock"
 _BLOCKED = (errno.EEXIST, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS)
@@ -21,8 +22,8 @@ _BLOCKED = (errno.EEXIST, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS)
 @contextmanager
 def hold_folder(folder: Path) -> Iterator[None]:
     """Make ``folder`` and hold it for this process until the block ends, however it ends: the kernel drops the lock of
-    a killed process, so none is ever stale. Raises UserError where another process holds it, naming that process, and
-    where the folder cannot be made.
+    a killed process, so none is ever stale. Files that it was writing are removed. Raises UserError where another
+    process holds it, naming that process, and where the folder cannot be made.
     """
     with _open(folder) as file:
         try:
@@ -34,7 +35,16 @@ def hold_folder(folder: Path) -> Iterator[None]:
         file.truncate(0)
         file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
         file.flush()
+        _remove_unfinished(folder)
         yield
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """Remove what a killed holder was writing; a folder inside that has a lock of its own is left to its holder."""
+    for where, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not Path(where, name, LOCK).exists()]
+        for name in filter(UNFINISHED.fullmatch, names):
+            Path(where, name).unlink(missing_ok=True)
 
 
 def _open(folder: Path) -> IO[str]:

@@ -157,7 +157,7 @@ def _broadcast_in_the_way() -> None:
             return self._answer
 
     plain = rank.StandInEngines
-    _any(rank).StandInEngines = lambda *given: plain(*given, seconds=1.0)
+    _any(rank).StandInEngines = lambda *given, **more: plain(*given, **more, seconds=1.0)
     _any(publisher)._Threaded = Now
 
 
