@@ -58,7 +58,7 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
 
 
 WRITE = """
-import sys, time
+import sys
 from pathlib import Path
 from r3.files import replacing
 with replacing(Path(sys.argv[1])) as temporary:

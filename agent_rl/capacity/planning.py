@@ -247,14 +247,7 @@ def _rank_items(config: RunConfig, rank: RankBytes) -> Iterator[Item]:
     yield Item("activations", rank.activations, f"{train.microbatch_tokens} tokens, recompute {train.recompute}")
     if train.balance.enabled:
         yield Item("borrowed", rank.borrowed, f"{train.balance.slots} experts, and as many being fetched or returned")
-    lent = rank.activations + rank.borrowed
-    peaks = {
-        rank.start - rank.optimizer - lent: "a copy of weights at the start, beyond what a step takes",
-        rank.step - lent: "Adam's step, when activations are gone",
-        rank.layer: "a layer's backward pass",
-        rank.logits: "a chunk of logits",
-    }
-    yield Item("at the peak", rank.peak, peaks[rank.peak])
+    yield Item("at the peak", rank.peak, max(rank.peaks, key=rank.peaks.__getitem__))
 
 
 def _sync_items(config: RunConfig, model: ModelFacts, rank: RankBytes) -> Iterator[Item]:

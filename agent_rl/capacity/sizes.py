@@ -8,6 +8,7 @@ layers (agent_rl/train/megatron); Korthikanti et al., arXiv 2205.05198, do the s
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from agent_rl.config import ParallelConfig, TrainConfig
@@ -94,10 +95,21 @@ class RankBytes:
         return self.weights + self.gradients + self.optimizer
 
     @property
+    def peaks(self) -> Mapping[str, int]:
+        """What may come on top, each at another time. Activations are not there in the last two, nor is the optimizer
+        in the last: it counts for what it takes beyond these."""
+        passing = self.activations + self.borrowed
+        return {
+            "a chunk of logits": self.logits,
+            "a layer's backward pass": self.layer,
+            "Adam's step, when activations are gone": self.step - passing,
+            "a copy of weights at the start, beyond what a step takes": self.start - self.optimizer - passing,
+        }
+
+    @property
     def peak(self) -> int:
-        """What comes on top: the logits, a layer's backward pass, Adam's step and the start are never there at once."""
-        lent = self.activations + self.borrowed
-        return max(self.logits, self.layer, self.step - lent, self.start - self.optimizer - lent)
+        """The most that comes on top."""
+        return max(self.peaks.values())
 
     @property
     def total(self) -> int:

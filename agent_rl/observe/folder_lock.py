@@ -22,8 +22,8 @@ _BLOCKED = (errno.EEXIST, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS)
 @contextmanager
 def hold_folder(folder: Path) -> Iterator[None]:
     """Make ``folder`` and hold it for this process until the block ends, however it ends: the kernel drops the lock of
-    a killed process, so none is ever stale. Files that it was writing are removed. Raises UserError where another
-    process holds it, naming that process, and where the folder cannot be made.
+    a killed process, so none is ever stale. What a killed holder was writing is removed. Raises UserError where
+    another process holds it, naming that process, and where the folder cannot be made.
     """
     with _open(folder) as file:
         try:

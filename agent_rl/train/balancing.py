@@ -336,7 +336,8 @@ class RankBalance:
             self._passes.append(_pass_balance(kind, made, self._layers))
 
     def _gather(self, counts: Counts) -> Counts:
-        """All ranks' counts ``[M, C, R, E]``, M the most micro-batches of any; a rank without one brings no tokens."""
+        """All ranks' counts ``[M, C, R, E]``, M the most micro-batches of any. What a rank without one brings
+        instead, a filler of a few tokens that are routed natively, is not foreseen."""
         most = int(self._group.gather(np.array([len(counts)])).max())
         filled = np.zeros((most, *counts.shape[1:]), np.int32)
         filled[: len(counts)] = counts

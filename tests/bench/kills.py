@@ -57,6 +57,8 @@ def main() -> None:
     parser.add_argument("--staleness", type=int, default=None, help="by default the depth")
     parser.add_argument("--folder", type=Path, default=None)
     options = parser.parse_args()
+    if options.staleness is None:
+        options.staleness = options.depth
     folder = options.folder or Path(tempfile.mkdtemp(prefix="kills-"))
     model = folder / "model"
     if not model.exists():
@@ -80,8 +82,7 @@ def overrides(options: argparse.Namespace) -> list[str]:
     """What lets sampling run ahead."""
     if not options.depth:
         return []
-    staleness = options.depth if options.staleness is None else options.staleness
-    ahead = f"pipeline.depth={options.depth}", f"pipeline.max_staleness={staleness}"
+    ahead = f"pipeline.depth={options.depth}", f"pipeline.max_staleness={options.staleness}"
     return [*ahead, "train.old_logprob.source=rollout"]
 
 
@@ -176,7 +177,7 @@ class KilledRun:
         return False
 
     def _broken(self, run: Path) -> list[str]:
-        if self.options.depth < (self.options.staleness or 0):
+        if self.options.depth < self.options.staleness:
             self.own = {int(row["step"]): exact(row) for row in read_metrics(run)} | self.own
         return broken(run, self.own or self.reference, settled if self.options.depth else exact)
 

@@ -4,11 +4,14 @@
 measured the pass without replay tells both) and prints a row a run and lag: the sampled tokens, and with and without
 replay the k3 estimate of the KL to the weights before the step, the mean probability ratio, and the share of tokens
 beyond the objective's clip, each with its interval at 95 % (trajectories are drawn, not tokens: those of one are
-alike). Runs of one config but for ``engine.pause_mode`` compare its modes::
+alike). Runs of one config but for ``engine.pause_mode`` compare its modes; most tokens of a run are as old as its depth
+where training is slow enough for sampling to run ahead, which short micro-batches make it::
 
     for mode in turn in_place; do
-      agent-rl train configs/quickstart.yaml name=$mode engine.pause_mode=$mode pipeline.depth=3 \\
-        train.old_logprob.source=rollout eval.tasks=0
+      for depth in 1 2 3; do
+        agent-rl train configs/quickstart.yaml name=lag-$depth-$mode engine.pause_mode=$mode pipeline.depth=$depth \\
+          train.old_logprob.source=rollout train.microbatch_tokens=512 eval.tasks=0 train.steps=16
+      done
     done
 """
 

@@ -25,7 +25,7 @@ from typing import get_args
 from agent_rl.config import Ablation, RunConfig
 from agent_rl.config_files import load_config
 
-AHEAD = ("pipeline.depth=2", "train.old_logprob.source=rollout")
+_AHEAD = ("pipeline.depth=2", "train.old_logprob.source=rollout")
 SETTINGS: dict[str, tuple[str, ...]] = {
     "off": ("train.replay=off",),
     "r2": ("train.replay=r2",),
@@ -40,8 +40,8 @@ ABLATIONS: dict[str, tuple[str, ...]] = {
     for name in get_args(Ablation)
     if name not in ("none", "fresh_only")
 } | {
-    "fresh-only": ("train.replay=r3", "r3.ablation=fresh_only", *AHEAD),
-    "ahead": ("train.replay=r3", *AHEAD),
+    "fresh-only": ("train.replay=r3", "r3.ablation=fresh_only", *_AHEAD),
+    "ahead": ("train.replay=r3", *_AHEAD),
 }
 """What a fault in the routes' way would cost; ``ahead`` is what ``fresh-only`` is compared with."""
 STOP_SECONDS = 120.0

@@ -230,8 +230,9 @@ class World:
 
     def run(self, case: Mapping[str, Any]) -> dict[str, float]:
         """How far apart a case's results are with and without balancing, and the bytes moved that were not planned."""
-        items, kind = batches()[self._mine], case.get("routes", "whole")
-        key = json.dumps([case["folder"], case.get("options"), kind])
+        kind, short = case.get("routes", "whole"), case.get("short", False)
+        items = (worker.batches() if short else batches())[self._mine]
+        key = json.dumps([case["folder"], case.get("options"), kind, short])
         if key not in self._plain:
             model = build(case, self._parallel)
             self._plain[key] = results(model, items, given_routes(items, model, kind), None, {})
@@ -286,7 +287,7 @@ class World:
 def main() -> None:
     """Plan: a list of worlds ``{world_size, place, parallel, cases}``, run one after another by the first
     ``world_size`` processes. A case is ``{name, folder, plan, options, routes, config, keep_order, fault,
-    memory}``."""
+    memory, short}``."""
     rank, folder, worlds = int(sys.argv[1]), Path(sys.argv[2]), json.loads(Path(sys.argv[3]).read_text())
     torch.set_num_threads(1)
     for world in worlds:

@@ -82,6 +82,7 @@ WORLDS: list[tuple[int, dict[str, Any], list[Case]]] = [
             *both("ep2-shared", model="shared"),
             case("ep2-bf16-relocate", "relocate", model="top-4", options={"dtype": "bfloat16"}),
             case("ep2-any-order", "relocate", model="top-4", keep_order=False),
+            case("ep2-short", "replicate", short=True),
             case("ep2-memory", "replicate", model="wide", memory=True),
             case("fault-not-returned", "replicate", fault="not returned"),
             case("fault-stale", "replicate", fault="stale", config=POOL),
@@ -126,7 +127,7 @@ def differences(results: Path, name: str) -> dict[str, float]:
     return {kind: max(abs(rank[kind]) for rank in ranks) for kind in ranks[0]}
 
 
-@pytest.mark.parametrize("name", [name for name in SOUND if CASES[name][1].get("keep_order", True)])
+@pytest.mark.parametrize("name", [name for name in SOUND if name not in ("ep2-any-order", "ep2-short")])
 def test_balanced_equals_unbalanced(name: str, results: Path) -> None:
     found = differences(results, name)
     assert (found.pop("borrowed") > 0) == (plan_of(name) != "none")
@@ -138,6 +139,14 @@ def test_balanced_equals_unbalanced(name: str, results: Path) -> None:
     assert {kind: found[kind] for kind in exact} == dict.fromkeys(exact, 0.0)
     assert found["gradients"] <= 3e-6
     assert found["weights"] <= 1e-6
+
+
+def test_experts_of_a_few_rows_beside_a_filler_are_close(results: Path) -> None:
+    """A rank that has run out of micro-batches brings tokens that no plan foresees: the rows of a product that is
+    shared out are then filled up to fewer than it had, and on some CPUs its bits are others."""
+    found = differences(results, "ep2-short")
+    assert found["logprobs"] <= 1e-6
+    assert found["gradients"] <= 3e-6
 
 
 def test_experts_added_up_in_another_order_are_close(results: Path) -> None:
