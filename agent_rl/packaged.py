@@ -1,4 +1,4 @@
-"""What comes with the package: configs that go by their name, and the starting model."""
+"""What comes with the package: configs and starting models that go by their names."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 _HOME = Path(__file__).parent
 CONFIGS = _HOME / "configs"
-MODELS = {"tiny-moe": _HOME / "model" / "data"}
+MODELS = {name: _HOME / "model" / "data" / name for name in ("tiny-moe", "paper-moe")}
 """Folders of the models that a config may name instead of a path."""
 
 

@@ -74,7 +74,7 @@ def test_the_wheel_holds_what_the_commands_need(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     wanted = {f"{package}/py.typed" for package in PACKAGES}
     wanted |= {f"agent_rl/configs/{name}.yaml" for name in shipped_configs()}
-    wanted |= {f"agent_rl/model/data/{path.name}" for path in MODELS["tiny-moe"].iterdir()}
+    wanted |= {f"agent_rl/model/data/{name}/{path.name}" for name in MODELS for path in MODELS[name].iterdir()}
     wanted |= {"agent_rl/engine/requirements.txt", "agent_rl/engine/requirements-nodeps.txt"}
     tracked = subprocess.run(["git", "ls-files", *PACKAGES], cwd=ROOT, capture_output=True, text=True, check=True)
     wanted |= {

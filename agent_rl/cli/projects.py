@@ -115,24 +115,19 @@ def envs_check(
 def model_init(
     out: Annotated[Path, typer.Argument(help="Folder to make.")] = Path(".cache/models/tiny-moe"),
     from_scratch: Annotated[
-        bool, typer.Option("--from-scratch", help="Warm it up anew on recorded demonstrations (half an hour).")
+        bool, typer.Option("--from-scratch", help="Warm it up anew on recorded demonstrations (10 to 30 minutes).")
     ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Seed of a warm-up from scratch.")] = 0,
-    shape: Annotated[
-        Shape, typer.Option(help="Sizes of a warm-up from scratch: the quickstart's, or 8 layers of 128 experts.")
-    ] = Shape.TINY,
+    shape: Annotated[Shape, typer.Option(help="Its sizes: the quickstart's, or 8 layers of 128 experts.")] = Shape.TINY,
 ) -> None:
-    """Make the tiny Qwen3-MoE that the quickstart starts from, its tokenizer and chat template.
+    """Make the tiny Qwen3-MoE that the quickstart starts from, or the one of configs/paper-small.yaml.
 
     A warm-up from scratch that was stopped goes on where it was.
     """
-    from agent_rl.errors import UserError
     from agent_rl.model.shipped import install_model
 
-    if shape is not Shape.TINY and not from_scratch:
-        raise UserError(f"--shape {shape}: no such model is shipped; add --from-scratch, which warms one up")
     if not from_scratch:
-        typer.echo(f"{out}: {'made' if install_model(out) else 'there already'}")
+        typer.echo(f"{out}: {'made' if install_model(out, f'{shape}-moe') else 'there already'}")
         return
     from agent_rl.commands.setup import warm_up
     from agent_rl.controller.preflight import check_trainer

@@ -39,7 +39,7 @@ class RunConfig(Section):
     model: Path = Field(
         ...,
         description="What to start from: the folder of a Hugging Face checkpoint, an id on the hub (OWNER/NAME, or "
-        "OWNER/NAME@REVISION), or tiny-moe, the shipped one.",
+        "OWNER/NAME@REVISION), or tiny-moe or paper-moe, which are shipped.",
     )
     engine: EngineConfig = EngineConfig()
     sandbox: SandboxConfig = SandboxConfig()

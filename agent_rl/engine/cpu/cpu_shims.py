@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
 import xxhash
+from padded_attention import are_attended_at_once, attend
 from small_experts import are_multiplied_at_once, mix_experts
 
 _LIBRARIES: list[torch.library.Library] = []  # an operator lives as long as the library object that defined it
@@ -16,13 +18,14 @@ _LIBRARIES: list[torch.library.Library] = []  # an operator lives as long as the
 
 def install() -> None:
     """Define torchvision's operators, take CUDA's page locking out of the host buffers, hash fast, fork the workers,
-    multiply small experts at once."""
+    multiply small experts and attend to small batches at once."""
     torch.zeros(1).cos()  # as agent_rl/train/megatron/cpu.py does, where the reason is
     _define_torchvision_operators()
     _skip_page_locking()
     _hash_fast()
     _fork_workers()
     _multiply_experts_at_once()
+    _attend_at_once()
 
 
 def _define_torchvision_operators() -> None:
@@ -84,3 +87,44 @@ def _multiply_experts_at_once() -> None:
         return mix_experts(x, gates, chosen, tokens, layer.w13_weight, layer.w2_weight)
 
     native.moe_forward_native = at_once
+
+
+def _attend_at_once() -> None:
+    # SGLang goes through the sequences in Python, and computes a prefix's queries again beside the new ones'.
+    module: Any = importlib.import_module("sglang.srt.layers.attention.torch_native_backend")
+    backend = module.TorchNativeAttnBackend
+    extend, decode = backend._run_sdpa_forward_extend, backend._run_sdpa_forward_decode
+
+    def is_plain(encoder_lens: torch.Tensor | None, options: Mapping[str, Any]) -> bool:
+        return encoder_lens is None and not options["is_cross_attn"] and options["sliding_window_size"] is None
+
+    def attended(
+        query: torch.Tensor, output: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, table: torch.Tensor,
+        rows: torch.Tensor, lengths: torch.Tensor, asked: torch.Tensor, scale: float | None,
+    ) -> torch.Tensor:  # fmt: skip
+        places = table[rows, : int(lengths.max())]
+        return output.copy_(attend(query, keys, values, places, lengths, asked, scale))
+
+    def extend_at_once(
+        self: Any, query: torch.Tensor, output: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
+        table: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, prefixes: torch.Tensor, asked: torch.Tensor,
+        encoder_lens: torch.Tensor | None = None, **options: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        plain = options["causal"] and is_plain(encoder_lens, options)
+        if plain and are_attended_at_once(lengths, asked, query.shape[1]):
+            return attended(query, output, keys, values, table, rows, lengths, asked, options["scaling"])
+        given = (query, output, keys, values, table, rows, lengths, prefixes, asked, encoder_lens)
+        return cast(torch.Tensor, extend(self, *given, **options))
+
+    def decode_at_once(
+        self: Any, query: torch.Tensor, output: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
+        table: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor,
+        encoder_lens: torch.Tensor | None = None, **options: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        asked = torch.ones_like(lengths)
+        if is_plain(encoder_lens, options) and are_attended_at_once(lengths, asked, query.shape[1]):
+            return attended(query, output, keys, values, table, rows, lengths, asked, options["scaling"])
+        given = (query, output, keys, values, table, rows, lengths, encoder_lens)
+        return cast(torch.Tensor, decode(self, *given, **options))
+
+    backend._run_sdpa_forward_extend, backend._run_sdpa_forward_decode = extend_at_once, decode_at_once
