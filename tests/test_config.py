@@ -255,6 +255,13 @@ def test_what_would_train_wrongly_on_older_tokens_is_refused(values: dict[str, o
         RunConfig.model_validate({"name": "n", "model": "m", **values})
 
 
+def test_inputs_of_layers_that_are_not_run_again_can_not_be_moved() -> None:
+    with pytest.raises(ValidationError, match=r"offload_activations .* train\.recompute is selective: set it to full"):
+        RunConfig.model_validate(
+            {"name": "n", "model": "m", "train": {"offload_activations": True, "recompute": "selective"}}
+        )
+
+
 def test_ahead_of_training_the_old_tokens_are_corrected_or_clipped() -> None:
     for train in ({"old_logprob": {"source": "rollout"}}, {"correction": {"weight": "token"}}):
         config = RunConfig.model_validate({"name": "n", "model": "m", "pipeline": {"depth": 2}, "train": train})

@@ -88,6 +88,7 @@ def _variants(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
         ("train.parallel.distributed_optimizer", lambda _: True),
         ("train.recompute", lambda _: "full"),
         ("train.offload_optimizer", lambda _: True),
+        ("train.offload_activations", lambda _: True),
         ("train.microbatch_tokens", lambda _: config.rollout.max_tokens),
         *((f"train.parallel.{name}", _double) for name in ("context", "expert", "tensor", "pipeline", "world_size")),
         ("train.balance.slots", _half),
@@ -96,6 +97,7 @@ def _variants(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
         ("engine.max_total_tokens", lambda value: value // 4),
         ("engine.gpus", _double),
         ("train.keep_checkpoints", lambda _: 1),
+        ("train.optimizer_moments", lambda _: "bfloat16"),
         ("rollout.max_tokens", _half),  # and with it the micro-batch
         ("rollout.tasks_per_step", _half),
     )

@@ -30,6 +30,7 @@ from agent_rl.capacity.sizes import (
     rank_bytes,
     route_bytes,
     route_slot_bytes,
+    state_bytes,
 )
 from agent_rl.config import RunConfig
 from agent_rl.errors import UserError
@@ -243,8 +244,10 @@ def _rank_items(config: RunConfig, rank: RankBytes) -> Iterator[Item]:
     yield Item("weights", rank.weights, train.dtype)
     yield Item("gradients", rank.gradients, "float32 buffers")
     if not rank.offloaded:
-        yield Item("optimizer", rank.optimizer, f"Adam's moments{_master(config)}{other}")
-    yield Item("activations", rank.activations, f"{train.microbatch_tokens} tokens, recompute {train.recompute}")
+        short = "" if train.optimizer_moments == "float32" else f"{train.optimizer_moments} "
+        yield Item("optimizer", rank.optimizer, f"Adam's {short}moments{_master(config)}{other}")
+    where = ", inputs of layers on the host" if rank.inputs else ""
+    yield Item("activations", rank.activations, f"{train.microbatch_tokens} tokens, recompute {train.recompute}{where}")
     if train.balance.enabled:
         yield Item("borrowed", rank.borrowed, f"{train.balance.slots} experts, and as many being fetched or returned")
     yield Item("at the peak", rank.peak, max(rank.peaks, key=rank.peaks.__getitem__))
@@ -287,10 +290,12 @@ def _rank_host_items(config: RunConfig, model: ModelFacts, rank: RankBytes, load
         yield Item("reference", ranks * rank.weights, "the KL penalty's weights")
     if pool := pool_bytes(model, config.train):
         yield Item("expert pool", pool, "all experts, in memory that its ranks share")
-    masters = 4 if config.train.dtype == "float32" else 0  # the weights themselves; else counted with the optimizer
+    if rank.inputs:
+        yield Item("activations", ranks * rank.inputs, "inputs of layers, of a backward pass that is to come")
     if rank.offloaded:
-        yield Item("optimizer", ranks * rank.offloaded, "its state, between updates (train.offload_optimizer)")
-    copied = (rank.optimizer + rank.offloaded) * STATE_BYTES // (STATE_BYTES - masters)
+        narrow = "" if config.train.optimizer_moments == "float32" else ", moments in bfloat16"
+        yield Item("optimizer", ranks * rank.offloaded, f"its state, between updates{narrow}")
+    copied = (rank.optimizer + rank.offloaded) * STATE_BYTES // state_bytes(config.train)
     yield Item("checkpoint", ranks * copied, "a copy that is written while training goes on")
 
 

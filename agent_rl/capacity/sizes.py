@@ -68,11 +68,12 @@ class RankBytes:
     """Memory of the fullest trainer rank on its device, in bytes.
 
     ``optimizer_unshared``: what the optimizer would take without the distributed one. ``offloaded``: what of it lies in
-    host memory. ``activations`` are those kept between forward and backward pass; then come the logits, and when those
-    are gone a ``layer``: its gradients, and its activations where they are made again. When all of those are gone,
-    Adam's ``step``: two float32 temporaries of the largest weight and one of those before it, and where its state is
-    offloaded that too. ``start``: what there is at most, beside weights and gradients, before there is an optimizer:
-    Megatron copies the weights into the distributed optimizer's buffers, those of all experts or all others at once.
+    host memory. ``activations`` are those kept between forward and backward pass (``inputs``: of layers, in host
+    memory); then come the logits, and when those are gone a ``layer``: its gradients, and its activations where they
+    are made again. When all of those are gone, Adam's ``step``: two float32 temporaries of the largest weight and one
+    of those before it, and what of its state is not there in float32. ``start``: what there is at most, beside weights
+    and gradients, before there is an optimizer: Megatron copies the weights into the distributed optimizer's buffers,
+    those of all experts or all others at once.
     ``borrowed``: experts of other ranks, twice what a layer may borrow (the next layer's are fetched while one
     computes; their gradients wait to be returned).
     """
@@ -88,6 +89,7 @@ class RankBytes:
     start: int = 0
     borrowed: int = 0
     offloaded: int = 0
+    inputs: int = 0
 
     @property
     def static(self) -> int:
@@ -121,7 +123,7 @@ def rank_bytes(model: ModelFacts, train: TrainConfig, *, microbatches: int, devi
     step (a pipeline holds as many as it has stages at most)."""
     parallel, width = train.parallel, BYTES[train.dtype]
     dense, experts = rank_parameters(model, parallel)
-    state = 8 + (4 if train.dtype == "bfloat16" else 0)  # Adam's moments, and a float32 master of narrower weights
+    state = state_bytes(train)
     shared = shares_optimizer(parallel)
     copies = (weight_copies(parallel), expert_copies(parallel)) if shared else (1, 1)
     tokens = train.microbatch_tokens // parallel.context
@@ -130,6 +132,7 @@ def rank_bytes(model: ModelFacts, train: TrainConfig, *, microbatches: int, devi
     vocabulary = model.vocab_size * model.hidden // parallel.tensor
     stacked = 2 * model.hidden * model.expert_inner * (model.num_experts // parallel.expert)
     attention = 2 * model.hidden * (model.q_width + model.kv_width) // parallel.tensor
+    beside = 20 if offloads else 8 if train.optimizer_moments == "float32" else 16  # bytes of a number at Adam's step
     largest = max(min(vocabulary, dense // copies[0]), min(stacked, experts // copies[1]))
     return RankBytes(
         weights=(dense + experts) * width,
@@ -139,11 +142,17 @@ def rank_bytes(model: ModelFacts, train: TrainConfig, *, microbatches: int, devi
         activations=_activations(model, train, tokens, microbatches, device),
         logits=_logits(model, train, tokens, device),
         layer=_one_layer(model, train, tokens, device),
-        step=(20 if offloads else 8) * largest + 4 * attention,
+        step=beside * largest + 4 * attention,
         start=max(dense, experts) * width if shared else 0,
         offloaded=optimizer if offloads else 0,
+        inputs=_inputs(model, train, tokens, microbatches, device)[1],
         borrowed=2 * train.balance.slots * expert_bytes(model, train) if train.balance.enabled else 0,
     )
+
+
+def state_bytes(train: TrainConfig) -> int:
+    """Of a parameter: Adam's moments, and a float32 master of a narrower weight."""
+    return 2 * BYTES[train.optimizer_moments] + (4 if train.dtype == "bfloat16" else 0)
 
 
 def expert_bytes(model: ModelFacts, train: TrainConfig) -> int:
@@ -160,18 +169,37 @@ def pool_bytes(model: ModelFacts, train: TrainConfig) -> int:
 
 def _activations(model: ModelFacts, train: TrainConfig, tokens: int, microbatches: int, device: str) -> int:
     """What the backward pass finds kept when it starts: every layer's, or the layers' inputs where all is run again."""
-    parallel, width = train.parallel, BYTES[train.dtype]
-    chunk = model.moe[: model.num_layers // parallel.pipeline]  # the first stage holds most micro-batches
-    in_flight = min(parallel.pipeline, max(1, microbatches))
-    if parallel.virtual_pipeline > 1:  # arXiv 2104.04473: a part more for the interleaved schedule
-        in_flight = min(max(1, microbatches), in_flight + -(-(parallel.pipeline - 1) // parallel.virtual_pipeline))
+    width = BYTES[train.dtype]
     # The last norm's input and output and its rows that predict something; the rotary embedding's cosines and sines.
     final = tokens * (model.hidden * width * 3 + model.head_dim * 4 * 2)
-    kept = {moe: layer_bytes(model, train, tokens, moe=moe, device=device) for moe in set(chunk)}
     if train.recompute == "full":
-        inputs = len(chunk) * (tokens // parallel.tensor) * model.hidden * width
-        return in_flight * inputs + final
-    return in_flight * sum(kept[moe] for moe in chunk) + final
+        return final + _inputs(model, train, tokens, microbatches, device)[0]
+    kept = {moe: layer_bytes(model, train, tokens, moe=moe, device=device) for moe in set(model.moe)}
+    return _in_flight(train, microbatches) * sum(kept[moe] for moe in _first_chunk(model, train)) + final
+
+
+def _inputs(model: ModelFacts, train: TrainConfig, tokens: int, microbatches: int, device: str) -> tuple[int, int]:
+    """The inputs of layers that are run again: on the device, and in host memory."""
+    if train.recompute != "full":
+        return 0, 0
+    of_a_layer = _in_flight(train, microbatches) * (tokens // train.parallel.tensor) * model.hidden * BYTES[train.dtype]
+    every = len(_first_chunk(model, train)) * of_a_layer
+    # A pipeline's schedule holds a stage's inputs itself; without one, an input that came back.
+    return (of_a_layer, every) if train.offload_activations and device == "cuda" else (every, 0)
+
+
+def _first_chunk(model: ModelFacts, train: TrainConfig) -> tuple[bool, ...]:
+    """Layers of the first stage, which holds most micro-batches."""
+    return model.moe[: model.num_layers // train.parallel.pipeline]
+
+
+def _in_flight(train: TrainConfig, microbatches: int) -> int:
+    """How many micro-batches the first stage holds at most."""
+    parallel = train.parallel
+    held = min(parallel.pipeline, max(1, microbatches))
+    if parallel.virtual_pipeline > 1:  # arXiv 2104.04473: a part more for the interleaved schedule
+        held = min(max(1, microbatches), held + -(-(parallel.pipeline - 1) // parallel.virtual_pipeline))
+    return held
 
 
 def layer_bytes(model: ModelFacts, train: TrainConfig, tokens: int, *, moe: bool, device: str) -> int:

@@ -194,6 +194,15 @@ class TrainConfig(Section):
     offload_optimizer: bool = Field(
         False, description="Keep the optimizer's state in host memory between updates; no number changes."
     )
+    optimizer_moments: Precision = Field(
+        "float32",
+        description="Precision in which Adam's moments are kept between updates; bfloat16 rounds without bias.",
+    )
+    offload_activations: bool = Field(
+        False,
+        description="Keep the layers' inputs in host memory until the backward pass (recompute: full); no number "
+        "changes.",
+    )
     parallel: ParallelConfig = ParallelConfig()
     balance: BalanceConfig = BalanceConfig()
     ray_address: str | None = Field(None, description="A Ray cluster's address; None starts a local one.")
@@ -216,6 +225,11 @@ class TrainConfig(Section):
             raise ValueError(
                 "train.scale group divides by a group's spread and train.baseline batch compares over groups: "
                 "set scale to batch or none"
+            )
+        if self.offload_activations and self.recompute != "full":
+            raise ValueError(
+                f"train.offload_activations moves the inputs of layers that are run again, and train.recompute is "
+                f"{self.recompute}: set it to full"
             )
         return self
 

@@ -1,12 +1,19 @@
-"""Optimizer state that lies in host memory between updates (``train.offload_optimizer``). Needs torch and Megatron.
+"""Optimizer state that lies in host memory between updates (``train.offload_optimizer``), or has its moments in
+bfloat16 (``train.optimizer_moments``). Needs torch and Megatron.
 
 ::
 
     an update, parameter by parameter    host ── master, moments ──> device ── Adam ──> weight
                                          host <───────────────────── device
 
-Adam runs where and as it would without, so no number changes; a device holds the state of one parameter at a time. What
-remains of Megatron's float32 masters there is their shape, which gradients are attached to.
+Adam runs where and as it would without, in float32: offloaded, no number changes; a device holds the float32 state of
+one parameter at a time. What remains of Megatron's float32 masters there is their shape, which gradients are attached
+to.
+
+Moments in bfloat16 have 8 bits, and with a beta2 of 0.999 an update changes the second by a thousandth: rounded to the
+nearest it would stand still. So the point at which a number is rounded up walks through all places between two numbers
+of bfloat16, by the golden ratio from update to update: over some updates rounding takes nothing away and adds nothing.
+It depends on the count of updates alone, so a run that is resumed rounds as it would have.
 """
 
 from __future__ import annotations
@@ -20,6 +27,9 @@ import torch
 from torch import Tensor
 
 from agent_rl.train.host_copies import host_tensor
+
+_GOLDEN = round((1 << 16) * (5**0.5 - 1) / 2)
+"""Multiples of it, modulo 2**16, come near every number, the first ones already (Weyl)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,31 +47,40 @@ class Held:
         return self.master.untyped_storage()._cdata != self.parameter.untyped_storage()._cdata
 
 
-class HostState:
-    """The state of one of Megatron's optimizers on the host: ``slots[i]`` of ``held[i]``, flat float32 by name, as
-    :class:`agent_rl.train.optimizer.StateShard` has them."""
+class KeptState:
+    """The state of one of Megatron's optimizers as it lies between updates: ``slots[i]`` of ``held[i]``, flat, by name,
+    as :class:`agent_rl.train.optimizer.StateShard` has them."""
 
-    def __init__(self, adam: Any, held: Sequence[Held], moments: Sequence[str]) -> None:
-        """Of torch's ``adam``, or Transformer Engine's or Apex's. Moments begin as zeros; the masters' memory on the
-        device is freed."""
+    def __init__(
+        self,
+        adam: Any,
+        held: Sequence[Held],
+        moments: Sequence[str],
+        *,
+        offload: bool = True,
+        precision: torch.dtype = torch.float32,
+    ) -> None:
+        """Of torch's ``adam``, or Transformer Engine's or Apex's. Moments begin as zeros. ``offload``: the host has all
+        of it, and the masters' memory on the device is freed. ``precision``: the moments'."""
         self._inner, self.held, self._moments = adam, tuple(held), tuple(moments)
-        self._own = [one.own for one in held]
-        sizes = [
-            one.master.numel() for one, own in zip(held, self._own, strict=True) for _ in range(own + len(moments))
-        ]
-        pinned = any(one.master.is_cuda for one in held)
-        places = iter(host_tensor(sum(sizes), torch.float32, pinned=pinned).zero_().split(sizes))
+        self._moved = [offload and one.own for one in held]
+        sizes = [one.master.numel() for one in held]
+        moved = [size for size, moves in zip(sizes, self._moved, strict=True) if moves]
+        masters = _places(held, moved, torch.float32, offload=offload)
+        kept = _places(held, [size for size in sizes for _ in moments], precision, offload=offload)
         self.slots: list[Mapping[str, Tensor]] = []
-        for one, own in zip(self.held, self._own, strict=True):
-            master = next(places).copy_(one.master.detach().view(-1)) if own else one.master.detach().view(-1)
-            self.slots.append({"master": master, **{name: next(places) for name in self._moments}})
+        for one, moves in zip(self.held, self._moved, strict=True):
+            own = one.master.detach().view(-1)
+            master = next(masters).copy_(own) if moves else own
+            self.slots.append({"master": master, **{name: next(kept) for name in self._moments}})
         for index in range(len(self.held)):
             self._leave(index)
         add_counts(adam)
 
     @torch.no_grad()
-    def step(self) -> None:
-        """Adam's update of every parameter that has a gradient, and the weights that follow from it."""
+    def step(self, updates: int) -> None:
+        """Adam's update of every parameter that has a gradient, and the weights that follow from it; ``updates`` were
+        made before."""
         index = {id(one.master): place for place, one in enumerate(self.held)}
         groups = self._inner.param_groups
         for group in groups:
@@ -75,7 +94,7 @@ class HostState:
                 self._inner.step()
                 # Transformer Engine's Adam counts its updates in the group.
                 group.update({key: value for key, value in one.items() if key == "step"})
-                self._keep(place)
+                self._keep(place, updates)
         self._inner.param_groups = groups
 
     def spread(self) -> None:
@@ -84,31 +103,54 @@ class HostState:
             _copy_to_weight(one, slots["master"])
 
     def _fetch(self, place: int) -> None:
-        """The state of one parameter onto its device."""
+        """The state of one parameter onto its device, in float32."""
         one, slots = self.held[place], self.slots[place]
-        if self._own[place]:
-            one.master.data = slots["master"].to(one.master.device, copy=True).view(one.master.shape)
+        device, shape = one.master.device, one.master.shape
+        if self._moved[place]:
+            one.master.data = slots["master"].to(device, copy=True).view(shape)
         self._inner.state[one.master].update(
-            {name: slots[name].to(one.master.device, copy=True).view(one.master.shape) for name in self._moments}
+            # In two steps: from host to device in one, torch would convert on the host.
+            {name: slots[name].to(device, copy=True).float().view(shape) for name in self._moments}
         )
 
-    def _keep(self, place: int) -> None:
-        """What an update left of it back to the host, and into the weight."""
+    def _keep(self, place: int, updates: int) -> None:
+        """What an update left of it back to where it lies, and into the weight."""
         one, slots = self.held[place], self.slots[place]
         state = self._inner.state[one.master]
         for name in self._moments:
-            slots[name].copy_(state[name].view(-1))
-        if self._own[place]:
-            slots["master"].copy_(one.master.detach().view(-1))
-            _copy_to_weight(one, one.master.detach().view(-1))
+            slots[name].copy_(_rounded(state[name].view(-1), slots[name].dtype, updates))
+        master = one.master.detach().view(-1)
+        if self._moved[place]:
+            slots["master"].copy_(master)
+        if one.own:
+            _copy_to_weight(one, master)
         self._leave(place)
 
     def _leave(self, place: int) -> None:
-        """Let go of what is on the device: a master keeps its shape and one element, moments are the host's."""
+        """Let go of what is on the device for an update alone: a master that moved keeps its shape and one element."""
         one, slots = self.held[place], self.slots[place]
-        if self._own[place]:
+        if self._moved[place]:
             one.master.data = one.master.new_zeros(1).expand(one.master.shape)
         self._inner.state[one.master].update({name: slots[name].view(one.master.shape) for name in self._moments})
+
+
+def _places(held: Sequence[Held], sizes: Sequence[int], dtype: torch.dtype, *, offload: bool) -> Iterator[Tensor]:
+    """Zeros of so many numbers each, in one block: on the host, or with what is ``held``."""
+    device = held[0].master.device if held else torch.device("cpu")
+    if offload or not held:
+        block = host_tensor(sum(sizes), dtype, pinned=device.type == "cuda").zero_()
+    else:
+        block = torch.zeros(sum(sizes), dtype=dtype, device=device)
+    return iter(block.split(list(sizes)))
+
+
+def _rounded(wide: Tensor, dtype: torch.dtype, updates: int) -> Tensor:
+    """Float32 ``wide``, which is overwritten, in bfloat16, where that is ``dtype``: of the 16 bits that go, so many as
+    the golden ratio's multiples say make a number the next one. A zero stays one."""
+    if dtype == wide.dtype:
+        return wide
+    wide.view(torch.int32).add_(updates * _GOLDEN % (1 << 16)).bitwise_and_(-1 << 16)
+    return wide.to(dtype)
 
 
 def counts_by_parameter(adam: Any) -> bool:

@@ -1,10 +1,10 @@
 """Megatron's optimizer and learning-rate schedule behind one small class. Import only in rank processes.
 
-The state is Adam's two moments and a float32 master of every weight, on the device, or between updates on the host
-(:mod:`agent_rl.train.offload`). Where the model was wrapped for Megatron's distributed optimizer
-(``train.parallel.distributed_optimizer``; ZeRO-1, arXiv 1910.02054), the ranks that hold a copy of a parameter share
-its state out: each keeps, and updates, a stretch of the flattened weight. :meth:`PolicyOptimizer.shards` says which,
-with and without it.
+The state is Adam's two moments and a float32 master of every weight, on the device, or between updates on the host, and
+moments in bfloat16 there if asked for (:mod:`agent_rl.train.offload`). Where the model was wrapped for Megatron's
+distributed optimizer (``train.parallel.distributed_optimizer``; ZeRO-1, arXiv 1910.02054), the ranks that hold a copy
+of a parameter share its state out: each keeps, and updates, a stretch of the flattened weight.
+:meth:`PolicyOptimizer.shards` says which, with and without it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from agent_rl.config import OnSpike
-from agent_rl.train.offload import Held, HostState, add_counts, counts_by_parameter, without_gradients
+from agent_rl.train.offload import Held, KeptState, add_counts, counts_by_parameter, without_gradients
 from agent_rl.train.orders import OptimizerSpec
 from agent_rl.train.reports import Update
 
@@ -37,8 +37,9 @@ class StateShard:
     """What this rank keeps of one parameter's state: elements ``[start, stop)`` of its flattened weight.
 
     ``name``: ``<chunk>.<name of the parameter in that model chunk>``; ``shape``: the weight's on this rank.
-    ``slots``: the optimizer's own tensors (on the host where its state lies there), flat ``[stop - start]`` float32, by
-    the names in ``SLOTS``. ``master`` is the weight itself in float32 training and its float32 copy in bfloat16.
+    ``slots``: the optimizer's own tensors (on the host where its state lies there), flat ``[stop - start]``, by the
+    names in ``SLOTS``; in float32, but moments in bfloat16 where they are kept so. ``master`` is the weight itself in
+    float32 training and its float32 copy in bfloat16.
     """
 
     name: str
@@ -60,8 +61,7 @@ class PolicyOptimizer:
         self._grad_clip = spec.grad_clip
         with without_gradients(self._chunks) if spec.offload else nullcontext():
             self._optimizer = get_megatron_optimizer(_megatron_config(spec, dtype, self.distributed), self._chunks)
-            offloaded = self._parts() if spec.offload else []
-            self._host = [HostState(part.optimizer, list(_held(part)), _MOMENTS) for part in offloaded]
+            self._kept_states = list(self._keep_states(spec))
         for group in (group for part in self._parts() for group in part.optimizer.param_groups):
             if group.get("foreach", False) is None:  # torch's own Adam
                 # On a GPU it would make lists of temporaries, as large as all masters together: 12 GiB of Qwen3-30B-A3B
@@ -97,11 +97,12 @@ class PolicyOptimizer:
         return Update(grad_norm, float(self._scheduler.get_lr({})), finite=finite, spike=spike, taken=taken)
 
     def _apply(self) -> None:
-        if not self._host:
+        if not self._kept_states:
             self._optimizer.step_with_ready_grads()
             return
-        for state in self._host:
-            state.step()
+        updates = self._updates()
+        for state in self._kept_states:
+            state.step(updates)
         self._gather_weights()
 
     def _clip(self, limit: float, grad_norm: float) -> None:
@@ -109,6 +110,14 @@ class PolicyOptimizer:
             if not getattr(part, "is_stub_optimizer", False) and (parameters := part.get_parameters()):
                 decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
                 clip_grad_by_total_norm_fp32(parameters, limit, grad_norm, decoupled)
+
+    def _keep_states(self, spec: OptimizerSpec) -> Iterator[KeptState]:
+        """Of each of Megatron's optimizers, where its state does not lie as Adam wants it."""
+        if spec.offload or spec.moments != "float32":
+            precision = getattr(torch, spec.moments)
+            for part in self._parts():
+                held = list(_held(part))
+                yield KeptState(part.optimizer, held, _MOMENTS, offload=spec.offload, precision=precision)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -127,9 +136,9 @@ class PolicyOptimizer:
 
     def _kept(self) -> Iterator[tuple[Held, Mapping[str, Tensor]]]:
         """Each parameter's state, flat, where it lies."""
-        for state in self._host:
+        for state in self._kept_states:
             yield from zip(state.held, state.slots, strict=True)
-        for optimizer in () if self._host else self._parts():
+        for optimizer in () if self._kept_states else self._parts():
             _allocate(optimizer)
             for held in _held(optimizer):
                 moments = optimizer.optimizer.state[held.master]
@@ -172,9 +181,9 @@ class PolicyOptimizer:
 
     def _spread_masters(self) -> None:
         """Make the model's weights those of the masters, on every rank that has a copy."""
-        for state in self._host:
+        for state in self._kept_states:
             state.spread()
-        for optimizer in () if self._host else self._parts():
+        for optimizer in () if self._kept_states else self._parts():
             if not isinstance(optimizer, FP32Optimizer):
                 optimizer._copy_main_params_to_model_params()
         self._gather_weights()

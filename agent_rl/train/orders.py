@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from agent_rl.config import RunConfig, TrainConfig
+from agent_rl.config.base import Precision
 from r3.trace.points import TraceOrder
 
 RankDevice = Literal["cpu", "cuda"]
@@ -33,7 +34,8 @@ class OptimizerSpec:
     """AdamW, its schedule and the gradient clip.
 
     ``warmup_steps`` updates of linear warm-up, then ``lr`` (constant) or a cosine down to ``lr * min_lr_ratio`` at
-    update ``total_steps``. ``offload``: its state lies in host memory between updates.
+    update ``total_steps``. ``offload``: its state lies in host memory between updates; ``moments``: the
+    precision in which Adam's are kept.
     """
 
     lr: float
@@ -46,6 +48,7 @@ class OptimizerSpec:
     schedule: Literal["constant", "cosine"] = "constant"
     min_lr_ratio: float = 0.0
     offload: bool = False
+    moments: Precision = "float32"
 
     @classmethod
     def of(cls, train: TrainConfig) -> OptimizerSpec:
@@ -58,6 +61,7 @@ class OptimizerSpec:
             warmup_steps=train.lr_warmup_steps,
             total_steps=train.total_updates,
             offload=train.offload_optimizer,
+            moments=train.optimizer_moments,
         )
 
 

@@ -265,6 +265,7 @@ def _build(
 ) -> tuple[PolicyModel, RankBalance | None]:
     """The model on this rank, and what plans its passes where experts are balanced. Collective."""
     # Only now: on a CPU, Megatron must be imported after what init_parallel installs.
+    from agent_rl.train.megatron.kept_inputs import keep_inputs_on_host
     from agent_rl.train.megatron.model import PolicyModel
 
     train = order.config.train
@@ -278,12 +279,16 @@ def _build(
         recompute_modules=train.recompute_modules,
         progress=progress,
     )
-    if not train.balance.enabled:
-        return build(), None
-    group = expert_group()
-    grid = expert_grid(train.balance, group, read_facts(order.model).num_experts)
-    model = build(balance=borrowing(train.balance, group, grid))
-    return model, RankBalance.of(train.balance, group, grid, model)
+    if train.balance.enabled:
+        group = expert_group()
+        grid = expert_grid(train.balance, group, read_facts(order.model).num_experts)
+        model = build(balance=borrowing(train.balance, group, grid))
+        balance = RankBalance.of(train.balance, group, grid, model)
+    else:
+        model, balance = build(), None
+    if train.offload_activations:
+        keep_inputs_on_host(model.modules)
+    return model, balance
 
 
 def _supervised_loss(batch_weight: float) -> LossFn:

@@ -107,6 +107,26 @@ def test_what_does_not_fit_a_shared_gpu_is_one_line(override: str, line: str) ->
     assert line in refusal
 
 
+def test_eight_gpus_hold_the_optimizer_with_short_moments_and_inputs_on_the_host() -> None:
+    """Qwen3-30B-A3B at 32,768 tokens without tensor ranks: neither is enough alone."""
+    large = "train.parallel.tensor=1", "engine.colocate=false", "train.offload_optimizer=false"
+    large = (*large, "hardware.host_memory_gb=2000", "hardware.disk_gb=9000")
+    moments, inputs = "train.optimizer_moments=bfloat16", "train.offload_activations=true"
+    refused = [make_plan(recipe("paper-swe-8gpu", *large, *more)).refusal() for more in ((), (moments,), (inputs,))]
+    assert all(line is not None and line.startswith("GPU of a trainer rank: ") for line in refused)
+    assert inputs in str(refused[1]), "it is named as what helps"
+    plan, before = (make_plan(recipe("paper-swe-8gpu", *large, *more)) for more in ((moments, inputs), ()))
+    assert plan.refusal() is None
+    assert plan.rank is not None
+    assert before.rank is not None
+    assert plan.rank.optimizer == pytest.approx(before.rank.optimizer * 8 / 12)
+    assert plan.rank.inputs == 48 * 32768 * 2048 * 2
+    assert before.rank.activations - plan.rank.activations == 47 * 32768 * 2048 * 2
+    assert {item.what: item.size for item in place(plan, "memory of a trainer host").items}["activations"] == (
+        8 * plan.rank.inputs
+    )
+
+
 def test_recipes_are_what_they_are_named_for() -> None:
     gspo, replayed = recipe("paper-maths-gspo"), recipe("gspo-r3")
     assert (gspo.train.objective, gspo.train.eps_low, gspo.train.eps_high) == ("gspo", 3e-4, 4e-4)

@@ -65,6 +65,48 @@ def test_no_part_of_a_graph_outlives_a_step(build: Build, recompute: str) -> Non
     assert [tuple(tensor.shape) for tensor in _in_a_graph() if id(tensor) not in before] == []
 
 
+def test_inputs_of_layers_that_lie_on_the_host_change_no_bit(build: Build) -> None:
+    """Two micro-batches, then two of other lengths, whose inputs partly fit into the memory of the first."""
+    from agent_rl.train.megatron.kept_inputs import HostInputs, keep_inputs_on_host
+
+    kept: list[int] = []
+    plain = HostInputs.keep
+
+    def counting(self: HostInputs, tensor: Tensor) -> Any:
+        kept.append(tensor.numel())
+        return plain(self, tensor)
+
+    models = [build(recompute="full") for _ in range(2)]
+    keep_inputs_on_host(models[1].modules)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostInputs, "keep", counting)
+        for lengths in ((17, 30), (9, 41)):
+            batches = [PackedBatch.from_sequences(tiny.sequences(lengths=(length,))) for length in lengths]
+            for model in models:
+                model.train_microbatches(batches, None, lambda got, _, __: (got.sum(), {}))
+                model.forward_logprobs(batches, None)
+            found, wanted = (
+                [one.main_grad for module in model.modules for one in module.parameters()] for model in models
+            )
+            assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    hidden = models[0].facts.hidden
+    assert kept == [length * hidden for length in (17, 30, 9, 41) for _ in range(tiny.LAYERS)], "and nothing else"
+
+
+def test_memory_of_inputs_is_used_again() -> None:
+    from agent_rl.train.megatron.kept_inputs import HostInputs
+
+    memory = HostInputs()
+    first, second = (torch.full((size, 2), float(size)) for size in (8, 4))
+    kept = memory.keep(first)
+    place = kept[0].data_ptr()
+    assert torch.equal(memory.fetch(kept), first)
+    again, other = memory.keep(second), memory.keep(first)
+    assert again[0].data_ptr() == place != other[0].data_ptr(), "of inputs that are kept at once each has its own"
+    assert torch.equal(memory.fetch(again), second)
+    assert torch.equal(memory.fetch(other), first)
+
+
 def _in_a_graph() -> list[Tensor]:
     gc.collect()
     return [each for each in gc.get_objects() if issubclass(type(each), Tensor) and each.grad_fn is not None]

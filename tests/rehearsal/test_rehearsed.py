@@ -13,7 +13,7 @@ from rehearsed_ranks import config_of, rehearsed, write_30b, write_model
 
 from agent_rl.capacity import sizes
 from agent_rl.capacity.known_models import planned_model
-from agent_rl.capacity.sizes import pool_bytes
+from agent_rl.capacity.sizes import pool_bytes, state_bytes
 from agent_rl.config import RunConfig
 from agent_rl.rehearsal.job import RankRecord
 from agent_rl.rehearsal.names import ENGINES
@@ -25,6 +25,15 @@ pytestmark = [pytest.mark.megatron, pytest.mark.timeout(900)]
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one GPU": (0, {"world_size": 1}),
     "TP2 EP4": (0, {"world_size": 8, "tensor": 2, "expert": 4}),
+    "one GPU, on the host": (
+        0,
+        {
+            "world_size": 1,
+            "train": {"offload_optimizer": True, "optimizer_moments": "bfloat16", "offload_activations": True},
+        },
+    ),
+    "bfloat16 moments": (0, {"world_size": 4, "expert": 4, "train": {"optimizer_moments": "bfloat16"}}),
+    "PP2, inputs on the host": (1, {"world_size": 2, "pipeline": 2, "train": {"offload_activations": True}}),
     "one GPU, float32": (0, {"world_size": 1, "train": {"dtype": "float32"}}),
     "EP8, whole optimizer": (3, {"world_size": 8, "expert": 8, "distributed_optimizer": False}),
     "EP8": (3, {"world_size": 8, "expert": 8}),
@@ -47,7 +56,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         {"world_size": 4, "expert": 4, "train": {"recompute": "selective", "recompute_modules": ["moe"]}},
     ),
 }
-ORDINARY = ("one GPU", "TP2 EP4")
+ORDINARY = ("one GPU", "TP2 EP4", "one GPU, on the host")
 Check = Callable[[RankRecord, RankRecord, Planned], bool]
 
 
@@ -75,10 +84,12 @@ QUICK = tuple(SEEN)[:6]
 
 
 def on_host(config: RunConfig, plan: Planned) -> float:
-    """Bytes of a host that a rank locks: for checkpoints, the KL reference and the pool of experts."""
-    state = 12 / 8 if config.train.dtype == "float32" else 1  # the weights are the masters
-    reference = plan.rank.weights if config.train.kl.coefficient else 0
-    return plan.rank.optimizer * state + reference + pool_bytes(planned_model(config.model), config.train)
+    """Bytes of a host that a rank locks: for checkpoints of what is on the GPU, the KL reference, the pool of experts,
+    and what lies there in place of the GPU."""
+    train, rank = config.train, plan.rank
+    written = rank.optimizer * 12 / state_bytes(train)  # in float32, and in float32 the weights are the masters
+    reference = rank.weights if train.kl.coefficient else 0
+    return written + reference + pool_bytes(planned_model(config.model), train) + rank.offloaded + rank.inputs
 
 
 def waits(record: RankRecord, phase: str) -> int:
@@ -129,6 +140,18 @@ def test_a_layout_is_what_the_plan_says(
     assert phases["update"].owners["weights"] == pytest.approx(plan.rank.weights, rel=0.05)
 
 
+def test_what_lies_on_the_host_is_missing_on_the_gpu(
+    records: dict[str, RankRecord], configs: dict[str, RunConfig]
+) -> None:
+    there, here = records["one GPU, on the host"], records["one GPU"]
+    plan, usual = planned(configs["one GPU, on the host"]).rank, planned(configs["one GPU"]).rank
+    assert here.static - there.static == pytest.approx(usual.optimizer, rel=0.02)
+    assert there.pinned == pytest.approx(plan.offloaded + plan.inputs, rel=0.02)
+    assert plan.offloaded == pytest.approx(usual.optimizer * 8 / 12, rel=1e-6)
+    fallen = here.phases["update"].peak - there.phases["update"].peak
+    assert fallen >= usual.optimizer + usual.activations - plan.activations
+
+
 def test_bytes_and_calls_are_those_of_the_formulas(
     records: dict[str, RankRecord], configs: dict[str, RunConfig]
 ) -> None:
@@ -147,6 +170,7 @@ def test_a_layer_waits_no_more_than_it_did(records: dict[str, RankRecord]) -> No
     assert {name: (waits(records[name], "old log-probs"), waits(records[name], "update")) for name in ORDINARY} == {
         "one GPU": (29, 37),
         "TP2 EP4": (31, 40),
+        "one GPU, on the host": (29, 37),
     }
 
 
