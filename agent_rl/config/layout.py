@@ -22,8 +22,10 @@ class ParallelConfig(Section):
     virtual_pipeline: int = Field(1, gt=0, description="Model chunks of a pipeline stage (interleaved 1F1B).")
     context: int = Field(1, gt=0)
     expert: int = Field(1, gt=0)
-    dispatcher: Literal["alltoall", "allgather"] = Field(
-        "alltoall", description="How tokens get to their experts; allgather only without pipeline stages."
+    dispatcher: Literal["alltoall", "allgather", "flex"] = Field(
+        "alltoall",
+        description="How tokens get to their experts; allgather only without pipeline stages; flex: by DeepEP where it "
+        "is right, and else alltoall.",
     )
     distributed_optimizer: bool = Field(
         True,

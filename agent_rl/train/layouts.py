@@ -133,6 +133,8 @@ def balance_problems(train: TrainConfig, model: ModelFacts | None = None) -> lis
         problems.append("train.replay is off, so no routes are known before a pass; set it to r3 or r2")
     if train.replay == "r2" and balance.home == "measured":
         problems.append("home measured needs routes before the first pass, and train.replay is r2; set it to r3")
+    if parallel.dispatcher == "flex":
+        problems.append("train.parallel.dispatcher flex knows nothing of borrowed experts; set it to alltoall")
     if (each := balance.ranks_per_machine) is not None and parallel.expert % min(each, parallel.expert):
         problems.append(f"ranks_per_machine {each} does not divide train.parallel.expert={parallel.expert}")
     if model is not None and model.num_experts % parallel.expert == 0:
@@ -195,11 +197,18 @@ def _allgather_in_one_stage(parallel: ParallelConfig) -> str | None:
     )
 
 
+def _flex_between_ranks(parallel: ParallelConfig) -> str | None:
+    if parallel.dispatcher != "flex" or parallel.expert > 1:
+        return None
+    return "dispatcher flex is for tokens that go to other ranks, and expert is 1; set dispatcher to alltoall"
+
+
 _RULES: tuple[Callable[[ParallelConfig], str | None], ...] = (
     _whole_models,
     _experts_in_a_stage,
     _virtual_stages_of_a_pipeline,
     _allgather_in_one_stage,
+    _flex_between_ranks,
 )
 # What is cut into how many equal parts: the layout's key, the fact, and the fact's key in config.json. Experts are
 # never cut over tensor ranks.

@@ -69,6 +69,12 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any] | None, str]] = [
         "length there); set dispatcher to alltoall",
     ),
     (
+        {"world_size": 2, "dispatcher": "flex"},
+        None,
+        "train.parallel: dispatcher flex is for tokens that go to other ranks, and expert is 1; set dispatcher to "
+        "alltoall",
+    ),
+    (
         {"world_size": 8, "pipeline": 2, "virtual_pipeline": 4},
         MODEL,
         "train.parallel: pipeline x virtual_pipeline = 2 x 4 does not divide the model's num_hidden_layers=4",
@@ -151,6 +157,11 @@ def test_experts_of_a_width_that_has_no_kernel_are_refused() -> None:
             {"world_size": 2, "expert": 2},
             {"replay": "off"},
             "train.balance: train.replay is off, so no routes are known before a pass; set it to r3 or r2",
+        ),
+        (
+            {"world_size": 2, "expert": 2, "dispatcher": "flex"},
+            {},
+            "train.balance: train.parallel.dispatcher flex knows nothing of borrowed experts; set it to alltoall",
         ),
         (
             {"world_size": 4, "expert": 4},

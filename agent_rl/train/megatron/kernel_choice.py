@@ -5,6 +5,7 @@ attention      on a GPU in 16 bits: Transformer Engine's, FlashAttention 3, torc
                then, and on a CPU and in float32 at once, torch's scaled dot product, run by run
 experts        torch's grouped product, then one product an expert
 permutation    on a GPU: Transformer Engine's, through Megatron; then Megatron's own
+exchange       where ``train.parallel.dispatcher`` is flex: DeepEP's, through Megatron; then Megatron's all-to-all
 =============  =========================================================================================
 
 Before it is taken each runs a small case on the rank's own device, forward and backward, and is compared with float64
@@ -17,7 +18,7 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ LIMITS = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 """How far a kernel may be off, over the largest value of what it computes: an output, or a gradient."""
 
 T = TypeVar("T")
+Dispatcher = Literal["alltoall", "allgather", "flex"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,7 @@ class Kernels:
     attend: Attend
     product: Product
     fused_permutation: bool
+    dispatcher: Dispatcher = "alltoall"
     notes: tuple[str, ...] = ()
 
 
@@ -63,10 +66,12 @@ class Case:
     right: tuple[Tensor, ...]
 
     @classmethod
-    def of(cls, exact: Callable[..., Tensor], shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> Case:
+    def of(
+        cls, exact: Callable[..., Tensor], shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, seed: int = 0
+    ) -> Case:
         """Random inputs of ``shapes``, rounded to ``dtype``, so that nothing but the kernel's own rounding is compared.
         No random state but its own is used."""
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator().manual_seed(seed)
 
         def draw(shape: Sequence[int]) -> Tensor:
             return torch.randn(tuple(shape), generator=generator, device="cpu").to(dtype).double()
@@ -97,7 +102,7 @@ def choose_kernels(
     notes: list[str] = []
     attention = choose("attention", attentions(dtype, device), attention_exam(facts, parallel, dtype), device, notes)
     product: Product = grouped_product
-    fused, names = False, [attention.name]
+    fused, dispatcher, names = False, parallel.dispatcher, [attention.name]
     if any(facts.moe):
         what, known = ("experts that ranks borrow (train.balance)", PRODUCTS[:1]) if balanced else ("experts", PRODUCTS)
         products = choose(f"the products of {what}", known, product_exam(facts, dtype), device, notes)
@@ -107,9 +112,13 @@ def choose_kernels(
         )
         product, fused = products.use, permutation.use
         names += [products.name, permutation.name]
+        if dispatcher == "flex":
+            exchange = choose_exchange(facts, parallel, dtype, device, notes, fused=fused)
+            dispatcher = exchange.use
+            names.append(exchange.name)
     if device.type == "cuda":
         notes.append(f"kernels: {', '.join(names)}")
-    return Kernels(attention.use, product, fused, tuple(notes))
+    return Kernels(attention.use, product, fused, dispatcher, tuple(notes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,3 +279,87 @@ def _there_and_back(fused: bool, tokens: Tensor, gates: Tensor) -> Tensor:
     rows, _ = sort_chunks_by_idxs(rows, counts.flip(0).to(place), backwards, fused=fused)
     whole: Tensor = unpermute(rows, order, restore_shape=tokens.shape, routing_map=routing_map, fused=fused)
     return whole
+
+
+# The exchange between expert ranks: all take part in each try.
+
+DEEP_EP: Candidate[Dispatcher] = Candidate("DeepEP", "flex")
+ALL_TO_ALL: Candidate[Dispatcher] = Candidate("Megatron's all-to-all", "alltoall")
+
+
+def choose_exchange(
+    facts: ModelFacts,
+    parallel: ParallelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    notes: list[str],
+    *,
+    fused: bool,
+) -> Candidate[Dispatcher]:
+    """DeepEP where every rank has it and it is right, and otherwise a line and Megatron's own. Collective."""
+    what, exam = "the exchange of tokens between expert ranks", exchange_exam(facts, parallel, dtype, fused=fused)
+    if _worst(float(not installed("deep_ep")), device):  # a rank that has it would wait for one that has not
+        notes.append(
+            f"kernels: {DEEP_EP.name} is not used for {what}: deep_ep is not installed on every rank; next is "
+            f"{ALL_TO_ALL.name}"
+        )
+        return choose(what, [ALL_TO_ALL], exam, device, notes)
+    return choose(what, [DEEP_EP, ALL_TO_ALL], exam, device, notes)
+
+
+def exchange_exam(facts: ModelFacts, parallel: ParallelConfig, dtype: torch.dtype, *, fused: bool) -> Exam[Dispatcher]:
+    """A few tokens of the model's own width, other ones on each rank, whose experts multiply by a number each."""
+    from megatron.core import parallel_state
+
+    rank, size = parallel_state.get_expert_model_parallel_rank(), parallel.expert
+    each, tokens = facts.num_experts // size, 33 + rank
+    chosen = torch.zeros(tokens, facts.num_experts, dtype=torch.bool)
+    places = torch.arange(tokens)[:, None] * 3 + torch.arange(facts.top_k) + rank
+    chosen.scatter_(1, places % facts.num_experts, value=True)
+
+    def exact(rows: Tensor, scores: Tensor) -> Tensor:
+        return rows * (_gates(scores, chosen) * _factors(facts.num_experts)).sum(-1, keepdim=True)
+
+    def run(dispatcher: Dispatcher, rows: Tensor, scores: Tensor) -> Tensor:
+        made = _dispatcher(facts, parallel, dtype, dispatcher, fused=fused)
+        own, routing_map = _factors(facts.num_experts)[rank * each : (rank + 1) * each], chosen.to(rows.device)
+        sent, gates = made.dispatch_preprocess(rows[:, None], routing_map, _gates(scores, routing_map))
+        held, counts, gates = made.dispatch_postprocess(*made.token_dispatch(sent, gates))
+        factors = own.repeat_interleave(counts.cpu().long()).to(gates)
+        held = made.combine_preprocess((held * (gates * factors)[:, None]).to(rows.dtype))
+        whole: Tensor = made.combine_postprocess(made.token_combine(held))
+        return whole[:, 0]
+
+    shapes = [(tokens, facts.hidden), (tokens, facts.num_experts)]
+    return Exam(lambda: Case.of(exact, shapes, dtype, seed=rank), run, dtype)
+
+
+def _gates(scores: Tensor, chosen: Tensor) -> Tensor:
+    """Dense gates ``[T, E]`` in float32 or wider: above zero of the chosen experts, and zero of all others."""
+    wide = scores if scores.dtype == torch.float64 else scores.float()
+    return wide.sigmoid() * chosen
+
+
+def _factors(experts: int) -> Tensor:
+    return 1 + torch.arange(experts) / experts
+
+
+def _dispatcher(
+    facts: ModelFacts, parallel: ParallelConfig, dtype: torch.dtype, kind: Dispatcher, *, fused: bool
+) -> Any:
+    """Megatron's, as a layer has it."""
+    from megatron.core.transformer.moe import token_dispatcher
+    from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+
+    from agent_rl.train.megatron.transformer import transformer_config
+
+    config = transformer_config(facts, parallel, dtype, "none", ())
+    config.moe_permute_fusion, config.moe_token_dispatcher_type = fused, kind
+    groups = get_default_pg_collection()
+    each = facts.num_experts // parallel.expert
+    known = {
+        "flex": token_dispatcher.MoEFlexTokenDispatcher,
+        "alltoall": token_dispatcher.MoEAlltoAllTokenDispatcher,
+    }
+    own = range(groups.ep.rank() * each, (groups.ep.rank() + 1) * each)
+    return known[kind](each, list(own), config=config, pg_collection=groups)

@@ -102,6 +102,7 @@ class PolicyModel:
         config = transformer_config(facts, parallel, dtype, recompute, recompute_modules)
         kernels = choose_kernels(facts, parallel, dtype, device, balanced=balance is not None)
         config.moe_permute_fusion = kernels.fused_permutation
+        config.moe_token_dispatcher_type = kernels.dispatcher
         count = parallel.virtual_pipeline
         with device:  # Megatron makes the routers' weights, and the shared experts' gates, on the default device
             modules = [

@@ -71,9 +71,11 @@ OF_A_PASS = (
     *("probs", "local_probs"),  # gates
     *("routing_map", "local_map", "reversed_local_input_permutation_mapping"),  # which token goes where
     *("_order", "_copies"),  # the same, of slots
+    *("token_probs", "dispatched_probs", "token_indices", "dispatched_indices", "dispatched_routing_map"),  # of DeepEP
+    *("tokens_per_expert", "reversed_mapping_for_combine"),
 )
-"""What a dispatcher holds of a pass: Megatron's all-to-all and allgather, and that of
-:mod:`agent_rl.train.megatron.balanced`."""
+"""What a dispatcher holds of a pass: Megatron's all-to-all, allgather and flex (which has a manager for it), and that
+of :mod:`agent_rl.train.megatron.balanced`."""
 
 
 class ReleasingMoELayer(MoELayer):
@@ -86,9 +88,10 @@ class ReleasingMoELayer(MoELayer):
     def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
         """See Megatron's."""
         whole: Tensor = super().postprocess(output, shared_expert_output)
-        for name in OF_A_PASS:
-            if hasattr(self.token_dispatcher, name):
-                setattr(self.token_dispatcher, name, None)
+        for holder in (self.token_dispatcher, getattr(self.token_dispatcher, "_comm_manager", None)):
+            for name in OF_A_PASS:
+                if hasattr(holder, name):
+                    setattr(holder, name, None)
         return whole
 
 

@@ -1,0 +1,12 @@
+"""Events of a machine where everything is done when it is asked for."""
+
+from __future__ import annotations
+
+
+class EventHandle: ...
+
+
+class EventOverlap:
+    def __init__(self, event: EventHandle | None = None) -> None: ...
+
+    def current_stream_wait(self) -> None: ...
