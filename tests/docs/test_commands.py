@@ -139,6 +139,8 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
     "takes a minute: tests/rehearsal runs it smaller": (
         "agent-rl rehearse configs/paper-swe.yaml --layers 2,4",
         "agent-rl rehearse configs/two-nodes.yaml --rank 0 --rank 7 --skew 2 --layers all",
+        "agent-rl rehearse configs/paper-swe-8gpu.yaml --layers 2,4 train.parallel.tensor=1 engine.colocate=false "
+        "train.offload_optimizer=false train.optimizer_moments=bfloat16 train.offload_activations=true",
     ),
     "needs a GPU: tests/gpu runs its checks on CPUs": ("python tests/gpu/gpu_run.py",),
     "needs the trajectories of a finished run": (
