@@ -55,5 +55,6 @@ class HostInputs:
     def fetch(self, kept: Kept) -> Tensor:
         """What was kept, once."""
         memory, shape, device = kept
+        tensor = memory[: shape.numel()].view(shape).to(device, copy=True, non_blocking=True)
         self._free.append(memory)
-        return memory[: shape.numel()].view(shape).to(device, copy=True, non_blocking=True)
+        return tensor
