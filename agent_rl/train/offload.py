@@ -145,8 +145,8 @@ def _places(held: Sequence[Held], sizes: Sequence[int], dtype: torch.dtype, *, o
 
 
 def _rounded(wide: Tensor, dtype: torch.dtype, updates: int) -> Tensor:
-    """Float32 ``wide``, which is overwritten, in bfloat16, where that is ``dtype``: before its last 16 bits are cut off,
-    a number below 2**16 is added that walks with ``updates``. A zero stays one."""
+    """Float32 ``wide``, which is overwritten, in bfloat16, where that is ``dtype``: before the last 16 bits are cut
+    off, a number below 2**16 is added that walks with ``updates``. A zero stays one."""
     if dtype == wide.dtype:
         return wide
     wide.view(torch.int32).add_(updates * _GOLDEN % (1 << 16)).bitwise_and_(-1 << 16)

@@ -127,8 +127,12 @@ def test_a_state_that_was_saved_goes_on_either_way(tiny_moe: Path, world: Any, d
 
 @pytest.mark.parametrize(("dtype", "distributed"), KINDS)
 def test_moments_in_bfloat16_lie_anywhere_and_are_resumed_to_the_bit(
-    tiny_moe: Path, world: Any, dtype: str, distributed: bool
+    tiny_moe: Path, tmp_path: Path, world: Any, dtype: str, distributed: bool
 ) -> None:
+    """The third goes on from a checkpoint's file of the second, which has float32 alone."""
+    from agent_rl.train.checkpoint.pieces import PieceReader, write_pieces
+    from agent_rl.train.checkpoint.state_pieces import StatePieces
+
     models = [policy(tiny_moe, world, dtype, distributed) for _ in range(3)]
     here, there, resumed = (
         optimizer_of(model, dtype, offload=offload, moments="bfloat16")
@@ -136,10 +140,12 @@ def test_moments_in_bfloat16_lie_anywhere_and_are_resumed_to_the_bit(
     )
     for seed in range(2):
         assert update(models[0], here, seed) == update(models[1], there, seed)
-    saved, counts = state_of(there), there.counts
-    assert {tensor.dtype for (_, slot), tensor in saved.items() if slot != "master"} == {torch.bfloat16}
-    # A checkpoint has float32 alone.
-    resumed.load(lambda one: {slot: saved[one.name, slot].float() for slot in one.slots}, counts)
+    kept = state_of(there)
+    assert {tensor.dtype for (_, slot), tensor in kept.items() if slot != "master"} == {torch.bfloat16}
+    snapshot = StatePieces(models[1], there).snapshot()
+    with (tmp_path / "rank.safetensors").open("wb") as file:
+        write_pieces(file, snapshot.pieces, snapshot.values)
+    StatePieces(models[2], resumed).load(PieceReader([tmp_path / "rank.safetensors"]), snapshot.counts)
     for model, optimizer in zip(models, (here, there, resumed), strict=True):
         update(model, optimizer, 2)
     assert same(weights(models[0]), weights(models[1]))
