@@ -129,6 +129,17 @@ class OverlongConfig(Section):
     penalty: float = Field(1.0, gt=0, description="What is taken from the reward at rollout.max_tokens.")
 
 
+class LoraConfig(Section):
+    """Low-rank adapters on attention and experts are trained, and every other weight is frozen; docs/lora.md."""
+
+    rank: int = Field(8, gt=0, multiple_of=8, description="The adapters' rank r; the experts' products want eights.")
+    alpha: float = Field(16.0, gt=0, description="An adapter's change counts alpha / rank times.")
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
 class TrainConfig(Section):
     """The policy-gradient trainer."""
 
@@ -139,6 +150,9 @@ class TrainConfig(Section):
     weight_decay: float = Field(0.0, ge=0)
     betas: tuple[float, float] = Field((0.9, 0.95))
     grad_clip: float = Field(1.0, gt=0, description="Global gradient-norm limit.")
+    lora: LoraConfig | None = Field(
+        None, description="Train low-rank adapters instead of the weights; None: all weights are trained."
+    )
     objective: Objective = Field(
         "grpo",
         description="The policy objective: grpo, gspo, cispo, reinforce, sapo, gmpo, or one of your own "

@@ -20,7 +20,7 @@ def layout_problems(config: RunConfig, model: ModelFacts | None = None) -> list[
     ``model`` None leaves out what depends on it.
     """
     train = config.train
-    problems = parallel_problems(train.parallel) + balance_problems(train, model)
+    problems = parallel_problems(train.parallel) + balance_problems(train, model) + lora_problems(config)
     if model is not None:
         modules = train.recompute_modules if train.recompute == "selective" else ()
         problems += model_problems(train.parallel, model) + recompute_problems(modules, model)
@@ -142,6 +142,24 @@ def balance_problems(train: TrainConfig, model: ModelFacts | None = None) -> lis
         if parallel.expert > 1 and balance.slots > foreign:
             problems.append(f"slots {balance.slots}: other ranks have {foreign} experts; set it to {foreign} or less")
     return [f"train.balance: {problem}" for problem in problems]
+
+
+def lora_problems(config: RunConfig) -> list[str]:
+    """What adapters (``train.lora``) were not made for, or have no use for."""
+    train, parallel = config.train, config.train.parallel
+    reasons = {
+        f"train.parallel.tensor is {parallel.tensor}, and adapters are not cut: set it to 1": parallel.tensor > 1,
+        f"train.parallel.pipeline is {parallel.pipeline}, where they were not tried: set it to 1": parallel.pipeline
+        > 1,
+        "train.balance lends experts without their adapters: turn it off": train.balance.enabled,
+        "train.offload_optimizer is for the state of all weights, theirs is small: turn it off": (
+            train.offload_optimizer
+        ),
+        "engine.dtype float32 has digits that an export by train.dtype bfloat16 has not: make them equal": (
+            (train.dtype, config.engine.dtype) == ("bfloat16", "float32")
+        ),
+    }
+    return [f"train.lora: {reason}" for reason, holds in reasons.items() if train.lora and holds]
 
 
 def weight_copies(parallel: ParallelConfig) -> int:

@@ -31,6 +31,7 @@ from agent_rl.train.route_shares import RankInfo
 from agent_rl.train.route_trace import rank_trace
 from agent_rl.train.step import grpo_step, packed, sample_logprobs, step_batches
 from agent_rl.types import Sample
+from agent_rl.weight_sync.adapters import BaseWeights
 from agent_rl.weight_sync.order import PublishOrder, PublishReport
 from agent_rl.weight_sync.publisher import WeightPublisher
 from r3.routing import narrowest_dtype
@@ -211,15 +212,19 @@ class TrainerRank:
             self._balance.weights_changed()
 
     def export(self, folder: Path) -> None:
-        """Write a Hugging Face checkpoint. Collective."""
+        """Write a Hugging Face checkpoint and, where adapters are trained, those by themselves into its folder
+        ``adapter``. Collective."""
         self._model.save_hf(folder)
+        if self._model.lora is not None:
+            self._model.save_adapter(folder / "adapter")
 
     def publish(self, order: PublishOrder) -> PublishReport | None:
         """Send the weights to the engines; rank 0 sends and reports. Collective."""
-        weights, report = self._model.export_weights(), None
+        base = self._base_of(order)
+        weights, report = self._model.export_weights() if base is None else self._model.export_changes(), None
         try:
             if self._ranks.rank == 0:
-                report = self._publisher_to(order).publish(weights, order.version)
+                report = self._publisher_to(order).publish(weights, order.version, base)
                 if report.failures:
                     self._drop_publisher()
         finally:
@@ -228,6 +233,13 @@ class TrainerRank:
                 pass
             self._yield_memory()
         return report
+
+    def _base_of(self, order: PublishOrder) -> BaseWeights | None:
+        """The checkpoint of which adapters alone are sent; None where weights are. Servers of others don't merge, and
+        one that slept has lost its weights."""
+        if self._model.lora is None or not order.config.launched or order.config.colocate:
+            return None
+        return BaseWeights(self._order.model)
 
     def _yield_memory(self) -> None:
         """Give what torch keeps of freed memory to the engine that has the same GPU, where one has."""
@@ -277,6 +289,8 @@ def _build(
         device=device,
         recompute=train.recompute,
         recompute_modules=train.recompute_modules,
+        lora=train.lora,
+        seed=order.config.seed,
         progress=progress,
     )
     if train.balance.enabled:

@@ -30,7 +30,9 @@ import torch
 from torch import Tensor
 
 from agent_rl.config import EngineConfig
+from agent_rl.engine.server.lora_merge import BaseWeights
 from agent_rl.errors import WeightSyncError
+from agent_rl.weight_sync.adapters import add_merged
 from agent_rl.weight_sync.digests import DigestKind, Digests, differing, left_behind, outvoted, predictable
 from agent_rl.weight_sync.order import PublishOrder, PublishReport
 from agent_rl.weight_sync.receivers import Checksums, Pending, WeightReceivers
@@ -143,7 +145,7 @@ class WeightPublisher:
         self._name = f"agent-rl-{uuid.uuid4().hex[:8]}"  # an engine may still hold the group of a trainer that died
         self._receivers = WeightReceivers(urls, timeout=self._timeout, headers=headers)
         self._hashing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-digests")
-        self._kv_heads = kv_heads
+        self._kv_heads, self._limit = kv_heads, int(config.weight_bucket_mb * 2**20)
         self._predictable = frozenset[str]()
         self._held: Mapping[str, Checksums] = {}
         self._group: Any = None
@@ -152,16 +154,19 @@ class WeightPublisher:
         """Whether this link is the one that ``order`` asks for."""
         return (self.urls, self._config) == (order.urls, order.config)
 
-    def publish(self, weights: Iterable[tuple[str, Tensor]], version: str) -> PublishReport:
+    def publish(
+        self, weights: Iterable[tuple[str, Tensor]], version: str, base: BaseWeights | None = None
+    ) -> PublishReport:
         """Send all ``weights`` (Hugging Face names) as ``version`` and compare what the engines then hold.
 
+        With ``base``, the checkpoint that all engines were started with, ``weights`` are changes of it
+        (:mod:`agent_rl.engine.server.lora_merge`), and everything else stays.
         What an engine does not take is in the report, with a reason of one line.
         """
         clock, sent = Stages(), Sent()
         refusal = self._met(clock)
         digests = Digests(self._kv_heads, {DigestKind.of(self._held[url].ranks) for url in self._predictable})
-        limit = int(self._config.weight_bucket_mb * 2**20)
-        parts = self._counted(buckets(weights, self._dtype, limit=limit), digests, sent)
+        parts = self._weights(weights, digests, sent) if base is None else self._changes(weights, base, digests, sent)
         stale = 0
         try:
             if refusal is not None:
@@ -224,13 +229,24 @@ class WeightPublisher:
         with clock.stage("prepare"):
             return next(parts, None)
 
-    def _counted(self, parts: Iterator[Bucket], digests: Digests, sent: Sent) -> Iterator[Bucket]:
-        """``parts`` as they are, counted and (where it is of use) hashed on a thread of their own."""
-        for bucket in parts:
+    def _weights(self, weights: Iterable[tuple[str, Tensor]], digests: Digests, sent: Sent) -> Iterator[Bucket]:
+        """Buckets, counted and (where it is of use) hashed on a thread of their own."""
+        for bucket in buckets(weights, self._dtype, limit=self._limit):
             sent.bytes += bucket.data.nbytes
             if self._predictable:
                 # Hashing lets other threads run, so a thread of its own costs an update next to nothing.
                 sent.hashing.append(self._hashing.submit(self._hash, bucket, digests))
+            yield bucket
+
+    def _changes(
+        self, changes: Iterable[tuple[str, Tensor]], base: BaseWeights, digests: Digests, sent: Sent
+    ) -> Iterator[Bucket]:
+        """Buckets in float32; what the engines make of them is hashed instead."""
+        all_of_them = dict(changes)
+        if self._predictable:
+            sent.hashing.append(self._hashing.submit(add_merged, digests, base, all_of_them, self._dtype))
+        for bucket in buckets(all_of_them.items(), torch.float32, limit=self._limit):
+            sent.bytes += bucket.data.nbytes
             yield bucket
 
     def _hash(self, bucket: Bucket, digests: Digests) -> None:

@@ -103,12 +103,12 @@ def _comparable(info: Mapping[str, Any], tensors: Iterable[Stored]) -> bool:
 def _digests(tensors: Mapping[str, Stored], kv_heads: int, kind: DigestKind, dtype: str) -> RankDigests:
     """What the ranks of an engine hold that loaded ``tensors`` in ``dtype``."""
     digests = Digests(kv_heads, [kind])
-    for name in sorted(tensors, key=_place):
+    for name in sorted(tensors, key=place):
         digests.add([name], [tensors[name].shape], _BYTES[dtype], tensors[name].bytes_as(dtype))
     return digests.found()[kind]
 
 
-def _place(name: str) -> tuple[str, int, int]:
+def place(name: str) -> tuple[str, int, int]:
     """Sorts the parts of each engine parameter into the order in which they lie in it."""
     expert = _EXPERT.search(name)
     part = next((index for index, part in enumerate(_PARTS) if part in name), 0)

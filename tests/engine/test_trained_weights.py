@@ -51,13 +51,34 @@ async def sampled(engine: SGLangEngine, session: str, advantage: float) -> Sampl
     )
 
 
+RANK = 8
+
+
+def sent_bytes(model: Path, kind: str) -> int:
+    """What an update brings, in float32: adapters of attention and experts, or everything."""
+    from safetensors.numpy import load_file
+
+    weights = load_file(model / "model.safetensors")
+    if kind == "adapters":
+        adapted = (weight.shape for name, weight in weights.items() if "_proj." in name)
+        return 4 * sum(RANK * (outer + inner) for outer, inner in adapted)
+    return sum(weight.nbytes for weight in weights.values())
+
+
 @pytest.mark.usefixtures("megatron_shim")
+@pytest.mark.parametrize("kind", ["weights", "adapters", "adapters, merged for a server of others"])
 async def test_the_engine_takes_what_the_trainer_learned(
-    engine: SGLangEngine, model: Path, engine_config: EngineConfig, tmp_path: Path
+    kind: str, engine: SGLangEngine, model: Path, engine_config: EngineConfig, tmp_path: Path
 ) -> None:
-    train = {"device": "cpu", "microbatch_tokens": 256, "lr": 1e-2}
+    train = {
+        "device": "cpu",
+        "microbatch_tokens": 256,
+        "lr": 1e-2,
+        "lora": {"rank": RANK} if kind != "weights" else None,
+    }
+    others = {"urls": engine.urls} if "others" in kind else {}
     config = RunConfig.model_validate(
-        {"name": "test", "model": model, "engine": engine_config.model_dump(), "train": train}
+        {"name": "test", "model": model, "engine": engine_config.model_dump() | others, "train": train}
     )
     fixed = Sample(np.array(TOKENS, np.int32), np.ones(len(TOKENS), bool), np.zeros(len(TOKENS), "f4"), 0.0, None)
     async with RayTrainer(config) as trainer:
@@ -75,7 +96,9 @@ async def test_the_engine_takes_what_the_trainer_learned(
             assert metrics["r3/router_mismatch"] == metrics["mismatch_native/router_mismatch"] == 0
             assert metrics["mismatch/logprob_abs_diff"] < 2e-5, "routes or log-probs are not where they belong"
             stale = await gap()
-            assert (await sync.publish(version))["weight_sync/verified"] == 1
+            published = await sync.publish(version)
+            assert published["weight_sync/verified"] == 1
+            assert published["weight_sync/bytes"] == sent_bytes(model, kind)
             fresh = await gap()
             assert fresh.max() < 2e-4
             assert fresh.mean() < min(2e-5, stale.mean() / 2), "the engine still has the weights of before the update"
@@ -83,12 +106,19 @@ async def test_the_engine_takes_what_the_trainer_learned(
             assert answer.weight_version == str(version)
 
         await trainer.export(tmp_path / "export")
-    published = await engine.score(TOKENS)
+        held = await engine.score(TOKENS)
+        with WeightReceivers(engine.urls) as receivers:
+            load(receivers, tmp_path / "export", "export")
+        assert (await sync.publish(3))["weight_sync/retries"] == 0, (
+            "changes are of the model that the server began with"
+        )
+        assert await engine.score(TOKENS) == held
+    assert (tmp_path / "export/adapter/adapter_model.safetensors").exists() == (kind != "weights")
     with WeightReceivers(engine.urls) as receivers:
         for folder in (tmp_path / "export", in_shards(tmp_path / "export", tmp_path / "shards")):
             load(receivers, model, "default")
             load(receivers, folder, "export")
-            np.testing.assert_allclose(await engine.score(TOKENS), published, atol=1e-6)
+            np.testing.assert_allclose(await engine.score(TOKENS), held, atol=1e-6)
 
 
 def in_shards(export: Path, folder: Path) -> Path:

@@ -21,6 +21,10 @@ if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
 
     cpu_shims.install()
 
+import lora_merge  # beside this file
+
+lora_merge.install(Path(sys.argv[sys.argv.index("--model-path") + 1]))
+
 
 def _die_with_owner() -> None:
     while os.read(0, 4096):

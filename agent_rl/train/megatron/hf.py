@@ -21,6 +21,7 @@ from megatron.core import parallel_state
 from safetensors.torch import save_file
 from torch import Tensor
 
+from agent_rl.config import LoraConfig
 from agent_rl.errors import ConfigError
 from agent_rl.model_facts import ModelFacts
 from agent_rl.train.hf_files import LoadProgress
@@ -28,6 +29,7 @@ from agent_rl.train.megatron.parallel import Ranks
 from agent_rl.train.megatron.slices import Piece, SliceReader
 
 _SHARD_BYTES = 4 << 30
+_HALVES = (".lora_A", ".lora_B")
 
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -56,6 +58,12 @@ class Slot:
     names: tuple[str, ...]
     cut: Cut
     home: tuple[int, ...] = ()
+
+    @property
+    def adapter(self) -> bool:
+        """Whether it is half of a :class:`~agent_rl.train.megatron.lora.Pair`: its names end in ``.lora_A`` or
+        ``.lora_B`` where those of the weight have ``.weight``."""
+        return self.names[0].endswith(_HALVES)
 
 
 Homes = Mapping[int, Sequence[int]]
@@ -102,6 +110,9 @@ _LAYER_SLOTS: dict[str, tuple[tuple[str, ...], Cut]] = {
 
 
 def _layer_slot(name: str, facts: ModelFacts) -> tuple[tuple[str, ...], Cut]:
+    if ".lora." in name:
+        module, _, half = name.partition(".lora.")
+        return _adapter_slot(half.endswith(".a"), *_layer_slot(f"{module}.{half[:-2]}", facts))
     family, experts = facts.family, range(facts.num_experts)
     gate, up, down = family.expert_parts
     if name == "mlp.router.weight":
@@ -116,6 +127,17 @@ def _layer_slot(name: str, facts: ModelFacts) -> tuple[tuple[str, ...], Cut]:
     return _LAYER_SLOTS[name]
 
 
+def _adapter_slot(first: bool, names: tuple[str, ...], cut: Cut) -> tuple[tuple[str, ...], Cut]:
+    """B is cut as its weight is, and A, which all parts of a fused weight share, is named after the first."""
+    tag = _HALVES[not first]
+    names = tuple(name.removesuffix(".weight") + tag for name in names)
+    if not first:
+        return names, cut
+    if cut in (Cut.EXPERTS_GATE_UP, Cut.EXPERTS_DOWN):
+        return names[:: 2 if cut is Cut.EXPERTS_GATE_UP else 1], Cut.EXPERTS_DOWN
+    return names[:1], Cut.WHOLE
+
+
 @torch.no_grad()
 def load_weights(
     models: Sequence[Any], facts: ModelFacts, folder: Path, ranks: Ranks, homes: Homes, progress: LoadProgress
@@ -125,7 +147,8 @@ def load_weights(
     Raises ConfigError naming a tensor that is missing or has another shape, before anything is read.
     """
     with SliceReader(folder) as reader:
-        pieces = [piece for slot in slots(models, facts, homes) for piece in pieces_of(slot, facts, ranks)]
+        weights = (slot for slot in slots(models, facts, homes) if not slot.adapter)
+        pieces = [piece for slot in weights for piece in pieces_of(slot, facts, ranks)]
         for piece in pieces:
             reader.check(piece)
         progress.needed += sum(reader.nbytes(piece) for piece in pieces)
@@ -180,13 +203,35 @@ def own_experts(slot: Slot, ranks: Ranks) -> tuple[int, ...]:
 def export_weights(
     models: Sequence[Any], facts: ModelFacts, ranks: Ranks, homes: Homes
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every Hugging Face name with its full tensor. Collective; tensors are yielded on rank 0 alone.
+    """Every Hugging Face name with its full tensor, without adapters. Collective; tensors are yielded on rank 0 alone.
 
     A tied output projection is written out as ``lm_head.weight``: SGLang's Qwen3-MoE never ties, and without it would
     answer with uniform probabilities.
     """
+    mine = [s for s in slots(models, facts, homes) if not s.adapter and not _is_tied_copy(s, ranks)]
+    for names, full in _full_slots(mine, ranks):
+        yield from zip(names, _split(names, full, facts), strict=True)
+        if facts.tied and names == (EMBEDDING,):
+            yield "lm_head.weight", full.clone()
+
+
+def export_adapters(
+    models: Sequence[Any], facts: ModelFacts, ranks: Ranks, homes: Homes
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """The Hugging Face name of every weight that has an adapter, its A ``[r, in]`` and its B ``[out, r]``. Collective;
+    tensors are yielded on rank 0 alone."""
+    halves = _full_slots([slot for slot in slots(models, facts, homes) if slot.adapter], ranks)
+    for (_, a), (names, b) in zip(halves, halves, strict=True):
+        parts = _split(names, b, facts)
+        each = a if a.ndim == 3 else a[None]
+        shared = [own for own in each for _ in range(len(names) // len(each))]
+        yield from zip((name.removesuffix(_HALVES[1]) + ".weight" for name in names), shared, parts, strict=True)
+
+
+def _full_slots(mine: Sequence[Slot], ranks: Ranks) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+    """The names and the full tensor of each slot of every stage, of which ``mine`` are this one's. Collective; yields
+    on rank 0 alone."""
     group = parallel_state.get_pipeline_model_parallel_group()
-    mine = [slot for slot in slots(models, facts, homes) if not _is_tied_copy(slot, ranks)]
     plans: list[Any] = [None] * ranks.pipeline_size
     plan = [(slot.names, _full_shape(slot, ranks), slot.parameter.dtype) for slot in mine]
     torch.distributed.all_gather_object(plans, plan, group=group)
@@ -199,9 +244,7 @@ def export_weights(
             if ranks.pipeline_size > 1:
                 torch.distributed.broadcast(full, torch.distributed.get_global_rank(group, stage), group=group)
             if ranks.rank == 0:
-                yield from zip(names, _split(names, full, facts), strict=True)
-                if facts.tied and names == (EMBEDDING,):
-                    yield "lm_head.weight", full.clone()
+                yield names, full
 
 
 def _is_tied_copy(slot: Slot, ranks: Ranks) -> bool:
@@ -275,6 +318,32 @@ def write_checkpoint(weights: Iterable[tuple[str, Tensor]], source: Path, folder
         shutil.rmtree(old)
     else:
         os.rename(partial, folder)
+
+
+def write_adapter(adapters: Sequence[tuple[str, Tensor, Tensor]], base: Path, folder: Path, lora: LoraConfig) -> None:
+    """Write what :func:`export_adapters` gives in PEFT's format, beside the name of the checkpoint ``base``."""
+    tensors: dict[str, Tensor] = {}
+    for name, a, b in adapters:
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        tensors |= {f"{module}.lora_A.weight": _stored(a), f"{module}.lora_B.weight": _stored(b)}
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base),
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": sorted({name.rsplit(".", 2)[1] for name, _, _ in adapters}),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+    }
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
+
+
+def _stored(tensor: Tensor) -> Tensor:
+    return tensor.detach().to(device="cpu", copy=True).contiguous()
 
 
 def _write_shards(weights: Iterable[tuple[str, Tensor]], folder: Path, dtype: torch.dtype) -> None:

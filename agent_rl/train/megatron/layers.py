@@ -22,11 +22,13 @@ from megatron.core.transformer.transformer_layer import (
 )
 from torch import Tensor
 
+from agent_rl.config import LoraConfig
 from agent_rl.train.megatron.attention import CoreAttention
 from agent_rl.train.megatron.balanced import BalancedMoELayer, EvenBalancedMoELayer
 from agent_rl.train.megatron.borrowed import BalancedExperts
 from agent_rl.train.megatron.kernel_choice import Kernels
 from agent_rl.train.megatron.kernels import rms_norm
+from agent_rl.train.megatron.lora import AdaptedColumn, AdaptedExperts, AdaptedRow
 from agent_rl.train.megatron.moe import EvenMoELayer, Experts, ReleasingMoELayer
 
 
@@ -52,31 +54,36 @@ def block_spec(
     *,
     kernels: Kernels,
     balanced: bool = False,
+    lora: LoraConfig | None = None,
 ) -> TransformerBlockSubmodules:
     """The layers of a model chunk of this pipeline stage (``virtual_stage`` None where a stage is one chunk).
 
     ``moe[i]`` says whether layer i of the whole model is a mixture of experts. ``balanced``: experts may be
-    borrowed.
+    borrowed. ``lora``: attention and experts have adapters.
     """
     chunks = config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
     offset, count = get_transformer_layer_offset(config, virtual_stage), config.num_layers // chunks
-    layers = [_layer_spec(config, moe[index], kernels, balanced) for index in range(offset, offset + count)]
+    layers = [_layer_spec(config, moe[index], kernels, balanced, lora) for index in range(offset, offset + count)]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
-def _layer_spec(config: TransformerConfig, moe: bool, kernels: Kernels, balanced: bool) -> ModuleSpec:
+def _layer_spec(
+    config: TransformerConfig, moe: bool, kernels: Kernels, balanced: bool, lora: LoraConfig | None
+) -> ModuleSpec:
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     shared = ModuleSpec(module=SharedExpertMLP, submodules=linears)
-    own = ModuleSpec(module=BalancedExperts if balanced else Experts, params={"product": kernels.product})
+    adapted = {} if lora is None else {"lora": lora}
+    kind = BalancedExperts if balanced else Experts if lora is None else AdaptedExperts
+    own = ModuleSpec(module=kind, params={"product": kernels.product, **adapted})
     submodules = MoESubmodules(experts=own, shared_experts=shared)
     experts = ModuleSpec(module=_moe_layer(config, balanced), submodules=submodules)
     attention = ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear,
+            linear_qkv=ModuleSpec(module=AdaptedColumn if lora else ColumnParallelLinear, params=adapted),
             core_attention=ModuleSpec(module=CoreAttention, params={"attend": kernels.attend}),
-            linear_proj=RowParallelLinear,
+            linear_proj=ModuleSpec(module=AdaptedRow if lora else RowParallelLinear, params=adapted),
             q_layernorm=RMSNorm if config.qk_layernorm else None,
             k_layernorm=RMSNorm if config.qk_layernorm else None,
         ),

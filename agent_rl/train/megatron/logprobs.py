@@ -99,6 +99,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (hidden, weight), gradient, total = ctx.saved_tensors, gradients[0], ctx.total
+        if not ctx.needs_input_grad[1]:  # frozen
+            return gradient @ weight, None, None
         if not total:
             total.append(torch.zeros_like(weight, dtype=torch.float32))
         if gradient.dtype == torch.float32:

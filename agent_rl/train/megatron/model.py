@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agent_rl.config import ParallelConfig, Recompute
+from agent_rl.config import LoraConfig, ParallelConfig, Recompute
 from agent_rl.model_facts import ModelFacts, read_facts
 from agent_rl.train.hf_files import LoadProgress
 from agent_rl.train.layouts import shares_optimizer
@@ -24,11 +24,13 @@ from agent_rl.train.megatron.balancer import Balancing, ExpertBalancer
 from agent_rl.train.megatron.kernel_choice import choose_kernels
 from agent_rl.train.megatron.layers import block_spec
 from agent_rl.train.megatron.local_tokens import shard_spec
+from agent_rl.train.megatron.lora import draw, freeze_base
 from agent_rl.train.megatron.packed_batch import LossFn, PackedBatch, PassOutput, PassPlans, Routes
 from agent_rl.train.megatron.parallel import Ranks, current_ranks
 from agent_rl.train.megatron.passes import Passes
 from agent_rl.train.megatron.transformer import transformer_config
 from agent_rl.train.route_trace import PassTrace
+from agent_rl.weight_sync.adapters import SUFFIX, merge, pack
 from r3.megatron import RouterReplayer
 
 
@@ -66,11 +68,15 @@ class PolicyModel:
         *,
         distributed_optimizer: bool = False,
         balance: Balancing | None = None,
+        lora: LoraConfig | None = None,
         notes: Sequence[str] = (),
     ) -> None:
         self.notes = tuple(notes)
         self.facts, self.ranks, self.device, self.folder = facts, ranks, device, folder
         self._homes: hf.Homes = {}
+        self.lora = lora
+        if lora:
+            freeze_base(modules)
         self.config: TransformerConfig = modules[0].config
         self.shard = shard_spec(ranks, facts.moe, model_chunks=len(modules))
         moe_layers = [self.layer_numbers[column] for column in self.shard.columns]
@@ -91,11 +97,14 @@ class PolicyModel:
         recompute_modules: Sequence[str] = ("core_attn",),
         load: bool = True,
         balance: Balancing | None = None,
+        lora: LoraConfig | None = None,
+        seed: int = 0,
         progress: LoadProgress | None = None,
     ) -> PolicyModel:
         """Make the model of ``hf_folder`` on this rank (after ``init_parallel``) and load its weights.
 
         ``load=False`` draws random weights. ``balance``: experts can be borrowed, where a pass is given plans.
+        ``lora``: only adapters are trained, drawn by ``seed``.
         ``progress`` grows while weights are read. Raises ConfigError where the folder or the layout does not fit.
         """
         facts, ranks = read_facts(hf_folder), current_ranks()
@@ -114,6 +123,7 @@ class PolicyModel:
                         stage if count > 1 else None,
                         kernels=kernels,
                         balanced=balance is not None,
+                        lora=lora,
                     ),
                     vocab_size=facts.vocab_size,
                     max_sequence_length=facts.max_positions,
@@ -133,8 +143,10 @@ class PolicyModel:
             hf_folder,
             distributed_optimizer=shares_optimizer(parallel),
             balance=balance,
+            lora=lora,
             notes=kernels.notes,
         )
+        draw((slot for slot in model.slots() if slot.adapter), ranks, seed)
         if load:
             model.load_hf(hf_folder, progress)
         return model
@@ -240,8 +252,19 @@ class PolicyModel:
         hf.load_weights(self.modules, self.facts, folder, self.ranks, self._homes, progress or LoadProgress())
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Hugging Face names and full tensors, on rank 0 alone; every rank must exhaust the iterator."""
-        return hf.export_weights(self.modules, self.facts, self.ranks, self._homes)
+        """Hugging Face names and full tensors, adapters merged, on rank 0 alone; every rank must exhaust the
+        iterator."""
+        changes = dict(self.export_changes()) if self.lora else {}
+        for name, weight in hf.export_weights(self.modules, self.facts, self.ranks, self._homes):
+            change = changes.get(name + SUFFIX)
+            yield name, weight if change is None else merge(weight, change)
+
+    def export_changes(self) -> Iterator[tuple[str, Tensor]]:
+        """What adapters make of the checkpoint that this model came from, as engines take it
+        (:mod:`agent_rl.engine.server.lora_merge`); else as :meth:`export_weights`."""
+        assert self.lora is not None
+        for name, a, b in hf.export_adapters(self.modules, self.facts, self.ranks, self._homes):
+            yield name + SUFFIX, pack(a, b, self.lora.scale)
 
     def save_hf(self, folder: Path, *, dtype: torch.dtype | None = None) -> None:
         """Write a Hugging Face checkpoint with the config and tokenizer files of the folder this model came from.
@@ -254,6 +277,14 @@ class PolicyModel:
         else:
             for _ in weights:
                 pass
+        torch.distributed.barrier()
+
+    def save_adapter(self, folder: Path) -> None:
+        """Write the adapters alone, as PEFT reads them."""
+        assert self.lora is not None
+        adapters = list(hf.export_adapters(self.modules, self.facts, self.ranks, self._homes))
+        if self.ranks.rank == 0:
+            hf.write_adapter(adapters, self.folder, folder, self.lora)
         torch.distributed.barrier()
 
 

@@ -57,8 +57,11 @@ class Experts(torch.nn.Module):
     def forward(self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """Tokens ``[N, H]`` sorted by expert, each one's gate weight ``[N]``; returns ``[N, H]`` and no bias."""
         ends = tokens_per_expert.cumsum(0).to(device=tokens.device, dtype=torch.int32)
-        hidden = self._product(tokens, self.weight1, ends)
-        return self._product(gated(hidden, probs), self.weight2, ends), None
+        hidden = self._times(tokens, "weight1", ends)
+        return self._times(gated(hidden, probs), "weight2", ends), None
+
+    def _times(self, tokens: Tensor, name: str, ends: Tensor) -> Tensor:
+        return self._product(tokens, getattr(self, name), ends)
 
 
 def gated(hidden: Tensor, probs: Tensor) -> Tensor:

@@ -1,0 +1,26 @@
+"""What an engine's weights become of the adapters that are sent to it, foreseen; and what trainer and engine share
+(:mod:`agent_rl.engine.server.lora_merge`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from agent_rl.engine.server.lora_merge import SUFFIX, BaseWeights, merge, pack
+from agent_rl.weight_sync.digests import Digests
+from agent_rl.weight_sync.served import place
+
+__all__ = ["SUFFIX", "BaseWeights", "add_merged", "merge", "pack"]
+
+
+def add_merged(digests: Digests, base: BaseWeights, changes: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    """Feed ``digests`` with the weights that an engine started with ``base`` holds, in ``dtype``, when it has been sent
+    ``changes``, by the names that they travel under."""
+    for name in sorted(base.names, key=place):
+        change = changes.get(name + SUFFIX)
+        sent = (name, base[name]) if change is None else (name + SUFFIX, change.cpu())
+        ((_, weight),) = base.merged([sent])
+        data = weight.to(dtype).contiguous().view(-1).view(torch.uint8).numpy()
+        digests.add([name], [tuple(weight.shape)], dtype.itemsize, data)
