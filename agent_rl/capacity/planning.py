@@ -24,15 +24,18 @@ from agent_rl.capacity.rank_work import publishing_bytes
 from agent_rl.capacity.sizes import (
     BYTES,
     RankBytes,
+    changes_bytes,
     kv_bytes_per_token,
     parameters,
     pool_bytes,
     rank_bytes,
     route_bytes,
     route_slot_bytes,
+    sends_changes,
     state_bytes,
+    trained_parameters,
 )
-from agent_rl.config import RunConfig
+from agent_rl.config import ParallelConfig, RunConfig
 from agent_rl.errors import UserError
 from agent_rl.model_facts import ModelFacts
 from agent_rl.train.layouts import layout_problems
@@ -320,7 +323,7 @@ def _disk(config: RunConfig, model: ModelFacts, load: Load) -> Iterator[Item]:
     ahead = config.pipeline.depth
     yield Item("journal", (journaled + ahead) * load.tokens * ordered, "episodes since the last checkpoint")
     kept = train.keep_checkpoints + 1  # the next is written before the oldest goes
-    one = parameters(model) * STATE_BYTES
+    one = sum(trained_parameters(model, train, ParallelConfig())) * STATE_BYTES
     yield Item("checkpoints", kept * one, f"{train.keep_checkpoints} kept and one being written, {gib(one)} each")
     yield Item("model", parameters(model) * BYTES[train.dtype], "exported at the end")
     if config.sandbox.pull and config.sandbox.image_budget_gb:
@@ -335,6 +338,8 @@ def _traffic(config: RunConfig, model: ModelFacts, load: Load) -> Iterator[Item]
         "object store, a step", size, f"{load.tokens} tokens: samples {SAMPLE_BYTES} B, routes {route_bytes(model)} B"
     )
     weights = parameters(model) * BYTES[config.engine.dtype]
+    if sends_changes(config):
+        weights = changes_bytes(model, config.train)
     yield Item("weight sync, a step", weights * count, f"{gib(weights)} to each of {count} engine(s)")
     wire = load.tokens * model.num_layers * model.top_k * 4 * 4 // 3
     yield Item("routes from the engines, a step", wire, "int32 in base64, each row once")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from agent_rl.capacity.sizes import BYTES, LOGITS_CHUNK
+from agent_rl.capacity.sizes import BYTES, LOGITS_CHUNK, changes_bytes
 from agent_rl.config import EngineConfig, RunConfig, TrainConfig
 from agent_rl.model_facts import ModelFacts
 from agent_rl.train.batching.cost import PartCosts
@@ -120,7 +120,7 @@ def planned_publish(model: ModelFacts, train: TrainConfig, engine: EngineConfig)
 def publishing_bytes(model: ModelFacts, train: TrainConfig, engine: EngineConfig) -> int:
     """What a weight sync holds beside a rank's state: the largest weight, whole, beside its parts where it is cut or
     the bucket that it goes into; the bucket that is sent, those before and after it, and the largest, whose broadcast
-    an engine may have refused."""
+    an engine may have refused; and all adapters."""
     width, limit = BYTES[engine.dtype], int(engine.weight_bucket_mb * 2**20)
     vocabulary = model.vocab_size * model.hidden
     experts = 2 * model.num_experts * model.expert_inner * model.hidden
@@ -132,7 +132,7 @@ def publishing_bytes(model: ModelFacts, train: TrainConfig, engine: EngineConfig
             (experts, train.parallel.expert, limit),
         )
     )
-    return whole + 3 * limit + max(limit, vocabulary * width)
+    return whole + 3 * limit + max(limit, vocabulary * width) + changes_bytes(model, train)
 
 
 def _layers(model: ModelFacts, train: TrainConfig, stage: int) -> tuple[bool, ...]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from agent_rl.config import ParallelConfig, TrainConfig
+from agent_rl.config import ParallelConfig, RunConfig, TrainConfig
 from agent_rl.model_facts import ModelFacts
 from agent_rl.train.layouts import expert_copies, shares_optimizer, weight_copies
 
@@ -61,6 +61,30 @@ def _dense_of_layer(model: ModelFacts, index: int, tensor: int) -> int:
         shared = 3 * model.hidden * model.shared_inner // tensor + model.hidden * bool(model.shared_inner)
         return attention + norms + model.num_experts * model.hidden + shared
     return attention + norms + 3 * model.hidden * model.inner // tensor
+
+
+def trained_parameters(model: ModelFacts, train: TrainConfig, parallel: ParallelConfig) -> tuple[int, int]:
+    """As :func:`rank_parameters`, of those that are trained: all, or the adapters (``train.lora``)."""
+    if train.lora is None:
+        return rank_parameters(model, parallel)
+    attention = 2 * model.hidden + 2 * model.q_width + 2 * model.kv_width
+    expert = 2 * model.hidden + 3 * model.expert_inner
+    experts = len(model.moe_layer_ids) * (model.num_experts // parallel.expert) * expert
+    return model.num_layers * attention * train.lora.rank, experts * train.lora.rank
+
+
+def changes_bytes(model: ModelFacts, train: TrainConfig) -> int:
+    """What adapters are when they travel to an engine, float32, a shared A with each weight; 0 without adapters."""
+    if train.lora is None:
+        return 0
+    attention = 4 * model.hidden + 2 * model.q_width + 2 * model.kv_width
+    experts = len(model.moe_layer_ids) * model.num_experts * 3 * (model.hidden + model.expert_inner)
+    return 4 * train.lora.rank * (model.num_layers * attention + experts)
+
+
+def sends_changes(config: RunConfig) -> bool:
+    """Whether a weight sync sends adapters alone, as :meth:`agent_rl.train.rank.TrainerRank.publish` decides."""
+    return config.train.lora is not None and config.engine.launched and not config.engine.colocate
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +146,10 @@ def rank_bytes(model: ModelFacts, train: TrainConfig, *, microbatches: int, devi
     """The memory of the fullest rank on ``device``, cpu or cuda; ``microbatches``: how many a data rank has in a mini
     step (a pipeline holds as many as it has stages at most)."""
     parallel, width = train.parallel, BYTES[train.dtype]
-    dense, experts = rank_parameters(model, parallel)
+    held = sum(rank_parameters(model, parallel))
+    dense, experts = trained_parameters(model, train, parallel)
+    if train.lora:
+        held += dense + experts
     state = state_bytes(train)
     shared = shares_optimizer(parallel)
     copies = (weight_copies(parallel), expert_copies(parallel)) if shared else (1, 1)
@@ -135,7 +162,7 @@ def rank_bytes(model: ModelFacts, train: TrainConfig, *, microbatches: int, devi
     beside = 20 if offloads else 8 if train.optimizer_moments == "float32" else 16  # bytes of a number at Adam's step
     largest = max(min(vocabulary, dense // copies[0]), min(stacked, experts // copies[1]))
     return RankBytes(
-        weights=(dense + experts) * width,
+        weights=held * width,
         gradients=(dense + experts) * 4,
         optimizer=0 if offloads else optimizer,
         optimizer_unshared=(dense + experts) * state,
@@ -226,7 +253,13 @@ def layer_bytes(model: ModelFacts, train: TrainConfig, tokens: int, *, moe: bool
         rows = own * model.top_k
         mlp = rows * (model.hidden + 5 * model.expert_inner) * width + own * model.num_experts * ROUTER_BYTES
         mlp += 4 * model.shared_inner * width * tokens // tensor
-    return residual + attention + mlp
+    return residual + attention + mlp + _adapted(model, train, tokens, moe=moe and "moe" not in again)
+
+
+def _adapted(model: ModelFacts, train: TrainConfig, tokens: int, *, moe: bool) -> int:
+    """What adapters keep of one layer beyond what frozen weights would: the products with each A."""
+    rows = tokens * (2 + 2 * model.top_k * moe)
+    return rows * train.lora.rank * BYTES[train.dtype] if train.lora else 0
 
 
 def _logits(model: ModelFacts, train: TrainConfig, tokens: int, device: str) -> int:

@@ -184,8 +184,13 @@ def test_what_an_engine_makes_of_changes_is_the_export_bit_by_bit(build: Build, 
     assert len(made) == tiny.LAYERS * (4 + 3 * tiny.EXPERTS)
     for name, weight in made.items():
         assert torch.equal(weight, merged[name]), name
-    sent, whole = (sum(t.numel() for t in held.values()) for held in (changes, merged))
-    inner = {name: change.shape for name, change in changes.items() if change.shape[0] != LORA.rank}
-    assert not inner
-    assert sent == sum(LORA.rank * sum(merged[name].shape) for name in made)
-    assert whole == sum(t.numel() for _, t in build().export_weights())
+
+
+def test_the_plan_counts_what_there_is(build: Build) -> None:
+    from agent_rl.capacity.sizes import changes_bytes, trained_parameters
+    from agent_rl.config import ParallelConfig, TrainConfig
+
+    model, config = build(lora=LORA), TrainConfig(lora=LORA)
+    trained = sum(p.numel() for p in model.modules[0].parameters() if p.requires_grad)
+    assert trained == sum(trained_parameters(model.facts, config, ParallelConfig()))
+    assert changes_bytes(model.facts, config) == sum(change.nbytes for _, change in model.export_changes())

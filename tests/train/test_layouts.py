@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from agent_rl.cli import app
@@ -18,6 +19,7 @@ from agent_rl.train.layouts import (
     check_layout,
     expert_copies,
     layout_problems,
+    lora_problems,
     parallel_problems,
     shares_optimizer,
     weight_copies,
@@ -183,6 +185,51 @@ def test_experts_of_a_width_that_has_no_kernel_are_refused() -> None:
 def test_balancing_that_can_not_be_done_is_refused(parallel: dict[str, Any], train: dict[str, Any], line: str) -> None:
     assert layout_problems(config(parallel, **{"balance": {"enabled": True}} | train), facts(MODEL)) == [line]
     assert layout_problems(config(parallel, **train | {"balance": {}}), facts(MODEL)) == []
+
+
+@pytest.mark.parametrize(
+    ("parallel", "train", "line"),
+    [
+        (
+            {"world_size": 2, "tensor": 2},
+            {},
+            "train.lora: train.parallel.tensor is 2, and adapters are not cut: set it to 1",
+        ),
+        (
+            {"world_size": 2, "pipeline": 2},
+            {},
+            "train.lora: train.parallel.pipeline is 2, where they were not tried: set it to 1",
+        ),
+        (
+            {"world_size": 2, "expert": 2},
+            {"balance": {"enabled": True}},
+            "train.lora: train.balance lends experts without their adapters: turn it off",
+        ),
+        (
+            {},
+            {"offload_optimizer": True},
+            "train.lora: train.offload_optimizer is for the state of all weights, theirs is small: turn it off",
+        ),
+    ],
+)
+def test_adapters_where_they_do_not_go_are_refused(parallel: dict[str, Any], train: dict[str, Any], line: str) -> None:
+    assert layout_problems(config(parallel, lora={"rank": 16}, **train), facts(MODEL)) == [line]
+    assert layout_problems(config(parallel, **train), facts(MODEL)) == []
+
+
+def test_adapters_in_bfloat16_want_an_engine_in_bfloat16() -> None:
+    narrow = config({}, lora={}, dtype="bfloat16")
+    assert lora_problems(narrow) == []
+    wide = narrow.model_copy(update={"engine": narrow.engine.model_copy(update={"dtype": "float32"})})
+    assert lora_problems(wide) == [
+        "train.lora: engine.dtype float32 has digits that an export by train.dtype bfloat16 has not: make them equal"
+    ]
+
+
+@pytest.mark.parametrize("lora", [{"rank": 12}, {"rank": 0}, {"alpha": 0}, {"dropout": 0.1}])
+def test_settings_of_adapters_that_make_no_sense_are_refused(lora: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        config({}, lora=lora)
 
 
 def test_what_can_be_trained_in_is_not_refused() -> None:
