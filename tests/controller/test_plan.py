@@ -22,7 +22,7 @@ from agent_rl.capacity.planning import CUDA_BYTES
 from agent_rl.capacity.sizes import kv_bytes_per_token, layer_bytes, rank_bytes, rank_parameters, route_bytes
 from agent_rl.capacity.sizes import parameters as parameters_of
 from agent_rl.cli import app
-from agent_rl.config import ParallelConfig, RunConfig, TrainConfig
+from agent_rl.config import LoraConfig, ParallelConfig, RunConfig, TrainConfig
 from agent_rl.config_files import load_config
 from agent_rl.errors import ConfigError, UserError
 from agent_rl.train.layouts import layout_problems
@@ -250,6 +250,25 @@ def test_known_figures_of_the_field() -> None:
     train = TrainConfig(dtype="bfloat16", microbatch_tokens=1024)
     rank = rank_bytes(QWEN, train, microbatches=1, device="cuda")
     assert rank.weights + rank.gradients + rank.optimizer == parameters_of(QWEN) * (2 + 4 + 12)
+
+
+def test_adapters_are_all_that_has_gradients_state_and_checkpoints() -> None:
+    """Of Qwen3-30B-A3B at rank 16, by hand: a layer's attention has one A for query, key and value; so have gate and up
+    of each of its 128 experts."""
+    attention = (2048 + 4096 + 2 * 512) + (4096 + 2048)
+    trained = 16 * 48 * (attention + 128 * ((2048 + 2 * 768) + (768 + 2048)))
+    train = TrainConfig(dtype="bfloat16", microbatch_tokens=1024, lora=LoraConfig(rank=16))
+    rank = rank_bytes(QWEN, train, microbatches=1, device="cuda")
+    assert rank.weights == 2 * (parameters_of(QWEN) + trained)
+    assert (rank.gradients, rank.optimizer) == (4 * trained, 12 * trained)
+    plans = [make_plan(recipe("paper-swe", "train.parallel.tensor=1", *more)) for more in ((), ("train.lora.rank=8",))]
+    sent, changes = (next(item.size for item in plan.traffic if "weight sync" in item.what) for plan in plans)
+    disks = [place(plan, "disk of runs_dir") for plan in plans]
+    assert changes < sent / 30
+    checkpoints = [next(item.size for item in disk.items if item.what == "checkpoints") for disk in disks]
+    assert checkpoints[1] == checkpoints[0] * trained / 2 / parameters_of(QWEN)
+    run = CliRunner().invoke(app, ["rehearse", str(ROOT / "configs/quickstart-lora.yaml")])
+    assert "train.lora: adapters are not rehearsed yet" in str(run.exception)
 
 
 layouts = st.sampled_from(
