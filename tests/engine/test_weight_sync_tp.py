@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from local_server import serving
-from test_weight_sync import FileTrainer, OneBitOff, Setting, setting_of
+from test_weight_sync import FileTrainer, OneBitOff, Setting, setting_of, torch
 
 from agent_rl.config import EngineConfig
 from agent_rl.engine.launch import EngineServer
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import WeightSyncError
 from agent_rl.model_facts import read_facts
-from agent_rl.weight_sync.digests import DigestKind
+from agent_rl.weight_sync.adapters import SUFFIX, BaseWeights
+from agent_rl.weight_sync.digests import DigestKind, RankDigests
+from agent_rl.weight_sync.order import PublishReport
+from agent_rl.weight_sync.publisher import Bucket, WeightPublisher
 from agent_rl.weight_sync.receivers import WeightReceivers
 
 real = [pytest.mark.sglang, pytest.mark.slow]
@@ -38,6 +42,14 @@ async def setting(
 ) -> AsyncIterator[Setting]:
     async with setting_of(two_ranks, model, other_model, engine_config, tmp_path / "weights") as setting:
         yield setting
+
+
+class OneSignOff(WeightPublisher):
+    """Turns the sign of the first number. (The last bit of an adapter may be lost in the sum with its weight.)"""
+
+    def _send(self, bucket: Bucket, version: str) -> Any:
+        bucket.data[3] ^= 0x80
+        return super()._send(bucket, version)
 
 
 class TestTwoRanks:
@@ -66,6 +78,43 @@ class TestTwoRanks:
         assert metrics["weight_sync/retries"] == 1
         assert "does not hold the bytes that were sent" in setting.notes[0]
         assert "(its rank " in setting.notes[0]
+
+    async def test_every_rank_merges_its_part_of_adapters(
+        self, two_ranks: str, model: Path, engine_config: EngineConfig
+    ) -> None:
+        """From the weights that the server was started with, whatever was sent since. A sign that is off is seen, and
+        so is a change of a weight that there is none of."""
+        base, config = BaseWeights(model), engine_config.model_copy(update={"weight_bucket_mb": 0.3})
+
+        def publish(link: type[WeightPublisher], **more: Any) -> tuple[PublishReport, RankDigests]:
+            publisher = link([two_ranks], torch.device("cpu"), read_facts(model).kv_heads, config)
+            try:
+                report = publisher.publish((changes | more).items(), "6", base)
+            finally:
+                publisher.close()
+            with WeightReceivers([two_ranks]) as receivers:
+                return report, receivers.checksums()[0].ranks
+
+        generator = torch.Generator().manual_seed(0)
+        changes = {
+            name + SUFFIX: torch.randn(8, sum(base[name].shape), generator=generator) / 16
+            for name in sorted(base.names)
+            if "_proj." in name
+        }
+        report, held = await asyncio.to_thread(publish, WeightPublisher)
+        assert report.failures == {}
+        assert report.verified == 1
+        assert report.bytes == sum(change.nbytes for change in changes.values())
+        assert held == report.digests[DigestKind.of(held)]
+        off, others = await asyncio.to_thread(publish, OneSignOff)
+        assert others != held
+        assert "does not hold the bytes that were sent" in off.failures[two_ranks]
+        report, held_again = await asyncio.to_thread(publish, WeightPublisher)
+        assert (report.failures, held_again) == ({}, held)
+        unknown, _ = await asyncio.to_thread(
+            lambda: publish(WeightPublisher, **{"model.x.weight.lora": torch.ones(8, 2)})
+        )
+        assert "model.x.weight" in unknown.failures[two_ranks]
 
 
 async def test_ranks_that_would_be_left_out_are_refused() -> None:
