@@ -120,6 +120,8 @@ def setting_of(config: RunConfig) -> str:
     parts = [train.objective.upper()]
     if train.replay != "off":
         parts.append(train.replay.upper())
+    if train.lora:
+        parts.append("LoRA")
     if weight := train.correction.weight:
         parts.append("TIS" if weight == "token" else f"{weight} weights")
     if mask := train.correction.mask:

@@ -54,6 +54,7 @@ def test_a_setting_is_what_its_config_changes() -> None:
     assert setting_of(config(replay="off", correction={"weight": "token"}, mini_steps=2, epochs=2)) == (
         "GRPO + TIS, 4 updates a step"
     )
+    assert setting_of(config(replay="r3", lora={"rank": 8})) == "GRPO + R3 + LoRA"
 
 
 def test_seeds_are_put_together_and_compared_with_the_first_setting(tmp_path: Path) -> None:
