@@ -18,7 +18,7 @@ _LIBRARIES: list[torch.library.Library] = []  # an operator lives as long as the
 
 def install() -> None:
     """Define torchvision's operators, take CUDA's page locking out of the host buffers, hash fast, fork the workers,
-    multiply small experts and attend to small batches at once."""
+    multiply small experts and attend to small batches at once, allow keys and values of 8 bits."""
     torch.zeros(1).cos()  # as agent_rl/train/megatron/cpu.py does, where the reason is
     _define_torchvision_operators()
     _skip_page_locking()
@@ -26,6 +26,7 @@ def install() -> None:
     _fork_workers()
     _multiply_experts_at_once()
     _attend_at_once()
+    _allow_short_keys()
 
 
 def _define_torchvision_operators() -> None:
@@ -128,3 +129,10 @@ def _attend_at_once() -> None:
         return cast(torch.Tensor, decode(self, *given, **options))
 
     backend._run_sdpa_forward_extend, backend._run_sdpa_forward_decode = extend_at_once, decode_at_once
+
+
+def _allow_short_keys() -> None:
+    # --kv-cache-dtype fp8_e4m3 is refused without Intel's AMX, though torch_native attention, too, widens what it reads.
+    configurator: Any = importlib.import_module("sglang.srt.mem_cache.kv_cache_configurator")
+    configurator.cpu_has_amx_support = lambda: True
+    configurator.attention_backends = lambda: ("intel_amx",)
