@@ -132,7 +132,7 @@ def _attend_at_once() -> None:
 
 
 def _allow_short_keys() -> None:
-    # --kv-cache-dtype fp8_e4m3 is refused without Intel's AMX, though torch_native attention, too, widens what it reads.
+    # --kv-cache-dtype fp8_e4m3 is refused without AMX, though torch_native attention, too, widens what it reads.
     configurator: Any = importlib.import_module("sglang.srt.mem_cache.kv_cache_configurator")
     configurator.cpu_has_amx_support = lambda: True
     configurator.attention_backends = lambda: ("intel_amx",)

@@ -1,0 +1,40 @@
+"""Keys and values of 8 bits in a server on a CPU (``--kv-cache-dtype fp8_e4m3``): near the model, and not the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from agent_rl.config import EngineConfig
+from agent_rl.engine.launch import EngineServer
+from agent_rl.engine.sglang import SGLangEngine
+from agent_rl.model_facts import read_facts
+from agent_rl.types import SamplingParams
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+
+PROMPT = [int(token) for token in np.random.default_rng(5).integers(2, 250, 60)]
+OPTION = ("--kv-cache-dtype", "fp8_e4m3")
+
+
+async def test_log_probs_and_routes_are_off_by_their_rounding(
+    server: str, engine_config: EngineConfig, model: Path, tmp_path: Path
+) -> None:
+    short = EngineServer(engine_config.model_copy(update={"extra_args": OPTION}), model, tmp_path / "engine.log")
+    facts, found = read_facts(model), []
+    await short.start()
+    try:
+        for url in (server, short.url):
+            async with SGLangEngine(url, facts, engine_config) as engine:
+                answer = await engine.generate(PROMPT, SamplingParams(max_new_tokens=1), routes_from=0, session="s")
+                assert answer.routing is not None
+                found.append((np.array(await engine.score(PROMPT)), np.sort(answer.routing.experts, axis=2)))
+    finally:
+        await short.stop()
+    (exact, experts), (rounded, others) = found
+    apart = np.abs(exact - rounded)
+    assert 1e-3 < apart.max() < 1.0
+    assert apart.mean() < 0.1
+    assert 0 < (experts != others).any(axis=2).mean() < 0.5
