@@ -107,7 +107,7 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
         "rollout.harness={command: python tests/gateway/programs/quickstart_agent.py, place: host}",
         "agent-rl r3 compare configs/quickstart.yaml --tasks 96 --out runs/compare",
         "agent-rl r3 compare runs/quickstart",
-        "agent-rl r3 compare configs/paper-small.yaml --tasks 96 --out runs/compare-paper",
+        "agent-rl r3 compare configs/paper-small.yaml --tasks 8 --out runs/compare-paper",
         "agent-rl r3 compare configs/quickstart.yaml train.dtype=bfloat16 --trajectories runs/compare "
         "--out runs/compare-bf16",
         "agent-rl r3 compare configs/quickstart.yaml engine.dtype=float32 --rescore --trajectories runs/compare "
@@ -160,7 +160,7 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
     ),
     "takes half an hour": (
         "agent-rl model init OUT --from-scratch",
-        "agent-rl model init .cache/models/paper-moe --shape paper --from-scratch",
+        "agent-rl model init OUT --shape paper --from-scratch",
     ),
     "trains for hours, or needs such runs: tests/controller/test_figures.py draws small ones": (
         "python tests/bench/run_matrix.py configs/paper-small.yaml --seeds 0 1 2 --minutes 600",
