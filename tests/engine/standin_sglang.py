@@ -40,6 +40,9 @@ def make_interpreter(folder: Path) -> Path:
     (package / "__init__.py").touch()
     paths = [str(Path(__file__).parent), str(Path(__file__).parents[1]), *sys.path]
     (package / "launch_server.py").write_text(_LAUNCH.format(paths=paths, folder=str(folder)))
+    loader = package / "srt" / "model_executor" / "model_runner_components" / "weight_updater.py"
+    loader.parent.mkdir(parents=True)
+    loader.write_text("class WeightUpdater:\n    def load_weights_from_distributed(self, tensors): ...\n")
     interpreter = folder / "python"
     command = f'PYTHONPATH={package.parent} exec {sys.executable} "$@"'
     interpreter.write_text(f"#!/bin/sh\nunset SGLANG_USE_CPU_ENGINE\n{command}\n")

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +17,7 @@ from agent_rl.engine.scripted import ScriptedEngine
 from agent_rl.gateway.episode import HarnessRun, agent_binds
 from agent_rl.gateway.server import Gateway, open_gateway
 from agent_rl.gateway.session import HarnessRenderer, Session
+from agent_rl.packaged import MODELS
 from agent_rl.render import ChatRenderer
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.types import Completion, Trajectory
@@ -30,7 +30,7 @@ from r3.codec import RouteLayout
 from sandbox import SandboxPool
 from tools import ToolCall, ToolResult, tool_format
 
-MODEL = Path(__file__).parents[2] / "agent_rl" / "model" / "data"
+MODEL = MODELS["tiny-moe"]
 RECORD = to_record(generate("train", 1, 0)[0])
 LAYOUT = RouteLayout(2, (0, 1), 32, 2)
 BASH = {

@@ -16,6 +16,7 @@ from agent_rl.engine.scripted import ScriptedEngine
 from agent_rl.gateway.episode import HarnessRun
 from agent_rl.gateway.server import open_gateway
 from agent_rl.observe.display import Display
+from agent_rl.packaged import MODELS
 from agent_rl.render import ChatRenderer
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.solvers import SOLVERS
@@ -37,7 +38,7 @@ async def test_real_tasks(tmp_path: Path, policy: str, reward: float) -> None:
     config = load_config(ROOT / "configs" / "real.yaml", [f"runs_dir={tmp_path}"])
     harness = HarnessConfig(command=shlex.join([sys.executable, str(PROGRAM)]), place="host")
     rules = EpisodeRules.of(config).limited(harness=harness, max_tokens=1 << 20, max_new_tokens=1 << 20)
-    renderer, fmt = ChatRenderer(ROOT / "agent_rl" / "model" / "data"), tool_format("hermes")
+    renderer, fmt = ChatRenderer(MODELS["tiny-moe"]), tool_format("hermes")
     async with open_workshop(config, Display("real")) as workshop, open_gateway() as gateway:
 
         async def run(task: Task) -> Trajectory:

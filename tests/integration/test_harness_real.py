@@ -16,6 +16,7 @@ from agent_rl.config_files import load_config
 from agent_rl.controller import preflight
 from agent_rl.controller.world import open_world
 from agent_rl.observe.display import Display
+from agent_rl.packaged import MODELS
 from agent_rl.rollout.episode import EpisodeRules, run_episode
 from agent_rl.types import Trajectory
 
@@ -29,7 +30,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.bubblewrap, pytest.mark.exhaustive
 def with_program(tmp_path: Path) -> RunConfig:
     overrides = [f"runs_dir={tmp_path}", "name=harness", "engine.port=0", "rollout.temperature=0"]
     config = load_config(ROOT / "configs" / "quickstart.yaml", overrides)
-    config = config.model_copy(update={"model": ROOT / "agent_rl" / "model" / "data"})
+    config = config.model_copy(update={"model": MODELS["tiny-moe"]})
     harness = HarnessConfig(command=shlex.join([sys.executable, str(PROGRAM)]), place="host")
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"harness": harness})})
 

@@ -74,8 +74,10 @@ def test_a_trainer_that_dies_while_it_publishes_is_started_again(start: Start, t
 
 
 def learned(row: Mapping[str, float]) -> dict[str, float]:
-    """A step's metrics but for the clock's and the engine's own."""
-    return {name: value for name, value in exact(row).items() if not name.startswith("weight_sync/")}
+    """A step's metrics but for the clock's, the engine's own, and those of audits, which chance decides and no journal
+    keeps."""
+    others = ("weight_sync/", "r3/audit_")
+    return {name: value for name, value in exact(row).items() if not name.startswith(others)}
 
 
 def sampled(trajectories: Iterable[Trajectory]) -> set[tuple[bytes, bytes]]:
