@@ -31,7 +31,6 @@ from agent_rl.capacity.sizes import (
     rank_bytes,
     route_bytes,
     route_slot_bytes,
-    sends_changes,
     state_bytes,
     trained_parameters,
 )
@@ -290,7 +289,9 @@ def _rank_host_items(config: RunConfig, model: ModelFacts, rank: RankBytes, load
     routes = int(share * load.tokens * route_bytes(model) * passes)
     yield Item("routes", routes, f"given, and recorded by {passes - 1} pass(es), of a step")
     if config.train.kl.coefficient:
-        yield Item("reference", ranks * rank.weights, "the KL penalty's weights")
+        trained = rank.gradients * BYTES[config.train.dtype] // 4  # beside the starting model nothing else differs
+        held = trained if config.train.kl.reference is None else rank.weights
+        yield Item("reference", ranks * held, "the KL penalty's weights")
     if pool := pool_bytes(model, config.train):
         yield Item("expert pool", pool, "all experts, in memory that its ranks share")
     if rank.inputs:
@@ -338,7 +339,7 @@ def _traffic(config: RunConfig, model: ModelFacts, load: Load) -> Iterator[Item]
         "object store, a step", size, f"{load.tokens} tokens: samples {SAMPLE_BYTES} B, routes {route_bytes(model)} B"
     )
     weights = parameters(model) * BYTES[config.engine.dtype]
-    if sends_changes(config):
+    if config.train.lora and config.engine.merges_adapters:
         weights = changes_bytes(model, config.train)
     yield Item("weight sync, a step", weights * count, f"{gib(weights)} to each of {count} engine(s)")
     wire = load.tokens * model.num_layers * model.top_k * 4 * 4 // 3

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from agent_rl.config import ParallelConfig, RunConfig, TrainConfig
+from agent_rl.config import ParallelConfig, TrainConfig
 from agent_rl.model_facts import ModelFacts
 from agent_rl.train.layouts import expert_copies, shares_optimizer, weight_copies
 
@@ -80,11 +80,6 @@ def changes_bytes(model: ModelFacts, train: TrainConfig) -> int:
     attention = 4 * model.hidden + 2 * model.q_width + 2 * model.kv_width
     experts = len(model.moe_layer_ids) * model.num_experts * 3 * (model.hidden + model.expert_inner)
     return 4 * train.lora.rank * (model.num_layers * attention + experts)
-
-
-def sends_changes(config: RunConfig) -> bool:
-    """Whether a weight sync sends adapters alone, as :meth:`agent_rl.train.rank.TrainerRank.publish` decides."""
-    return config.train.lora is not None and config.engine.launched and not config.engine.colocate
 
 
 @dataclass(frozen=True, slots=True)

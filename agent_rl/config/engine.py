@@ -90,6 +90,12 @@ class EngineConfig(Section):
         return not self.urls and self.urls_file is None
 
     @property
+    def merges_adapters(self) -> bool:
+        """Whether servers get adapters (``train.lora``) alone: those of others don't merge them with their weights, and
+        one that slept has lost these."""
+        return self.launched and not self.colocate
+
+    @property
     def server_pause(self) -> str:
         """SGLang's name for what becomes of requests that still run when it is paused."""
         return "abort" if self.pause_mode == "turn" else self.pause_mode

@@ -235,11 +235,8 @@ class TrainerRank:
         return report
 
     def _base_of(self, order: PublishOrder) -> BaseWeights | None:
-        """The checkpoint of which adapters alone are sent; None where weights are. Servers of others don't merge, and
-        one that slept has lost its weights."""
-        if self._model.lora is None or not order.config.launched or order.config.colocate:
-            return None
-        return BaseWeights(self._order.model)
+        """The checkpoint of which adapters alone are sent; None where weights are."""
+        return BaseWeights(self._order.model) if self._model.lora and order.config.merges_adapters else None
 
     def _yield_memory(self) -> None:
         """Give what torch keeps of freed memory to the engine that has the same GPU, where one has."""

@@ -48,9 +48,11 @@ if TYPE_CHECKING:
 class Reference:
     """One rank's part of the reference's weights, on the host."""
 
-    def __init__(self, model: PolicyModel) -> None:
-        """With the weights that ``model`` has now."""
-        self._parameters = list(dict.fromkeys(p for module in model.modules for p in module.parameters()))
+    def __init__(self, model: PolicyModel, *, frozen: bool = False) -> None:
+        """With the weights that ``model`` has now. Those that are not trained stay where they are, for they stay as
+        they are, unless ``frozen`` ones will differ, too."""
+        weights = dict.fromkeys(p for module in model.modules for p in module.parameters())
+        self._parameters = [weight for weight in weights if frozen or weight.requires_grad]
         self._held = _to_host(self._parameters)
 
     @classmethod
@@ -58,7 +60,7 @@ class Reference:
         """The checkpoint in ``folder``; ``model`` keeps its weights, and ``progress`` grows while it is read. Raises
         ConfigError where it does not fit."""
         check_alike(model.facts, model.folder, folder, "train.kl.reference")
-        reference = cls(model)
+        reference = cls(model, frozen=folder != model.folder)
         try:
             model.load_hf(folder, progress)
         finally:

@@ -150,6 +150,23 @@ def test_an_update_changes_adapters_alone(build: Build) -> None:
     assert kept == {f"0.{name}" for name in before if ".lora." in name}
 
 
+def test_a_reference_holds_what_can_differ(build: Build, checkpoint: tuple[Path, Any]) -> None:
+    """The model without adapters needs no second copy of the base, and is the base to the bit."""
+    from agent_rl.train.reference import Reference
+
+    model, base = build(lora=LORA), logprobs(build())
+    reference = Reference.load(model, checkpoint[0])
+    trained = [parameter for parameter in model.modules[0].parameters() if parameter.requires_grad]
+    assert reference.nbytes == sum(parameter.nbytes for parameter in trained)
+    for parameter in trained:
+        parameter.data += 0.1
+    learned = logprobs(model)
+    with reference.in_place():
+        assert torch.equal(logprobs(model), base)
+    assert torch.equal(logprobs(model), learned)
+    assert not torch.allclose(learned, base, atol=1e-2)
+
+
 def test_the_adapter_is_written_as_peft_reads_it(build: Build, checkpoint: tuple[Path, Any], tmp_path: Path) -> None:
     """Base and adapter, put together by PEFT's formula, are the merged checkpoint."""
     model = learned(build)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,8 +65,10 @@ def test_an_unfinished_folder_is_refused(tmp_path: Path) -> None:
         install_model(tmp_path)
 
 
-def test_the_shipped_model_is_installed_once(tmp_path: Path) -> None:
-    out = tmp_path / "models" / "tiny"
-    assert install_model(out)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_shipped_model_is_installed_once_and_has_its_sizes(tmp_path: Path, shape: str) -> None:
+    out = tmp_path / "models" / shape
+    assert install_model(out, f"{shape}-moe")
     assert {path.name for path in out.iterdir()} == set(FILES)
-    assert not install_model(out)
+    assert json.loads((out / "config.json").read_text()) == SHAPES[shape].config(eos=2, pad=0)
+    assert not install_model(out, f"{shape}-moe")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing
+import sys
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -26,7 +27,8 @@ def install() -> None:
     _fork_workers()
     _multiply_experts_at_once()
     _attend_at_once()
-    _allow_short_keys()
+    if any(argument.endswith("fp8_e4m3") for argument in sys.argv):
+        _allow_short_keys()
 
 
 def _define_torchvision_operators() -> None:
@@ -132,7 +134,7 @@ def _attend_at_once() -> None:
 
 
 def _allow_short_keys() -> None:
-    # --kv-cache-dtype fp8_e4m3 is refused without AMX, though torch_native attention, too, widens what it reads.
+    # --kv-cache-dtype fp8_e4m3 is refused without AMX's attention, though torch_native's, too, widens what it reads.
     configurator: Any = importlib.import_module("sglang.srt.mem_cache.kv_cache_configurator")
     configurator.cpu_has_amx_support = lambda: True
     configurator.attention_backends = lambda: ("intel_amx",)
