@@ -9,13 +9,13 @@ pass takes twice as many, but 2.5 times those of attention, whose kernel compute
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from agent_rl.capacity.sizes import BYTES, LOGITS_CHUNK, changes_bytes
+from agent_rl.capacity.sizes import BYTES, LOGITS_CHUNK, adapter_parameters, changes_bytes
 from agent_rl.config import EngineConfig, RunConfig, TrainConfig
 from agent_rl.model_facts import ModelFacts
 from agent_rl.train.batching.cost import PartCosts
-from agent_rl.train.hf_files import expected_shapes
+from agent_rl.train.hf_files import change_shapes, expected_shapes
 
 _GATE_BYTES = 4
 """A token's gate weight, which travels with each of its copies to an expert (float32)."""
@@ -23,13 +23,15 @@ _GATE_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """FLOPs of one forward pass of a rank, by what can be run again apart from the rest."""
+    """FLOPs of one forward pass of a rank, by what can be run again apart from the rest; ``frozen`` of them are
+    products with weights that take no gradient (``train.lora``)."""
 
     projections: float
     attention: float
     experts: float
     dense: float
     logprobs: float
+    frozen: float = 0.0
 
     @property
     def layers(self) -> float:
@@ -47,7 +49,7 @@ class Work:
 
     def update(self, train: TrainConfig, *, chunked: bool) -> float:
         """Forward and backward pass."""
-        return 3 * self.forward + self.attention / 2 + self.again(train, chunked=chunked)
+        return 3 * self.forward - self.frozen + self.attention / 2 + self.again(train, chunked=chunked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,21 +96,33 @@ def forward_work(model: ModelFacts, config: RunConfig, *, stage: int, skew: floa
     layers = _layers(model, train, stage)
     moe = sum(layers)
     last = stage == train.parallel.pipeline - 1
-    return Work(
+    whole = Work(
         projections=len(layers) * tokens * parts.projections,
         attention=len(layers) * parts.attention * count * length * (length + 1) / ranks,
         experts=moe * tokens * (model.top_k * skew * parts.expert + parts.beside_experts),
         dense=(len(layers) - moe) * tokens * parts.dense,
         logprobs=last * (tokens - count / ranks) * parts.logprobs,
     )
+    if train.lora is None:
+        return whole
+    attention, expert = (2 * tokens * each for each in adapter_parameters(model, train.lora))
+    return replace(
+        whole,
+        projections=whole.projections + len(layers) * attention,
+        experts=whole.experts + moe * model.top_k * skew * expert,
+        frozen=whole.forward - whole.attention,
+    )
 
 
 def planned_publish(model: ModelFacts, train: TrainConfig, engine: EngineConfig) -> PlannedPublish:
-    """Buckets are filled in the order of the checkpoint; a tied output is sent once more."""
+    """Buckets are filled in the order of the checkpoint; a tied output is sent once more. Adapters may go alone."""
     width, limit = BYTES[engine.dtype], int(engine.weight_bucket_mb * 2**20)
-    sent = [math.prod(shape) * width for shape in expected_shapes(model).values()]
-    if model.tied:
-        sent.append(model.vocab_size * model.hidden * width)
+    if train.lora and engine.merges_adapters:
+        sent = [math.prod(shape) * 4 for shape in change_shapes(model, train.lora.rank).values()]
+    else:
+        sent = [math.prod(shape) * width for shape in expected_shapes(model).values()]
+        if model.tied:
+            sent.append(model.vocab_size * model.hidden * width)
     buckets, held = 1, 0
     for size in sent:
         if held and held + size > limit:

@@ -8,11 +8,13 @@ layers (agent_rl/train/megatron); Korthikanti et al., arXiv 2205.05198, do the s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from agent_rl.config import ParallelConfig, TrainConfig
+from agent_rl.config import LoraConfig, ParallelConfig, TrainConfig
 from agent_rl.model_facts import ModelFacts
+from agent_rl.train.hf_files import change_shapes
 from agent_rl.train.layouts import expert_copies, shares_optimizer, weight_copies
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -67,19 +69,20 @@ def trained_parameters(model: ModelFacts, train: TrainConfig, parallel: Parallel
     """As :func:`rank_parameters`, of those that are trained: all, or the adapters (``train.lora``)."""
     if train.lora is None:
         return rank_parameters(model, parallel)
+    attention, expert = adapter_parameters(model, train.lora)
+    return model.num_layers * attention, len(model.moe_layer_ids) * (model.num_experts // parallel.expert) * expert
+
+
+def adapter_parameters(model: ModelFacts, lora: LoraConfig) -> tuple[int, int]:
+    """Of one layer's attention and of one expert; query, key and value have one A, and so have gate and up."""
     attention = 2 * model.hidden + 2 * model.q_width + 2 * model.kv_width
-    expert = 2 * model.hidden + 3 * model.expert_inner
-    experts = len(model.moe_layer_ids) * (model.num_experts // parallel.expert) * expert
-    return model.num_layers * attention * train.lora.rank, experts * train.lora.rank
+    return lora.rank * attention, lora.rank * (2 * model.hidden + 3 * model.expert_inner)
 
 
 def changes_bytes(model: ModelFacts, train: TrainConfig) -> int:
-    """What adapters are when they travel to an engine, float32, a shared A with each weight; 0 without adapters."""
-    if train.lora is None:
-        return 0
-    attention = 4 * model.hidden + 2 * model.q_width + 2 * model.kv_width
-    experts = len(model.moe_layer_ids) * model.num_experts * 3 * (model.hidden + model.expert_inner)
-    return 4 * train.lora.rank * (model.num_layers * attention + experts)
+    """What adapters are when they travel to an engine, float32; 0 without adapters."""
+    shapes = {} if train.lora is None else change_shapes(model, train.lora.rank)
+    return 4 * sum(map(math.prod, shapes.values()))
 
 
 @dataclass(frozen=True, slots=True)

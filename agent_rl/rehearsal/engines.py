@@ -19,6 +19,7 @@ import orjson
 
 from agent_rl.capacity.sizes import BYTES
 from agent_rl.train.hf_files import Shapes
+from agent_rl.weight_sync.adapters import SUFFIX
 
 _POLL_SECONDS = 0.02
 
@@ -207,9 +208,10 @@ class StandInEngines:
         return {"success": True}
 
     def _size(self, number: int, engine: _Engine, name: str, dtype: str, shape: list[int]) -> int:
-        """A tensor's bytes."""
-        if name not in self._expected or tuple(shape) != self._expected[name] or dtype != self._dtype:
-            wanted = f"{self._dtype} {list(self._expected[name])}" if name in self._expected else "no such tensor"
+        """A tensor's bytes; adapters come in float32."""
+        precision = "float32" if name.endswith(SUFFIX) else self._dtype
+        if name not in self._expected or tuple(shape) != self._expected[name] or dtype != precision:
+            wanted = f"{precision} {list(self._expected[name])}" if name in self._expected else "no such tensor"
             raise ValueError(f"engine {number}: {name} is {dtype} {shape}, and the model has {wanted}")
         if name in engine.taken:
             raise ValueError(f"engine {number}: {name} came twice")

@@ -27,8 +27,9 @@ from agent_rl.rehearsal.engines import StandInEngines
 from agent_rl.rehearsal.job import PhaseRecord, RankJob, RankRecord
 from agent_rl.rehearsal.ledger import Ledger
 from agent_rl.rehearsal.names import OUT, STEP, Owner
-from agent_rl.train.hf_files import expected_shapes
+from agent_rl.train.hf_files import change_shapes, expected_shapes
 from agent_rl.train.orders import OptimizerSpec, RankOrder, StepOrder
+from agent_rl.weight_sync.adapters import SUFFIX
 from agent_rl.weight_sync.order import PublishOrder
 from r3.shard import stage_layers
 
@@ -161,7 +162,7 @@ def _own_state(rank: Any, ledger: Ledger) -> None:
     slots = [slot for shard in rank._optimizer.shards() for slot in shard.slots.values()]
     held: tuple[tuple[Owner, list[Tensor]], ...] = (
         ("optimizer", slots),
-        ("gradients", [parameter.main_grad for parameter in parameters]),
+        ("gradients", [parameter.main_grad for parameter in parameters if parameter.requires_grad]),
         ("weights", parameters),
     )
     for owner, tensors in held:
@@ -191,6 +192,8 @@ def _publish(job: RankJob, rank: Any, stage: Stage) -> None:
     expected = expected_shapes(facts)
     if facts.tied:
         expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
+    if (lora := job.config.train.lora) is not None and engine.merges_adapters:
+        expected = {name + SUFFIX: shape for name, shape in change_shapes(facts, lora.rank).items()}
     ours = engines(job.config), engine.gpus, expected, engine.dtype
     with StandInEngines(*ours, colocated=engine.colocate) as stand_in:
         stage.collectives.engines = stand_in

@@ -102,8 +102,6 @@ def check(config: RunConfig, *, ranks: Sequence[int], skew: float) -> ModelFacts
     """The model's facts. Raises UserError or ConfigError, one line, for what can't be rehearsed or would not start."""
     facts, parallel = planned_model(config.model), config.train.parallel
     refuse([*layout_problems(config, facts), *hosts_problems(config)])
-    if config.train.lora:
-        raise UserError("train.lora: adapters are not rehearsed yet; `agent-rl plan` counts them")
     if outside := [rank for rank in ranks if not 0 <= rank < parallel.world_size]:
         raise UserError(f"--rank {outside[0]}: train.parallel.world_size is {parallel.world_size}")
     if not 0 < skew <= parallel.expert:

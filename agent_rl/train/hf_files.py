@@ -69,6 +69,17 @@ def expected_shapes(facts: ModelFacts) -> Shapes:
     return shapes
 
 
+def change_shapes(facts: ModelFacts, rank: int) -> Shapes:
+    """What an engine is sent of adapters of ``rank`` instead of weights, by the weight that each changes: A beside the
+    transpose of B (:mod:`agent_rl.engine.server.lora_merge`)."""
+    adapted = (".q_proj.weight", ".k_proj.weight", ".v_proj.weight", ".o_proj.weight")
+    return {
+        name: (rank, sum(shape))
+        for name, shape in expected_shapes(facts).items()
+        if name.endswith(adapted) or ".experts." in name
+    }
+
+
 def _layer(facts: ModelFacts, moe: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
     hidden, widths = facts.hidden, {"q": facts.q_width, "k": facts.kv_width, "v": facts.kv_width}
     for part, width in widths.items():

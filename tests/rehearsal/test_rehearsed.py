@@ -13,7 +13,7 @@ from rehearsed_ranks import config_of, rehearsed, write_30b, write_model
 
 from agent_rl.capacity import sizes
 from agent_rl.capacity.known_models import planned_model
-from agent_rl.capacity.sizes import pool_bytes, state_bytes
+from agent_rl.capacity.sizes import BYTES, pool_bytes, state_bytes
 from agent_rl.config import RunConfig
 from agent_rl.rehearsal.job import RankRecord
 from agent_rl.rehearsal.names import ENGINES
@@ -34,6 +34,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "bfloat16 moments": (0, {"world_size": 4, "expert": 4, "train": {"optimizer_moments": "bfloat16"}}),
     "PP2, inputs on the host": (1, {"world_size": 2, "pipeline": 2, "train": {"offload_activations": True}}),
+    "EP4, adapters": (3, {"world_size": 4, "expert": 4, "train": {"lora": {"rank": 8}}}),
+    "one GPU, adapters": (
+        0,
+        {"world_size": 1, "train": {"lora": {"rank": 16}, "kl": {"coefficient": 0.1}, "recompute": "none"}},
+    ),
     "one GPU, float32": (0, {"world_size": 1, "train": {"dtype": "float32"}}),
     "EP8, whole optimizer": (3, {"world_size": 8, "expert": 8, "distributed_optimizer": False}),
     "EP8": (3, {"world_size": 8, "expert": 8}),
@@ -88,7 +93,7 @@ def on_host(config: RunConfig, plan: Planned) -> float:
     and what lies there in place of the GPU."""
     train, rank = config.train, plan.rank
     written = rank.optimizer * 12 / state_bytes(train)  # in float32, and in float32 the weights are the masters
-    reference = rank.weights if train.kl.coefficient else 0
+    reference = rank.gradients * BYTES[train.dtype] / 4 if train.kl.coefficient else 0  # of what is trained
     return written + reference + pool_bytes(planned_model(config.model), train) + rank.offloaded + rank.inputs
 
 
