@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 import xxhash
 from padded_attention import are_attended_at_once, attend
-from small_experts import are_multiplied_at_once, mix_experts
+from small_experts import are_small, mix_experts
 
 _LIBRARIES: list[torch.library.Library] = []  # an operator lives as long as the library object that defined it
 
@@ -25,7 +25,7 @@ def install() -> None:
     _skip_page_locking()
     _hash_fast()
     _fork_workers()
-    _multiply_experts_at_once()
+    _multiply_small_experts()
     _attend_at_once()
     if any(argument.endswith("fp8_e4m3") for argument in sys.argv):
         _allow_short_keys()
@@ -75,21 +75,20 @@ def _fork_workers() -> None:
     vars(multiprocessing)["set_start_method"] = keep
 
 
-def _multiply_experts_at_once() -> None:
+def _multiply_small_experts() -> None:
     # SGLang goes through the experts in Python, two small products each: most of a decoding step where there are many.
     native: Any = importlib.import_module("sglang.srt.layers.moe.fused_moe_native")
     one_by_one = native.moe_forward_native
 
-    def at_once(layer: Any, x: torch.Tensor, routed: Any, config: Any) -> torch.Tensor:
+    def multiplied(layer: Any, x: torch.Tensor, routed: Any, config: Any) -> torch.Tensor:
         gates, chosen, _ = routed
         biased = any(getattr(layer, name, None) is not None for name in ("w13_weight_bias", "w2_weight_bias"))
         plain = config.activation == "silu" and config.gemm1_alpha is None and not config.apply_router_weight_on_input
-        tokens = torch.bincount(chosen.reshape(-1), minlength=layer.num_experts)
-        if biased or not plain or not are_multiplied_at_once(tokens, layer.w13_weight):
+        if biased or not plain or not are_small(layer.w13_weight):
             return cast(torch.Tensor, one_by_one(layer, x, routed, config))
-        return mix_experts(x, gates, chosen, tokens, layer.w13_weight, layer.w2_weight)
+        return mix_experts(x, gates, chosen, layer.w13_weight, layer.w2_weight)
 
-    native.moe_forward_native = at_once
+    native.moe_forward_native = multiplied
 
 
 def _attend_at_once() -> None:
