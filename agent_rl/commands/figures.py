@@ -36,7 +36,7 @@ from r3.mismatch.figures import f_tau_curves
 from r3.mismatch.report import f_tau_curve
 
 NEWEST = 10
-"""Steps whose tokens F(tau) is taken over, the last ones of every run."""
+"""Steps whose tokens F(tau) and whose rewards are taken, the last ones of every run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +61,9 @@ class Run:
 class Setting:
     """What the runs of one setting came to; of each figure the mean over runs, or the largest of all (``max``).
 
-    ``pass_at_1`` are the runs' last evaluations and ``before`` their first, in the order of ``seeds``. ``difference``:
-    in Pass@1, to the first setting named. ``crossed``: steps beyond a limit of the guard, of all runs.
+    ``pass_at_1`` are the runs' last evaluations and ``before`` their first, in the order of ``seeds``; ``rewards`` the
+    mean training rewards of their last steps. The differences are to the first setting named. ``crossed``: steps beyond
+    a limit of the guard, of all runs.
     """
 
     name: str
@@ -71,6 +72,8 @@ class Setting:
     before: tuple[float, ...]
     pass_at_1: tuple[float, ...]
     difference: SeedDifference | None
+    rewards: tuple[float, ...]
+    reward_difference: SeedDifference | None
     k3_kl: float
     k3_kl_max: float
     f_tau_2_max: float
@@ -148,6 +151,7 @@ def by_setting(runs: Sequence[Run]) -> dict[str, list[Run]]:
 def figures_of(name: str, runs: Sequence[Run], first: Sequence[Run]) -> Setting:
     """What ``runs`` came to, against the runs ``first``."""
     after, baseline = _evaluated(runs, max), _evaluated(first, max)
+    rewards, reward_before = _rewards(runs), _rewards(first)
     return Setting(
         name=name,
         seeds=tuple(run.seed for run in runs),
@@ -155,6 +159,8 @@ def figures_of(name: str, runs: Sequence[Run], first: Sequence[Run]) -> Setting:
         before=_evaluated(runs, min),
         pass_at_1=after,
         difference=None if runs is first else seed_difference(baseline, after),
+        rewards=rewards,
+        reward_difference=None if runs is first else seed_difference(reward_before, rewards),
         k3_kl=_mean_of_medians(runs, "mismatch/k3_kl"),
         k3_kl_max=_largest(runs, "mismatch/k3_kl"),
         f_tau_2_max=_largest(runs, "mismatch/f_tau_2"),
@@ -168,6 +174,10 @@ def figures_of(name: str, runs: Sequence[Run], first: Sequence[Run]) -> Setting:
 def _evaluated(runs: Sequence[Run], which: Callable[[Iterable[int]], int]) -> tuple[float, ...]:
     """Pass@1 of each run's first or last evaluation; of the runs that have one."""
     return tuple(run.pass_at_1[which(run.pass_at_1)] for run in runs if run.pass_at_1)
+
+
+def _rewards(runs: Sequence[Run]) -> tuple[float, ...]:
+    return tuple(float(np.mean(run.values("reward/mean")[-NEWEST:])) for run in runs)
 
 
 def _mean_of_medians(runs: Sequence[Run], name: str) -> float:
@@ -193,15 +203,15 @@ def _drawn(run: Run) -> Rows:
 
 def _cells(setting: Setting) -> dict[str, str]:
     """A row of the table, by the names of its columns."""
-    difference, each = setting.difference, [f"{100 * rate:.1f}" for rate in setting.pass_at_1]
     return {
         "setting": setting.name,
         "seeds": ", ".join(map(str, setting.seeds)),
         "steps": str(setting.steps),
         "Pass@1 before": _percent(setting.before),
-        "after": _percent(setting.pass_at_1) + (f" ({', '.join(each)})" if len(each) > 1 else ""),
-        "to the first, points": "" if difference is None else f"{100 * difference.value:+.1f} {_interval(difference)}",
-        "would have been shown": "" if difference is None else f"{100 * difference.shown:.1f}",
+        "after": _percent(setting.pass_at_1),
+        **_compared("Pass@1", setting.difference),
+        f"reward of the last {NEWEST} steps": _percent(setting.rewards),
+        **_compared("reward", setting.reward_difference),
         "k3-KL, median; max": f"{setting.k3_kl:.2e}; {setting.k3_kl_max:.2e}",
         "F(2), max": f"{setting.f_tau_2_max:.2e}",
         "gradient norm, median; max": f"{setting.grad_norm:.3g}; {setting.grad_norm_max:.3g}",
@@ -211,11 +221,21 @@ def _cells(setting: Setting) -> dict[str, str]:
 
 
 def _percent(rates: Sequence[float]) -> str:
-    return f"{100 * float(np.mean(rates)):.1f}" if rates else "-"
+    """The mean, and each where there are several."""
+    if not rates:
+        return "-"
+    each = f" ({', '.join(f'{100 * rate:.1f}' for rate in rates)})" if len(rates) > 1 else ""
+    return f"{100 * float(np.mean(rates)):.1f}" + each
 
 
-def _interval(difference: SeedDifference) -> str:
-    return "[{:+.1f}, {:+.1f}]".format(*(100 * bound for bound in difference.interval))
+def _compared(what: str, difference: SeedDifference | None) -> dict[str, str]:
+    if difference is None:
+        return {f"{what}, to the first": "", f"{what}, would have been shown": ""}
+    bounds = ", ".join(f"{100 * bound:+.1f}" for bound in difference.interval)
+    return {
+        f"{what}, to the first": f"{100 * difference.value:+.1f} [{bounds}]",
+        f"{what}, would have been shown": f"{100 * difference.shown:.1f}",
+    }
 
 
 def _markdown(rows: Sequence[Mapping[str, str]]) -> str:

@@ -44,7 +44,7 @@ class WarmupSettings:
 
 WARMUPS: Mapping[str, WarmupSettings] = {
     "tiny": WarmupSettings(),
-    "paper": WarmupSettings(sizes=SHAPES["paper"], demonstrations=6400, steps=400),
+    "paper": WarmupSettings(sizes=SHAPES["paper"], demonstrations=6400, steps=800),
 }
 """How the model of each shape is warmed up. A step of the paper's shape takes three times as long."""
 

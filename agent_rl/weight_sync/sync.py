@@ -23,7 +23,7 @@ from typing import Protocol
 
 import numpy as np
 
-from agent_rl.config import RunConfig
+from agent_rl.config import EngineConfig, RunConfig
 from agent_rl.engine.fleet import Fleet
 from agent_rl.engine.sleep import EngineSleep
 from agent_rl.engine.types import EngineInfo
@@ -34,11 +34,16 @@ from agent_rl.weight_sync.digests import DigestKind, RankDigests, differing
 from agent_rl.weight_sync.order import PublishReport
 from agent_rl.weight_sync.receivers import WeightReceivers
 
-# Engine and trainer differ by bf16 rounding, a mean of about 0.03 nats a token; weights that did not arrive, or arrived
-# under wrong names, differ by whole nats.
-SYNC_LIMIT = {"bfloat16": 0.3, "float32": 0.02}
-
 PROBE_TOKENS = 128
+
+
+def difference_limit(engine: EngineConfig) -> float:
+    """What engine and trainer may differ by on the fixed sequence, in nats a token.
+
+    They differ by a mean of about 0.03 by rounding to bfloat16, and by ten times as much where keys and values are kept
+    in 8 bits; weights that did not arrive, or arrived under wrong names, differ by whole nats.
+    """
+    return 1.0 if engine.rounds_to_fp8 else {"bfloat16": 0.3, "float32": 0.02}[engine.dtype]
 
 
 class Trainer(Protocol):
@@ -205,7 +210,7 @@ class WeightSync:
         except EngineError as error:
             return str(error)
         difference = float(np.abs(np.asarray(scores)[1:] - update.logprobs[1:]).mean())
-        limit = SYNC_LIMIT[self._config.engine.dtype]
+        limit = difference_limit(self._config.engine)
         if difference < limit:
             update.worst = max(update.worst, difference)
             return ""

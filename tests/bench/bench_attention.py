@@ -1,14 +1,16 @@
 """A batch's attention in one call, as our CPU servers compute it, over a call a sequence.
 
 ``python tests/bench/bench_attention.py`` prints, for the quickstart's heads in bfloat16 on one thread, the median
-processor time of both ways by the number of sequences, their length and their new tokens, taken in turns, and their
-ratio. The baseline goes through the sequences in Python and computes a prefix's queries again, as SGLang does
-(``TorchNativeAttnBackend``). The last columns: whether the server takes the one call there, and the largest difference.
+processor time of both ways by how keys and values are stored, the number of sequences, their length and their new
+tokens, taken in turns, and their ratio. The baseline goes through the sequences in Python and computes a prefix's
+queries again, as SGLang does (``TorchNativeAttnBackend``). The last columns: whether the server takes the one call
+there, and the largest difference.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -24,6 +26,7 @@ CASES = (
     (1, 150, 1), (4, 150, 1), (16, 150, 1), (64, 150, 1), (64, 1000, 1), (1, 400, 30), (16, 150, 20), (64, 150, 20),
 )  # fmt: skip
 """Sequences, their mean length (they are evenly spread from two thirds to four thirds of it), new tokens each."""
+STORED = (torch.bfloat16, torch.float8_e4m3fn)
 ROUNDS = 20
 
 
@@ -34,7 +37,7 @@ def one_by_one(queries: Tensor, keys: Tensor, values: Tensor, places: Tensor, le
         if count > 1:
             rows = query.new_zeros(HEADS, length, SIZE)
             rows[:, -count:] = query
-        k, v = (part[own[:length]].movedim(0, 1)[None] for part in (keys, values))
+        k, v = (part[own[:length]].to(query.dtype).movedim(0, 1)[None] for part in (keys, values))
         out = scaled_dot_product_attention(rows[None], k, v, enable_gqa=True, is_causal=count > 1, scale=0.125)
         made.append(out[0, :, -count:].movedim(1, 0))
     return torch.cat(made)
@@ -50,9 +53,10 @@ def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    keys, values = (torch.randn(ENTRIES, KEYS_OF, SIZE).bfloat16() for _ in range(2))
-    print(f"{'sequences':>9} {'length':>6} {'new':>4}  one by one  at once  ratio  taken  difference")
-    for batch, length, new in CASES:
+    drawn = [torch.randn(ENTRIES, KEYS_OF, SIZE) for _ in range(2)]
+    print(f"{'stored':>14} {'sequences':>9} {'length':>6} {'new':>4}  one by one  at once  ratio  taken  difference")
+    for stored, (batch, length, new) in itertools.product(STORED, CASES):
+        keys, values = (part.to(stored) for part in drawn)
         lengths = torch.linspace(2 * length / 3, 4 * length / 3, batch).long() if batch > 1 else torch.tensor([length])
         asked = torch.full((batch,), new)
         places = torch.randint(0, ENTRIES, (batch, int(lengths.max())), dtype=torch.int32)
@@ -65,7 +69,7 @@ def main() -> None:
         taken = "yes" if are_attended_at_once(lengths, asked, HEADS) else "no"
         apart = float((found[0].float() - found[1].float()).abs().max())
         ratio = f"{slow:>8.2f} ms {fast:>5.2f} ms {fast / slow:>5.2f}"
-        print(f"{batch:>9} {length:>6} {new:>4} {ratio} {taken:>6} {apart:>11.1e}")
+        print(f"{str(stored)[6:]:>14} {batch:>9} {length:>6} {new:>4} {ratio} {taken:>6} {apart:>11.1e}")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""A layer's small experts in one product, as our CPU servers multiply them, over a product an expert.
+"""A layer's small experts, as our CPU servers multiply them, over a product an expert.
 
 ``python tests/bench/bench_experts.py`` prints, for the quickstart's layer and the paper-shaped model's in bfloat16 on
 one thread, the median processor time of both ways by the number of tokens, taken in turns, and their ratio. Every round
-routes anew, as in a server, so an expert's number of tokens is seldom one that was seen before. The baseline sorts the tokens by expert and goes through the experts in Python, as SGLang does (``moe_forward_native``). The
-last column says whether both results are the same bits.
+routes anew, as in a server, so an expert's number of tokens is seldom one that was seen before. The baseline sorts the
+tokens by expert and goes through the experts in Python, as SGLang does (``moe_forward_native``). The last column says
+whether both results are the same bits.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -57,7 +59,7 @@ def measure(experts: int, top_k: int, hidden: int, inner: int, tokens: int) -> t
         popular = torch.randn(tokens, experts) + torch.randn(experts)
         gates, chosen = popular.softmax(-1).topk(top_k)
         given = (x, gates, chosen, *weights)
-        rounds.append([taken(lambda way=way: way(*given)) for way in (one_by_one, mix_experts)])
+        rounds.append([taken(partial(way, *given)) for way in (one_by_one, mix_experts)])
         same = same and torch.equal(one_by_one(*given), mix_experts(*given))
     before, after = (statistics.median(column) for column in zip(*rounds, strict=True))
     return before, after, same
@@ -67,7 +69,7 @@ def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    print("| layer | tokens | a product an expert, ms | in one product, ms | ratio | same bits |")
+    print("| layer | tokens | a product an expert, ms | padded, ms | ratio | same bits |")
     print("|---|---|---|---|---|---|")
     for name, shape in SHAPES.items():
         for tokens in TOKENS:

@@ -32,11 +32,12 @@ def config(seed: int = 0, **train: object) -> RunConfig:
 
 
 def write_run(folder: Path, *, seed: int, rate: float, gap: float, steps: int = 12, **train: object) -> Path:
-    """A run whose k3 grows with the step, with ``rate`` in its last evaluation and all tokens ``gap`` apart."""
+    """A run whose k3 grows with the step, with ``rate`` in its last evaluation and half of it as the reward from the
+    third step on; all tokens are ``gap`` apart."""
     log = MetricsLog(folder)
     for step in range(1, steps + 1):
-        values = {"reward/mean": 0.5, "train/grad_norm": 2.0, "train/entropy": 0.25, "mismatch/f_tau_2": 0.0}
-        log.append(step, {**values, "mismatch/k3_kl": 1e-3 * step, "guard/crossed": float(step > 9)})
+        values = {"train/grad_norm": 2.0, "train/entropy": 0.25, "mismatch/f_tau_2": 0.0, "mismatch/k3_kl": 1e-3 * step}
+        log.append(step, {**values, "reward/mean": rate / 2 * (step > 2), "guard/crossed": float(step > 9)})
     (folder / "config.yaml").write_text(yaml.safe_dump(config(seed, **train).model_dump(mode="json")))
     rates = {"step-0/sampled": 0.25, "step-0/greedy": 0.9, f"step-{steps}/sampled": rate}
     write_json(folder / "state.json", {"evaluations": {key: {"pass_at_1": value} for key, value in rates.items()}})
@@ -69,8 +70,12 @@ def test_seeds_are_put_together_and_compared_with_the_first_setting(tmp_path: Pa
     low, high = second["difference"]["interval"]
     assert (low, high) == pytest.approx((0.3 - 0.2267, 0.3 + 0.2267), abs=0.003), "2.776 standard errors of 0.0816"
     assert second["difference"]["shown"] == pytest.approx((2.776 + 0.941) * 0.08165, abs=0.003)
+    assert second["rewards"] == pytest.approx([0.35, 0.4, 0.45]), "of the last ten steps"
+    assert second["reward_difference"]["value"] == pytest.approx(0.15)
     table = (tmp_path / "out" / "runs.md").read_text()
-    assert "| GRPO + R3 | 0, 1, 2 | 12 | 25.0 | 80.0 (70.0, 80.0, 90.0) | +30.0 [+7.3, +52.7] |" in table
+    assert "| GRPO + R3 | 0, 1, 2 | 12 | 25.0 (25.0, 25.0, 25.0) | 80.0 (70.0, 80.0, 90.0) | +30.0 [+7.3, +52.7] |" in (
+        table
+    )
     for name in ("training.png", "f_tau.png"):
         assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
 

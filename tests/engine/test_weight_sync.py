@@ -38,7 +38,7 @@ from safetensors.torch import load_file  # noqa: E402
 from agent_rl.weight_sync.digests import DigestKind, Digests, difference, differing, left_behind, outvoted  # noqa: E402
 from agent_rl.weight_sync.order import PublishReport  # noqa: E402
 from agent_rl.weight_sync.publisher import Bucket, WeightPublisher  # noqa: E402
-from agent_rl.weight_sync.sync import WeightSync  # noqa: E402
+from agent_rl.weight_sync.sync import WeightSync, difference_limit  # noqa: E402
 
 slow = [pytest.mark.sglang, pytest.mark.slow]
 TOKENS = [int(token) for token in np.random.default_rng(11).integers(2, 250, 60)]
@@ -180,6 +180,18 @@ async def setting(
 async def engine(setting: Setting, server: str, model: Path, engine_config: EngineConfig) -> AsyncIterator[Any]:
     async with SGLangEngine(server, read_facts(model), engine_config) as client:
         yield client
+
+
+@pytest.mark.parametrize(
+    ("options", "limit"),
+    [
+        ({"dtype": "float32"}, 0.02),
+        ({"dtype": "bfloat16"}, 0.3),
+        ({"dtype": "bfloat16", "extra_args": ["--kv-cache-dtype", "fp8_e4m3"]}, 1.0),
+    ],
+)
+def test_engine_and_trainer_may_differ_by_what_rounding_does(options: dict[str, Any], limit: float) -> None:
+    assert difference_limit(EngineConfig.model_validate(options)) == limit
 
 
 class TestOneEngine:

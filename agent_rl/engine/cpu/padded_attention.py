@@ -56,7 +56,7 @@ def _taken(cache: Tensor, places: Tensor) -> Tensor:
 
 
 def _widened(stored: Tensor, dtype: torch.dtype) -> Tensor:
-    """``stored`` as ``dtype``. torch widens one element of 8 bits after another; a table of all 256 is six times as fast."""
+    """``stored`` as ``dtype``. torch widens 8 bits one by one; a table of all 256 is several times as fast."""
     if stored.itemsize > 1:
         return stored.to(dtype)
     table = torch.arange(256, dtype=torch.uint8).view(stored.dtype).to(dtype)
