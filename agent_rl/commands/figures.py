@@ -25,7 +25,7 @@ from agent_rl.config import RunConfig
 from agent_rl.config_files import load_recorded
 from agent_rl.controller.state import evaluation_step
 from agent_rl.errors import UserError
-from agent_rl.evaluation.seeds import SeedDifference, seed_difference
+from agent_rl.evaluation.seeds import SeedDifference, paired_difference, seed_difference
 from agent_rl.observe.display import cell
 from agent_rl.observe.files import read_json, write_atomic, write_json
 from agent_rl.observe.metrics_log import read_metrics
@@ -62,8 +62,8 @@ class Setting:
     """What the runs of one setting came to; of each figure the mean over runs, or the largest of all (``max``).
 
     ``pass_at_1`` are the runs' last evaluations and ``before`` their first, in the order of ``seeds``; ``rewards`` the
-    mean training rewards of their last steps. The differences are to the first setting named. ``crossed``: steps beyond
-    a limit of the guard, of all runs.
+    mean training rewards of their last steps. The differences are to the first setting named, that of rewards between
+    runs of the same seed. ``crossed``: steps beyond a limit of the guard, of all runs.
     """
 
     name: str
@@ -151,7 +151,7 @@ def by_setting(runs: Sequence[Run]) -> dict[str, list[Run]]:
 def figures_of(name: str, runs: Sequence[Run], first: Sequence[Run]) -> Setting:
     """What ``runs`` came to, against the runs ``first``."""
     after, baseline = _evaluated(runs, max), _evaluated(first, max)
-    rewards, reward_before = _rewards(runs), _rewards(first)
+    rewards = _rewards(runs)
     return Setting(
         name=name,
         seeds=tuple(run.seed for run in runs),
@@ -159,8 +159,8 @@ def figures_of(name: str, runs: Sequence[Run], first: Sequence[Run]) -> Setting:
         before=_evaluated(runs, min),
         pass_at_1=after,
         difference=None if runs is first else seed_difference(baseline, after),
-        rewards=rewards,
-        reward_difference=None if runs is first else seed_difference(reward_before, rewards),
+        rewards=tuple(rewards.values()),
+        reward_difference=None if runs is first else paired_difference(_rewards(first), rewards),
         k3_kl=_mean_of_medians(runs, "mismatch/k3_kl"),
         k3_kl_max=_largest(runs, "mismatch/k3_kl"),
         f_tau_2_max=_largest(runs, "mismatch/f_tau_2"),
@@ -176,8 +176,9 @@ def _evaluated(runs: Sequence[Run], which: Callable[[Iterable[int]], int]) -> tu
     return tuple(run.pass_at_1[which(run.pass_at_1)] for run in runs if run.pass_at_1)
 
 
-def _rewards(runs: Sequence[Run]) -> tuple[float, ...]:
-    return tuple(float(np.mean(run.values("reward/mean")[-NEWEST:])) for run in runs)
+def _rewards(runs: Sequence[Run]) -> dict[int, float]:
+    """By seed: it draws the tasks, which decide most of a step's reward."""
+    return {run.seed: float(np.mean(run.values("reward/mean")[-NEWEST:])) for run in runs}
 
 
 def _mean_of_medians(runs: Sequence[Run], name: str) -> float:

@@ -6,7 +6,7 @@ weights.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,8 +16,8 @@ _DRAWS = 400_000
 
 @dataclass(frozen=True, slots=True)
 class SeedDifference:
-    """``value``: the second setting's mean less the first's, with its 95 % ``interval`` (Student's t, one spread for
-    both settings). ``shown``: the difference that as many runs of this spread show in 4 of 5 comparisons."""
+    """``value``: the second setting's mean less the first's, with its 95 % ``interval`` (Student's t). ``shown``: the
+    difference that as many runs of this spread show in 4 of 5 comparisons."""
 
     value: float
     interval: tuple[float, float]
@@ -25,15 +25,26 @@ class SeedDifference:
 
 
 def seed_difference(first: Sequence[float], second: Sequence[float]) -> SeedDifference | None:
-    """What the runs ``second`` have over the runs ``first``, a figure a run; None unless both are two or more."""
+    """What the runs ``second`` have over the runs ``first``, a figure a run, of one spread; None unless both are two or
+    more."""
     if min(len(first), len(second)) < 2:
         return None
     freedom = len(first) + len(second) - 2
     spread = (np.var(first) * len(first) + np.var(second) * len(second)) / freedom
     error = float(np.sqrt(spread * (1 / len(first) + 1 / len(second))))
+    return _difference(float(np.mean(second) - np.mean(first)), error, freedom)
+
+
+def paired_difference(first: Mapping[int, float], second: Mapping[int, float]) -> SeedDifference | None:
+    """The same by the differences of runs of one seed, for a figure that follows what the seed draws; None unless both
+    have two seeds or more in common."""
+    apart = [second[seed] - first[seed] for seed in sorted(first.keys() & second.keys())]
+    if len(apart) < 2:
+        return None
+    return _difference(float(np.mean(apart)), float(np.std(apart, ddof=1) / np.sqrt(len(apart))), len(apart) - 1)
+
+
+def _difference(value: float, error: float, freedom: int) -> SeedDifference:
     # numpy has no quantiles of Student's t: those of many draws are right to a hundredth.
-    beyond, power = np.quantile(np.random.default_rng(0).standard_t(freedom, _DRAWS), (0.975, 0.8))
-    value = float(np.mean(second) - np.mean(first))
-    return SeedDifference(
-        value, (value - float(beyond) * error, value + float(beyond) * error), float(beyond + power) * error
-    )
+    beyond, power = map(float, np.quantile(np.random.default_rng(0).standard_t(freedom, _DRAWS), (0.975, 0.8)))
+    return SeedDifference(value, (value - beyond * error, value + beyond * error), (beyond + power) * error)

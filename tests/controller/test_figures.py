@@ -18,7 +18,7 @@ from agent_rl.commands.figures import run_figures, setting_of
 from agent_rl.config import Ablation, RunConfig
 from agent_rl.config_files import load_config
 from agent_rl.errors import UserError
-from agent_rl.evaluation.seeds import seed_difference
+from agent_rl.evaluation.seeds import paired_difference, seed_difference
 from agent_rl.observe.files import write_json
 from agent_rl.observe.metrics_log import MetricsLog
 from r3.mismatch import figures
@@ -72,6 +72,7 @@ def test_seeds_are_put_together_and_compared_with_the_first_setting(tmp_path: Pa
     assert second["difference"]["shown"] == pytest.approx((2.776 + 0.941) * 0.08165, abs=0.003)
     assert second["rewards"] == pytest.approx([0.35, 0.4, 0.45]), "of the last ten steps"
     assert second["reward_difference"]["value"] == pytest.approx(0.15)
+    assert second["reward_difference"]["interval"] == pytest.approx([0.15, 0.15]), "0.15 in the runs of each seed"
     table = (tmp_path / "out" / "runs.md").read_text()
     assert "| GRPO + R3 | 0, 1, 2 | 12 | 25.0 (25.0, 25.0, 25.0) | 80.0 (70.0, 80.0, 90.0) | +30.0 [+7.3, +52.7] |" in (
         table
@@ -128,6 +129,14 @@ def test_a_run_of_the_matrix_is_named_for_what_it_is_whatever_all_runs_override(
 
 def test_one_run_a_setting_says_nothing_of_chance() -> None:
     assert seed_difference([0.5], [0.7, 0.8]) is None
+
+
+def test_runs_of_one_seed_are_compared_with_each_other() -> None:
+    found = paired_difference({0: 0.1, 1: 0.5, 2: 0.9, 7: 0.0}, {2: 1.0, 1: 0.6, 0: 0.5})
+    assert found is not None
+    assert found.value == pytest.approx(0.2)
+    assert found.interval == pytest.approx((0.2 - 0.4303, 0.2 + 0.4303), abs=0.01), "4.303 standard errors of 0.1"
+    assert paired_difference({0: 0.1, 1: 0.5}, {1: 0.6}) is None
 
 
 def test_what_cannot_be_drawn_is_told_in_a_line(tmp_path: Path) -> None:
