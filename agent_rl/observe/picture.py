@@ -58,7 +58,7 @@ def draw_settings(settings: Mapping[str, Sequence[Rows]], path: Path) -> None:
         axes.set(title=title)
         _set_steps(axes)
     handles, names = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False)
+    figure.legend(handles, names, loc="outside lower center", ncols=min(3, len(names)), frameon=False)
     _save(figure, path)
 
 
