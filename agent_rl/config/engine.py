@@ -96,11 +96,6 @@ class EngineConfig(Section):
         return self.launched and not self.colocate
 
     @property
-    def rounds_to_fp8(self) -> bool:
-        """Whether servers are told to keep weights, or keys and values, in 8 bits."""
-        return any("fp8" in argument for argument in self.extra_args)
-
-    @property
     def server_pause(self) -> str:
         """SGLang's name for what becomes of requests that still run when it is paused."""
         return "abort" if self.pause_mode == "turn" else self.pause_mode

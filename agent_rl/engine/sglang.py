@@ -328,6 +328,7 @@ class SGLangEngine:
             weight_version=str(model.get("weight_version", "")),
             captures_routes=bool(server.get("enable_return_routed_experts")),
             dtype=str(server.get("dtype", "")),
+            kv_dtype=str(server.get("kv_cache_dtype", "")),
             max_total_tokens=int(server.get("max_total_num_tokens") or server.get("max_total_tokens") or 0),
         )
 

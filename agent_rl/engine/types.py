@@ -28,13 +28,14 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What a server reports about itself."""
+    """What a server reports about itself. ``kv_dtype``: what it keeps keys and values in, ``auto`` for ``dtype``."""
 
     url: str
     model: str
     weight_version: str
     captures_routes: bool
     dtype: str
+    kv_dtype: str
     max_total_tokens: int
 
 

@@ -23,16 +23,18 @@ async def test_log_probs_and_routes_are_off_by_their_rounding(
     server: str, engine_config: EngineConfig, model: Path, tmp_path: Path
 ) -> None:
     short = EngineServer(engine_config.model_copy(update={"extra_args": OPTION}), model, tmp_path / "engine.log")
-    facts, found = read_facts(model), []
+    facts, kept, found = read_facts(model), [], []
     await short.start()
     try:
         for url in (server, short.url):
             async with SGLangEngine(url, facts, engine_config) as engine:
                 answer = await engine.generate(PROMPT, SamplingParams(max_new_tokens=1), routes_from=0, session="s")
                 assert answer.routing is not None
+                kept.append((await engine.info()).kv_dtype)
                 found.append((np.array(await engine.score(PROMPT)), np.sort(answer.routing.experts, axis=2)))
     finally:
         await short.stop()
+    assert kept == ["auto", "fp8_e4m3"]
     (exact, experts), (rounded, others) = found
     apart = np.abs(exact - rounded)
     assert 1e-3 < apart.max() < 1.0

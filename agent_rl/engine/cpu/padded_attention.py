@@ -15,8 +15,8 @@ def are_attended_at_once(lengths: Tensor, asked: Tensor, heads: int) -> bool:
     it is more than one token, padding to the longest sequence does not make many tokens of few, and the scores of all
     ``heads`` are few enough to be padded, too.
 
-    With 64 sequences of 150 tokens it takes half the time of a call a sequence for a new token each, and a quarter for
-    twenty (``tests/bench/bench_attention.py``).
+    With 64 sequences of 150 tokens it takes a third of the time of a call a sequence for a new token each, and a
+    quarter for twenty (``tests/bench/bench_attention.py``).
     """
     longest, most = int(lengths.max()), int(asked.max())
     padded = len(lengths) * longest

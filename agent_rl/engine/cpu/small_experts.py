@@ -15,8 +15,8 @@ def are_small(up_and_gate: Tensor) -> bool:
     """Whether :func:`mix_experts` is the faster way for experts of these weights ``[E, 2 I, H]``: all of them are
     small, so that it is calls that cost.
 
-    With 8 of 128 experts of 128 x 16 and 64 tokens it takes a third of the time of a call an expert, of which half is
-    kernels made for shapes that were not seen before (``tests/bench/bench_experts.py``).
+    With 8 of 128 experts of 128 x 16 and 64 tokens it takes half the time of a call an expert
+    (``tests/bench/bench_experts.py``).
     """
     return up_and_gate.numel() <= _MOST_WEIGHTS
 
