@@ -99,7 +99,7 @@ def run_figures(folders: Sequence[Path], out: Path) -> None:
     )
     rows = [_cells(setting) for setting in compared]
     write_atomic(out / "runs.md", _markdown(rows).encode())
-    table = Table("", *(Column(cell(setting.name)) for setting in compared))  # rows would be too wide
+    table = Table("", *(Column(cell(setting.name), overflow="fold") for setting in compared))  # rows would be too wide
     for name in list(rows[0])[1:]:
         table.add_row(name, *(cell(row[name]) for row in rows))
     Console(soft_wrap=True).print(table)
@@ -213,8 +213,8 @@ def _cells(setting: Setting) -> dict[str, str]:
         **_compared("Pass@1", setting.difference),
         f"reward of the last {NEWEST} steps": _percent(setting.rewards),
         **_compared("reward", setting.reward_difference),
-        "k3-KL, median; max": f"{setting.k3_kl:.2e}; {setting.k3_kl_max:.2e}",
-        "F(2), max": f"{setting.f_tau_2_max:.2e}",
+        "k3-KL, median; max": f"{setting.k3_kl:.1e}; {setting.k3_kl_max:.1e}",
+        "F(2), max": f"{setting.f_tau_2_max:.1e}",
         "gradient norm, median; max": f"{setting.grad_norm:.3g}; {setting.grad_norm_max:.3g}",
         "entropy at the end": f"{setting.entropy:.3f}",
         "steps beyond the guard's limits": str(setting.crossed),
