@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Column, Table
 
-from agent_rl.config import RunConfig
+from agent_rl.config import Replay, RunConfig
 from agent_rl.config_files import load_recorded
 from agent_rl.controller.state import evaluation_step
 from agent_rl.errors import UserError
@@ -41,10 +41,13 @@ NEWEST = 10
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run: its folder, setting and seed, its steps' metrics, and Pass@1 of its sampled evaluations by step."""
+    """One run: its folder, setting and seed, its steps' metrics, and Pass@1 of its sampled evaluations by step.
+    ``replay`` and what its setting is called without it; None for an ablation, which is no replay that trains."""
 
     folder: Path
     setting: str
+    replay: Replay | None
+    without: str
     seed: int
     rows: Rows
     pass_at_1: Mapping[int, float]
@@ -83,26 +86,48 @@ class Setting:
     crossed: int
 
 
+@dataclass(frozen=True, slots=True)
+class ReplayWorth:
+    """What ``replay`` is worth over all pairs of runs, one with it and one without, that differ in nothing else: the
+    mean of their differences in the last Pass@1 and in :attr:`Setting.rewards`; None where fewer than two have one."""
+
+    replay: Replay
+    pairs: int
+    pass_at_1: SeedDifference | None
+    reward: SeedDifference | None
+
+
 def run_figures(folders: Sequence[Path], out: Path) -> None:
     """Draw the runs in ``folders`` and compare their settings, the first one's with each other. Raises UserError for a
     folder that holds no run with a step, and for two runs of one setting and seed."""
-    settings = by_setting([read_run(folder) for folder in folders])
+    runs = [read_run(folder) for folder in folders]
+    settings = by_setting(runs)
     first = next(iter(settings.values()))
-    compared = [figures_of(name, runs, first) for name, runs in settings.items()]
+    compared = [figures_of(name, each, first) for name, each in settings.items()]
+    worth = [found for replay in ("r3", "r2") if (found := replay_worth(replay, runs)) is not None]
     out.mkdir(parents=True, exist_ok=True)
-    draw_settings({name: [_drawn(run) for run in runs] for name, runs in settings.items()}, out / "training.png")
-    curves = {name: curve for name, runs in settings.items() if (curve := f_tau_at_the_end(runs)) is not None}
+    draw_settings({name: [_drawn(run) for run in each] for name, each in settings.items()}, out / "training.png")
+    curves = {name: curve for name, each in settings.items() if (curve := f_tau_at_the_end(each)) is not None}
     if curves:
         write_atomic(out / "f_tau.png", f_tau_curves(curves))
     write_json(
-        out / "runs.json", {"runs": [str(folder) for folder in folders], "settings": list(map(asdict, compared))}
+        out / "runs.json",
+        {
+            "runs": [str(folder) for folder in folders],
+            "settings": list(map(asdict, compared)),
+            "replay": list(map(asdict, worth)),
+        },
     )
     rows = [_cells(setting) for setting in compared]
-    write_atomic(out / "runs.md", _markdown(rows).encode())
+    sentences = [_sentence(found) for found in worth]
+    write_atomic(out / "runs.md", "\n".join([_markdown(rows), *(f"{each}\n" for each in sentences)]).encode())
     table = Table("", *(Column(cell(setting.name), overflow="fold") for setting in compared))  # rows would be too wide
     for name in list(rows[0])[1:]:
         table.add_row(name, *(cell(row[name]) for row in rows))
-    Console(soft_wrap=True).print(table)
+    console = Console(soft_wrap=True)
+    console.print(table)
+    for sentence in sentences:
+        console.print(cell(sentence))
 
 
 def read_run(folder: Path) -> Run:
@@ -112,8 +137,15 @@ def read_run(folder: Path) -> Run:
     config = load_recorded(folder / "config.yaml")
     made = read_json(folder / "state.json")["evaluations"]
     rates = {evaluation_step(key): report["pass_at_1"] for key, report in made.items() if key.endswith("/sampled")}
+    without = config.model_copy(update={"train": config.train.model_copy(update={"replay": "off"})})
     return Run(
-        folder, setting_of(config), config.seed, rows, {step: rate for step, rate in rates.items() if rate is not None}
+        folder,
+        setting_of(config),
+        config.train.replay if config.r3.ablation == "none" else None,
+        setting_of(without),
+        config.seed,
+        rows,
+        {step: rate for step, rate in rates.items() if rate is not None},
     )
 
 
@@ -132,7 +164,11 @@ def setting_of(config: RunConfig) -> str:
     if config.r3.ablation != "none":
         parts[-1] += f" ({config.r3.ablation})"
     updates = train.mini_steps * train.epochs
-    return " + ".join(parts) + (f", {updates} updates a step" if updates > 1 else "")
+    return (
+        " + ".join(parts)
+        + (f", {updates} updates a step" if updates > 1 else "")
+        + (f", depth {config.pipeline.depth}" if config.pipeline.depth else "")
+    )
 
 
 def by_setting(runs: Sequence[Run]) -> dict[str, list[Run]]:
@@ -171,14 +207,34 @@ def figures_of(name: str, runs: Sequence[Run], first: Sequence[Run]) -> Setting:
     )
 
 
+def replay_worth(replay: Replay, runs: Sequence[Run]) -> ReplayWorth | None:
+    """What the runs with ``replay`` have over those without; None where no two differ in it alone."""
+    without, replayed = (
+        {(run.without, run.seed): run for run in runs if run.replay == kind} for kind in ("off", replay)
+    )
+    if not (pairs := without.keys() & replayed.keys()):
+        return None
+    rates = [{key: _last(run) for key, run in each.items() if run.pass_at_1} for each in (without, replayed)]
+    rewards = [{key: _reward(run) for key, run in each.items()} for each in (without, replayed)]
+    return ReplayWorth(replay, len(pairs), paired_difference(*rates), paired_difference(*rewards))
+
+
 def _evaluated(runs: Sequence[Run], which: Callable[[Iterable[int]], int]) -> tuple[float, ...]:
     """Pass@1 of each run's first or last evaluation; of the runs that have one."""
     return tuple(run.pass_at_1[which(run.pass_at_1)] for run in runs if run.pass_at_1)
 
 
+def _last(run: Run) -> float:
+    return run.pass_at_1[max(run.pass_at_1)]
+
+
+def _reward(run: Run) -> float:
+    return float(np.mean(run.values("reward/mean")[-NEWEST:]))
+
+
 def _rewards(runs: Sequence[Run]) -> dict[int, float]:
     """By seed: it draws the tasks, which decide most of a step's reward."""
-    return {run.seed: float(np.mean(run.values("reward/mean")[-NEWEST:])) for run in runs}
+    return {run.seed: _reward(run) for run in runs}
 
 
 def _mean_of_medians(runs: Sequence[Run], name: str) -> float:
@@ -237,6 +293,15 @@ def _compared(what: str, difference: SeedDifference | None) -> dict[str, str]:
         f"{what}, to the first": f"{100 * difference.value:+.1f} [{bounds}]",
         f"{what}, would have been shown": f"{100 * difference.shown:.1f}",
     }
+
+
+def _sentence(worth: ReplayWorth) -> str:
+    text = f"{worth.replay.upper()} less no replay, in {worth.pairs} pairs of runs that differ in nothing else"
+    for what, difference in (("Pass@1", worth.pass_at_1), ("reward", worth.reward)):
+        if difference is not None:
+            apart, shown = _compared(what, difference).values()
+            text += f"; {what} {apart}, {shown} would have been shown"
+    return text + "."
 
 
 def _markdown(rows: Sequence[Mapping[str, str]]) -> str:

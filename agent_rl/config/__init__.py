@@ -23,6 +23,7 @@ from agent_rl.config.train import (
     OldLogprobSource,
     OverlongConfig,
     Recompute,
+    Replay,
     TrainConfig,
 )
 from agent_rl.config.watch import GuardConfig, LimitConfig, OnSpike, SinkName
@@ -55,6 +56,7 @@ __all__ = [
     "ParallelConfig",
     "R3Config",
     "Recompute",
+    "Replay",
     "RolloutConfig",
     "RouteSource",
     "RunConfig",

@@ -6,12 +6,14 @@ weights.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
 _DRAWS = 400_000
+Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +37,10 @@ def seed_difference(first: Sequence[float], second: Sequence[float]) -> SeedDiff
     return _difference(float(np.mean(second) - np.mean(first)), error, freedom)
 
 
-def paired_difference(first: Mapping[int, float], second: Mapping[int, float]) -> SeedDifference | None:
-    """The same by the differences of runs of one seed, for a figure that follows what the seed draws; None unless both
-    have two seeds or more in common."""
-    apart = [second[seed] - first[seed] for seed in sorted(first.keys() & second.keys())]
+def paired_difference(first: Mapping[Key, float], second: Mapping[Key, float]) -> SeedDifference | None:
+    """The same by the differences of runs with one key, such as their seed, for a figure that follows what the key
+    stands for; None unless both have two keys or more in common."""
+    apart = [second[key] - value for key, value in first.items() if key in second]
     if len(apart) < 2:
         return None
     return _difference(float(np.mean(apart)), float(np.std(apart, ddof=1) / np.sqrt(len(apart))), len(apart) - 1)

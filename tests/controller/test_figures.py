@@ -14,7 +14,7 @@ import yaml
 from matplotlib.figure import Figure
 from safetensors.numpy import save_file
 
-from agent_rl.commands.figures import run_figures, setting_of
+from agent_rl.commands.figures import read_run, replay_worth, run_figures, setting_of
 from agent_rl.config import Ablation, RunConfig
 from agent_rl.config_files import load_config
 from agent_rl.errors import UserError
@@ -56,6 +56,8 @@ def test_a_setting_is_what_its_config_changes() -> None:
         "GRPO + TIS, 4 updates a step"
     )
     assert setting_of(config(replay="r3", lora={"rank": 8})) == "GRPO + R3 + LoRA"
+    ahead = config(replay="r3", old_logprob={"source": "rollout"}).model_dump() | {"pipeline": {"depth": 2}}
+    assert setting_of(RunConfig.model_validate(ahead)) == "GRPO + R3, depth 2"
 
 
 def test_seeds_are_put_together_and_compared_with_the_first_setting(tmp_path: Path) -> None:
@@ -73,12 +75,44 @@ def test_seeds_are_put_together_and_compared_with_the_first_setting(tmp_path: Pa
     assert second["rewards"] == pytest.approx([0.35, 0.4, 0.45]), "of the last ten steps"
     assert second["reward_difference"]["value"] == pytest.approx(0.15)
     assert second["reward_difference"]["interval"] == pytest.approx([0.15, 0.15]), "0.15 in the runs of each seed"
+    (worth,) = json.loads((tmp_path / "out" / "runs.json").read_text())["replay"]
+    assert (worth["replay"], worth["pairs"]) == ("r3", 3)
+    assert worth["pass_at_1"]["value"] == pytest.approx(0.3)
     table = (tmp_path / "out" / "runs.md").read_text()
     assert "| GRPO + R3 | 0, 1, 2 | 12 | 25.0 (25.0, 25.0, 25.0) | 80.0 (70.0, 80.0, 90.0) | +30.0 [+7.3, +52.7] |" in (
         table
     )
     for name in ("training.png", "f_tau.png"):
         assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_replay_is_worth_is_taken_over_all_pairs_that_differ_in_nothing_else(tmp_path: Path) -> None:
+    gains = {("grpo", 1): 0.1, ("grpo", 4): 0.2, ("gspo", 1): 0.3}
+    for (objective, updates), gain in gains.items():
+        setting = {"objective": objective, "mini_steps": updates}
+        for replay, rate in (("off", 0.4), ("r3", 0.4 + gain)):
+            write_run(
+                tmp_path / f"{replay}-{objective}-{updates}", seed=0, rate=rate, gap=1.0, replay=replay, **setting
+            )
+    write_run(tmp_path / "off-tis", seed=0, rate=0.9, gap=1.0, replay="off", correction={"weight": "token"})
+    write_run(tmp_path / "r3-other-seed", seed=1, rate=0.9, gap=1.0, replay="r3")
+    run_figures([folder for folder in sorted(tmp_path.iterdir()) if folder.is_dir()], tmp_path / "out")
+    (worth,) = json.loads((tmp_path / "out" / "runs.json").read_text())["replay"]
+    assert (worth["pairs"], worth["pass_at_1"]["value"]) == (3, pytest.approx(0.2))
+    assert worth["reward"]["value"] == pytest.approx(0.1)
+    low, high = worth["pass_at_1"]["interval"]
+    assert high - low == pytest.approx(2 * 4.303 * 0.1 / 3**0.5, rel=0.02), "4.303 standard errors of 0.1 / sqrt(3)"
+    assert "R3 less no replay, in 3 pairs of runs that differ in nothing else; Pass@1 +20.0 [-4.9, +44.9], " in (
+        (tmp_path / "out" / "runs.md").read_text()
+    )
+
+
+def test_an_ablation_is_no_replay_that_others_are_compared_with(tmp_path: Path) -> None:
+    off = write_run(tmp_path / "off", seed=0, rate=0.4, gap=1.0, replay="off")
+    shifted = write_run(tmp_path / "shifted", seed=0, rate=0.4, gap=1.0, replay="r3")
+    written = yaml.safe_load((shifted / "config.yaml").read_text())
+    (shifted / "config.yaml").write_text(yaml.safe_dump({**written, "r3": {"ablation": "shifted"}}))
+    assert replay_worth("r3", [read_run(off), read_run(shifted)]) is None
 
 
 def test_every_setting_has_its_curve(monkeypatch: pytest.MonkeyPatch) -> None:
