@@ -208,15 +208,16 @@ def figures_of(name: str, runs: Sequence[Run], first: Sequence[Run]) -> Setting:
 
 
 def replay_worth(replay: Replay, runs: Sequence[Run]) -> ReplayWorth | None:
-    """What the runs with ``replay`` have over those without; None where no two differ in it alone."""
+    """What the runs with ``replay`` have over those without; None where fewer than two pairs differ in it alone."""
     without, replayed = (
         {(run.without, run.seed): run for run in runs if run.replay == kind} for kind in ("off", replay)
     )
-    if not (pairs := without.keys() & replayed.keys()):
+    pairs = len(without.keys() & replayed.keys())
+    if pairs < 2:
         return None
     rates = [{key: _last(run) for key, run in each.items() if run.pass_at_1} for each in (without, replayed)]
     rewards = [{key: _reward(run) for key, run in each.items()} for each in (without, replayed)]
-    return ReplayWorth(replay, len(pairs), paired_difference(*rates), paired_difference(*rewards))
+    return ReplayWorth(replay, pairs, paired_difference(*rates), paired_difference(*rewards))
 
 
 def _evaluated(runs: Sequence[Run], which: Callable[[Iterable[int]], int]) -> tuple[float, ...]:

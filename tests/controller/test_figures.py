@@ -108,11 +108,15 @@ def test_what_replay_is_worth_is_taken_over_all_pairs_that_differ_in_nothing_els
 
 
 def test_an_ablation_is_no_replay_that_others_are_compared_with(tmp_path: Path) -> None:
-    off = write_run(tmp_path / "off", seed=0, rate=0.4, gap=1.0, replay="off")
-    shifted = write_run(tmp_path / "shifted", seed=0, rate=0.4, gap=1.0, replay="r3")
-    written = yaml.safe_load((shifted / "config.yaml").read_text())
-    (shifted / "config.yaml").write_text(yaml.safe_dump({**written, "r3": {"ablation": "shifted"}}))
-    assert replay_worth("r3", [read_run(off), read_run(shifted)]) is None
+    runs = [
+        read_run(write_run(tmp_path / f"{replay}-{seed}", seed=seed, rate=0.4, gap=1.0, replay=replay))
+        for seed in (0, 1)
+        for replay in ("off", "r3")
+    ]
+    assert replay_worth("r3", runs) is not None
+    changed = tmp_path / "r3-1" / "config.yaml"
+    changed.write_text(yaml.safe_dump(yaml.safe_load(changed.read_text()) | {"r3": {"ablation": "shifted"}}))
+    assert replay_worth("r3", [*runs[:3], read_run(tmp_path / "r3-1")]) is None, "one pair gives no interval"
 
 
 def test_every_setting_has_its_curve(monkeypatch: pytest.MonkeyPatch) -> None:
