@@ -165,6 +165,10 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
     "trains for hours, or needs such runs: tests/controller/test_figures.py draws small ones": (
         "python tests/bench/run_matrix.py configs/paper-small.yaml --seeds 0 1 2 --minutes 200",
         "python tests/bench/run_matrix.py configs/paper-small.yaml train.mini_steps=1 --seeds 0 1 2 --minutes 200",
+        "python tests/bench/run_matrix.py configs/paper-small.yaml name=paper-long train.steps=60 eval.every=20 "
+        "--settings off r3 --seeds 0",
+        "python tests/bench/run_matrix.py configs/paper-small.yaml --seeds 0 --settings "
+        "r3 off old-logprob-only update-only sampled-only alternate-layers ahead fresh-only shifted",
         "python tests/bench/run_matrix.py configs/quickstart.yaml train.mini_steps=4 train.steps=12 eval.tasks=0 "
         "--seeds 0 --settings "
         "r3 off old-logprob-only update-only sampled-only alternate-layers ahead fresh-only shifted",
