@@ -12,7 +12,7 @@ its training.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -59,24 +59,38 @@ class Run:
             raise UserError(f"{self.folder}: no step has {name}; right would be a run that has made updates")
         return found
 
+    @property
+    def collapsed(self) -> int | None:
+        """The first step at which the mean reward of :data:`NEWEST` steps was under half of the highest before."""
+        rewarded = [row for row in self.rows if "reward/mean" in row]
+        best = 0.0
+        for end in range(NEWEST, len(rewarded) + 1):
+            mean = float(np.mean([row["reward/mean"] for row in rewarded[end - NEWEST : end]]))
+            if mean < best / 2:
+                return int(rewarded[end - 1]["step"])
+            best = max(best, mean)
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class Setting:
     """What the runs of one setting came to; of each figure the mean over runs, or the largest of all (``max``).
 
-    ``pass_at_1`` are the runs' last evaluations and ``before`` their first, in the order of ``seeds``; ``rewards`` the
-    mean training rewards of their last steps. The differences are to the first setting named, that of rewards between
-    runs of the same seed. ``crossed``: steps beyond a limit of the guard, of all runs.
+    ``pass_at_1`` are the runs' last evaluations, in the order of ``seeds``, and ``evaluations`` the steps after which
+    all were evaluated, with the mean; ``rewards`` the mean training rewards of the last steps; ``collapsed`` the steps
+    of :attr:`Run.collapsed`. The differences are to the first setting named, that of rewards between runs of the same
+    seed. ``crossed``: steps beyond a limit of the guard, of all runs.
     """
 
     name: str
     seeds: tuple[int, ...]
     steps: int
-    before: tuple[float, ...]
+    evaluations: tuple[tuple[int, float], ...]
     pass_at_1: tuple[float, ...]
     difference: SeedDifference | None
     rewards: tuple[float, ...]
     reward_difference: SeedDifference | None
+    collapsed: tuple[int | None, ...]
     k3_kl: float
     k3_kl_max: float
     f_tau_2_max: float
@@ -89,10 +103,12 @@ class Setting:
 @dataclass(frozen=True, slots=True)
 class ReplayWorth:
     """What ``replay`` is worth over all pairs of runs, one with it and one without, that differ in nothing else: the
-    mean of their differences in the last Pass@1 and in :attr:`Setting.rewards`; None where fewer than two have one."""
+    mean of their differences in the last Pass@1 and in :attr:`Setting.rewards`; None where fewer than two have one.
+    ``collapsed``: how many did without replay, and with it."""
 
     replay: Replay
     pairs: int
+    collapsed: tuple[int, int]
     pass_at_1: SeedDifference | None
     reward: SeedDifference | None
 
@@ -186,17 +202,18 @@ def by_setting(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 def figures_of(name: str, runs: Sequence[Run], first: Sequence[Run]) -> Setting:
     """What ``runs`` came to, against the runs ``first``."""
-    after, baseline = _evaluated(runs, max), _evaluated(first, max)
+    after, baseline = _at_the_end(runs), _at_the_end(first)
     rewards = _rewards(runs)
     return Setting(
         name=name,
         seeds=tuple(run.seed for run in runs),
         steps=min(len(run.rows) for run in runs),
-        before=_evaluated(runs, min),
+        evaluations=_by_step(runs),
         pass_at_1=after,
         difference=None if runs is first else seed_difference(baseline, after),
         rewards=tuple(rewards.values()),
         reward_difference=None if runs is first else paired_difference(_rewards(first), rewards),
+        collapsed=tuple(run.collapsed for run in runs),
         k3_kl=_mean_of_medians(runs, "mismatch/k3_kl"),
         k3_kl_max=_largest(runs, "mismatch/k3_kl"),
         f_tau_2_max=_largest(runs, "mismatch/f_tau_2"),
@@ -212,17 +229,27 @@ def replay_worth(replay: Replay, runs: Sequence[Run]) -> ReplayWorth | None:
     without, replayed = (
         {(run.without, run.seed): run for run in runs if run.replay == kind} for kind in ("off", replay)
     )
-    pairs = len(without.keys() & replayed.keys())
-    if pairs < 2:
+    pairs = without.keys() & replayed.keys()
+    if len(pairs) < 2:
         return None
-    rates = [{key: _last(run) for key, run in each.items() if run.pass_at_1} for each in (without, replayed)]
-    rewards = [{key: _reward(run) for key, run in each.items()} for each in (without, replayed)]
-    return ReplayWorth(replay, pairs, paired_difference(*rates), paired_difference(*rewards))
+    both = [{key: runs_of[key] for key in pairs} for runs_of in (without, replayed)]
+    rates = [{key: _last(run) for key, run in each.items() if run.pass_at_1} for each in both]
+    rewards = [{key: _reward(run) for key, run in each.items()} for each in both]
+    fallen = [sum(run.collapsed is not None for run in each.values()) for each in both]
+    return ReplayWorth(
+        replay, len(pairs), (fallen[0], fallen[1]), paired_difference(*rates), paired_difference(*rewards)
+    )
 
 
-def _evaluated(runs: Sequence[Run], which: Callable[[Iterable[int]], int]) -> tuple[float, ...]:
-    """Pass@1 of each run's first or last evaluation; of the runs that have one."""
-    return tuple(run.pass_at_1[which(run.pass_at_1)] for run in runs if run.pass_at_1)
+def _at_the_end(runs: Sequence[Run]) -> tuple[float, ...]:
+    """Pass@1 of each run's last evaluation; of the runs that have one."""
+    return tuple(_last(run) for run in runs if run.pass_at_1)
+
+
+def _by_step(runs: Sequence[Run]) -> tuple[tuple[int, float], ...]:
+    """The steps after which each run was evaluated, with their mean Pass@1."""
+    steps = set[int].intersection(*(set(run.pass_at_1) for run in runs))
+    return tuple((step, float(np.mean([run.pass_at_1[step] for run in runs]))) for step in sorted(steps))
 
 
 def _last(run: Run) -> float:
@@ -265,11 +292,12 @@ def _cells(setting: Setting) -> dict[str, str]:
         "setting": setting.name,
         "seeds": ", ".join(map(str, setting.seeds)),
         "steps": str(setting.steps),
-        "Pass@1 before": _percent(setting.before),
-        "after": _percent(setting.pass_at_1),
+        "Pass@1 by step": ", ".join(f"{step}: {100 * rate:.1f}" for step, rate in setting.evaluations) or "-",
+        "at the end": _percent(setting.pass_at_1),
         **_compared("Pass@1", setting.difference),
         f"reward of the last {NEWEST} steps": _percent(setting.rewards),
         **_compared("reward", setting.reward_difference),
+        "collapsed": _collapses(setting),
         "k3-KL, median; max": f"{setting.k3_kl:.1e}; {setting.k3_kl_max:.1e}",
         "F(2), max": f"{setting.f_tau_2_max:.1e}",
         "gradient norm, median; max": f"{setting.grad_norm:.3g}; {setting.grad_norm_max:.3g}",
@@ -284,6 +312,11 @@ def _percent(rates: Sequence[float]) -> str:
         return "-"
     each = f" ({', '.join(f'{100 * rate:.1f}' for rate in rates)})" if len(rates) > 1 else ""
     return f"{100 * float(np.mean(rates)):.1f}" + each
+
+
+def _collapses(setting: Setting) -> str:
+    steps = [str(step) for step in setting.collapsed if step is not None]
+    return f"{len(steps)} of {len(setting.seeds)}" + (f", at step {', '.join(steps)}" if steps else "")
 
 
 def _compared(what: str, difference: SeedDifference | None) -> dict[str, str]:
@@ -302,7 +335,8 @@ def _sentence(worth: ReplayWorth) -> str:
         if difference is not None:
             apart, shown = _compared(what, difference).values()
             text += f"; {what} {apart}, {shown} would have been shown"
-    return text + "."
+    without, replayed = worth.collapsed
+    return f"{text}; {replayed} collapsed with replay, {without} without."
 
 
 def _markdown(rows: Sequence[Mapping[str, str]]) -> str:

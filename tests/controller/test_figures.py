@@ -79,9 +79,7 @@ def test_seeds_are_put_together_and_compared_with_the_first_setting(tmp_path: Pa
     assert (worth["replay"], worth["pairs"]) == ("r3", 3)
     assert worth["pass_at_1"]["value"] == pytest.approx(0.3)
     table = (tmp_path / "out" / "runs.md").read_text()
-    assert "| GRPO + R3 | 0, 1, 2 | 12 | 25.0 (25.0, 25.0, 25.0) | 80.0 (70.0, 80.0, 90.0) | +30.0 [+7.3, +52.7] |" in (
-        table
-    )
+    assert "| GRPO + R3 | 0, 1, 2 | 12 | 0: 25.0, 12: 80.0 | 80.0 (70.0, 80.0, 90.0) | +30.0 [+7.3, +52.7] |" in table
     for name in ("training.png", "f_tau.png"):
         assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
 
@@ -105,6 +103,26 @@ def test_what_replay_is_worth_is_taken_over_all_pairs_that_differ_in_nothing_els
     assert "R3 less no replay, in 3 pairs of runs that differ in nothing else; Pass@1 +20.0 [-4.9, +44.9], " in (
         (tmp_path / "out" / "runs.md").read_text()
     )
+
+
+def test_a_run_whose_reward_falls_under_half_of_its_best_has_collapsed(tmp_path: Path) -> None:
+    """Means of ten steps: one of few steps, or one that was never better, has not."""
+    for replay in ("off", "r3"):
+        for seed in (0, 1):
+            folder = write_run(tmp_path / f"{replay}-{seed}", seed=seed, rate=0.8, gap=1.0, steps=24, replay=replay)
+            if (replay, seed) == ("off", 1):
+                rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+                fallen = [row | {"reward/mean": 0.0 if row["step"] > 15 else 0.4} for row in rows]
+                (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in fallen))
+    runs = sorted(folder for folder in tmp_path.iterdir())
+    assert [read_run(folder).collapsed for folder in runs] == [None, 21, None, None], "the first of 4 in 10 below half"
+    run_figures(runs, tmp_path / "out")
+    found = json.loads((tmp_path / "out" / "runs.json").read_text())
+    assert [setting["collapsed"] for setting in found["settings"]] == [[None, 21], [None, None]]
+    assert found["replay"][0]["collapsed"] == [1, 0]
+    table = (tmp_path / "out" / "runs.md").read_text()
+    assert "| 1 of 2, at step 21 |" in table
+    assert "; 0 collapsed with replay, 1 without." in table
 
 
 def test_an_ablation_is_no_replay_that_others_are_compared_with(tmp_path: Path) -> None:
