@@ -187,7 +187,6 @@ class WeightSync:
         self, receiver: WeightReceivers, folder: Path, version: str, digests: Mapping[DigestKind, RankDigests]
     ) -> None:
         """Give one paused engine the checkpoint in ``folder`` and let it go on. Raises WeightSyncError."""
-        receiver.abandon()
         receiver.load_from_disk(folder, version, flush_cache=self._config.engine.pause_mode != "in_place")
         held = receiver.checksums()[0].ranks
         if (expected := digests.get(DigestKind.of(held))) and (wrong := differing(expected, held)):

@@ -16,9 +16,14 @@ async def tell(engine: SGLangEngine, endpoint: str, **body: object) -> None:
             await http.post(f"{url}/{endpoint}", body)
 
 
+async def idle(engine: SGLangEngine) -> None:
+    """Return once no server has a request any more, the caches flushed. SGLang may count a request as running for a
+    moment after it was answered."""
+    await tell(engine, "flush_cache?timeout=30")
+
+
 def load(receivers: WeightReceivers, folder: Path, weight_version: str) -> None:
-    """Load a checkpoint from disk as a run does, paused: SGLang may count a request as running for a moment after it
-    was answered, and then does not forget its prefixes."""
+    """Load a checkpoint from disk as a run does, paused."""
     receivers.pause()
     try:
         receivers.load_from_disk(folder, weight_version)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from engine_proxy import Fault, proxy
 from routing_rows import slice_rows
-from server_control import tell
+from server_control import idle, tell
 from trajectories import trajectory
 
 from agent_rl.config import EngineConfig, GuardConfig, R3Config
@@ -34,16 +34,6 @@ pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 PROMPT = [int(token) for token in np.random.default_rng(7).integers(2, 250, 40)]
 SAMPLE = SamplingParams(max_new_tokens=12)
-
-
-async def idle(engine: SGLangEngine) -> None:
-    """Return once the server has no request any more, its cache flushed."""
-    async with asyncio.timeout(30):
-        while True:
-            try:
-                return await tell(engine, "flush_cache")
-            except EngineRejected:
-                await asyncio.sleep(0.01)
 
 
 @pytest.fixture

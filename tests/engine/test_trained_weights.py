@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from server_control import load, tell
+from server_control import idle, load
 
 from agent_rl.config import EngineConfig, RunConfig
 from agent_rl.engine.sglang import SGLangEngine
@@ -26,7 +26,7 @@ TOKENS = [int(token) for token in np.random.default_rng(5).integers(2, 250, 48)]
 @pytest.fixture
 async def engine(server: str, model: Path, engine_config: EngineConfig) -> AsyncIterator[SGLangEngine]:
     async with SGLangEngine(server, read_facts(model), engine_config) as client:
-        await tell(client, "flush_cache")
+        await idle(client)
         yield client
         with WeightReceivers([server]) as receivers:
             load(receivers, model, "default")

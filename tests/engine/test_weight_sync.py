@@ -163,9 +163,7 @@ async def setting_of(
             old = await engine.score(PROBE)
         yield Setting(config, other_model, folder, old, new)
         with WeightReceivers([server]) as receivers:
-            receivers.abandon()
             load(receivers, model, "default")
-            receivers.resume()
 
 
 @pytest.fixture

@@ -8,10 +8,12 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from server_control import load, tell
+from local_server import serving
+from server_control import idle, load
 
 from agent_rl.config import EngineConfig
 from agent_rl.engine.sglang import SGLangEngine
@@ -28,7 +30,7 @@ TOKENS = [int(token) for token in np.random.default_rng(11).integers(2, 250, 60)
 @pytest.fixture
 async def engine(server: str, model: Path, engine_config: EngineConfig) -> AsyncIterator[SGLangEngine]:
     async with SGLangEngine(server, read_facts(model), engine_config) as client:
-        await tell(client, "flush_cache")
+        await idle(client)
         yield client
         with WeightReceivers([server]) as receivers:
             load(receivers, model, "default")
@@ -107,3 +109,19 @@ def test_an_engine_that_is_gone_is_said() -> None:
         pytest.raises(WeightSyncError, match=r"no answer \(NewConnectionError"),
     ):
         receivers.begin()
+
+
+async def test_a_load_from_disk_waits_until_the_last_batch_is_put_away(tmp_path: Path) -> None:
+    """A scheduler that was held up between answering a request and its next round, as SGLang 0.5 behaves then."""
+    away, refusal = False, b'{"success": false, "message": "the cache was not flushed because requests are running"}'
+
+    async def answer(path: str, body: dict[str, Any]) -> tuple[int, bytes]:
+        nonlocal away
+        if path == "/end_weight_update":  # answered in a round, whose rest puts the batch away
+            away = True
+            return 400, b'{"message": "no weight-update session is open"}'
+        return (200, b"{}") if away else (400, refusal)
+
+    async with serving(answer) as url:
+        with WeightReceivers([url], timeout=30) as receivers:
+            await asyncio.to_thread(receivers.load_from_disk, tmp_path, "1")
