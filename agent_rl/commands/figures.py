@@ -5,15 +5,15 @@
     RUN/config.yaml, metrics.jsonl, state.json, trajectories/ (token detail)
     ──▶ OUT/training.png, f_tau.png, runs.md, runs.json
 
-A setting is what a config says of the objective, of replay and of corrections; the runs of one setting differ by their
-seeds. The figures follow the R3 paper's (arXiv 2510.11370): ``r3 compare`` draws those of a model, and this those of
-its training.
+A setting is what a config says of the objective, of replay, of corrections and of steps; the runs of one setting differ
+by their seeds. The figures follow the R3 paper's (arXiv 2510.11370): ``r3 compare`` draws those of a model, and this
+those of its training.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +48,7 @@ class Run:
     setting: str
     replay: Replay | None
     without: str
+    lr: float
     seed: int
     rows: Rows
     pass_at_1: Mapping[int, float]
@@ -116,7 +117,7 @@ class ReplayWorth:
 def run_figures(folders: Sequence[Path], out: Path) -> None:
     """Draw the runs in ``folders`` and compare their settings, the first one's with each other. Raises UserError for a
     folder that holds no run with a step, and for two runs of one setting and seed."""
-    runs = [read_run(folder) for folder in folders]
+    runs = named_by_rate([read_run(folder) for folder in folders])
     settings = by_setting(runs)
     first = next(iter(settings.values()))
     compared = [figures_of(name, each, first) for name, each in settings.items()]
@@ -159,6 +160,7 @@ def read_run(folder: Path) -> Run:
         setting_of(config),
         config.train.replay if config.r3.ablation == "none" else None,
         setting_of(without),
+        config.train.lr,
         config.seed,
         rows,
         {step: rate for step, rate in rates.items() if rate is not None},
@@ -185,6 +187,15 @@ def setting_of(config: RunConfig) -> str:
         + (f", {updates} updates a step" if updates > 1 else "")
         + (f", depth {config.pipeline.depth}" if config.pipeline.depth else "")
     )
+
+
+def named_by_rate(runs: Sequence[Run]) -> list[Run]:
+    """The runs, their settings named with the learning rate where they differ in it: ``GRPO, lr 0.0003``."""
+    if len({run.lr for run in runs}) == 1:
+        return list(runs)
+    return [
+        replace(run, setting=f"{run.setting}, lr {run.lr:g}", without=f"{run.without}, lr {run.lr:g}") for run in runs
+    ]
 
 
 def by_setting(runs: Sequence[Run]) -> dict[str, list[Run]]:

@@ -105,6 +105,26 @@ def test_what_replay_is_worth_is_taken_over_all_pairs_that_differ_in_nothing_els
     )
 
 
+def test_runs_of_two_learning_rates_are_two_settings(tmp_path: Path) -> None:
+    """And are no pair by which replay is judged."""
+    for lr in (3e-4, 7.5e-5):
+        for seed in (0, 1):
+            write_run(tmp_path / f"{lr}-{seed}", seed=seed, rate=0.4, gap=1.0, replay="off", lr=lr)
+        write_run(tmp_path / f"r3-{lr}", seed=0, rate=0.5, gap=1.0, replay="r3", lr=lr)
+    write_run(tmp_path / "r3-other", seed=1, rate=0.9, gap=1.0, replay="r3", lr=1e-3)
+    run_figures(sorted(tmp_path.iterdir()), tmp_path / "out")
+    found = json.loads((tmp_path / "out" / "runs.json").read_text())
+    assert {setting["name"]: setting["seeds"] for setting in found["settings"]} == {
+        "GRPO, lr 0.0003": [0, 1],
+        "GRPO, lr 7.5e-05": [0, 1],
+        "GRPO + R3, lr 0.0003": [0],
+        "GRPO + R3, lr 7.5e-05": [0],
+        "GRPO + R3, lr 0.001": [1],
+    }
+    (worth,) = found["replay"]
+    assert (worth["pairs"], worth["pass_at_1"]["value"]) == (2, pytest.approx(0.1))
+
+
 def test_a_run_whose_reward_falls_under_half_of_its_best_has_collapsed(tmp_path: Path) -> None:
     """Means of ten steps: one of few steps, or one that was never better, has not."""
     for replay in ("off", "r3"):
