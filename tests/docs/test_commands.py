@@ -169,14 +169,18 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
         "--settings off r3 --seeds 0 1 2 3 --minutes 300",
         "python tests/bench/run_matrix.py configs/paper-small.yaml name=paper-long train.steps=60 eval.every=20 "
         "train.mini_steps=1 --settings off r3 --seeds 0 1 2 --minutes 300",
+        "python tests/bench/run_matrix.py configs/paper-small.yaml name=paper-long train.steps=60 eval.every=20 "
+        "--settings r2 tis gspo gspo-r3 --seeds 0 1 2 --minutes 400",
+        "python tests/bench/run_matrix.py configs/paper-small.yaml name=paper-long-slow train.steps=60 eval.every=20 "
+        "train.lr=7.5e-5 --settings off --seeds 0 --minutes 60",
         "python tests/bench/run_matrix.py configs/paper-small.yaml --seeds 0 --settings "
         "r3 off old-logprob-only update-only sampled-only alternate-layers ahead fresh-only shifted",
         "python tests/bench/run_matrix.py configs/quickstart.yaml train.mini_steps=4 train.steps=12 eval.tasks=0 "
         "--seeds 0 --settings "
         "r3 off old-logprob-only update-only sampled-only alternate-layers ahead fresh-only shifted",
         "agent-rl r3 figures runs/paper-small-off-4-0 runs/paper-small-r3-4-0 --out runs/figures",
-        "agent-rl r3 figures docs/paper-runs/paper-long-{off,r3}-4-* docs/paper-runs/paper-long-{off,r3}-1-* "
-        "--out runs/figures-long",
+        "agent-rl r3 figures docs/paper-runs/paper-long-{off,r3,r2,tis,gspo,gspo-r3}-4-* "
+        "docs/paper-runs/paper-long-{off,r3}-1-* --out runs/figures-long",
         "agent-rl r3 figures docs/paper-runs/paper-small-{off,r3,r2,tis,gspo,gspo-r3}-[14]-* --out runs/figures",
     ),
     "removes boxes of other runs, or never ends": ("python -m sandbox.reap", "python -m sandbox.reap --every 60"),
