@@ -5,9 +5,9 @@
     RUN/config.yaml, metrics.jsonl, state.json, trajectories/ (token detail)
     ──▶ OUT/training.png, f_tau.png, runs.md, runs.json
 
-A setting is what a config says of the objective, of replay, of corrections and of steps; the runs of one setting differ
-by their seeds. The figures follow the R3 paper's (arXiv 2510.11370): ``r3 compare`` draws those of a model, and this
-those of its training.
+A setting is what a config says of the objective, of replay, of corrections and of updates; the runs of one setting
+differ by their seeds. The figures follow the R3 paper's (arXiv 2510.11370): ``r3 compare`` draws those of a model, and
+this those of its training.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ NEWEST = 10
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run: its folder, setting and seed, its steps' metrics, and Pass@1 of its sampled evaluations by step.
-    ``replay`` and what its setting is called without it; None for an ablation, which is no replay that trains."""
+    """One run: its folder, setting, learning rate, seed, its steps' metrics, and Pass@1 of its sampled evaluations by
+    step. ``replay`` and what its setting is called without it; None for an ablation, which is no replay that trains."""
 
     folder: Path
     setting: str

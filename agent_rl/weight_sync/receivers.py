@@ -153,11 +153,8 @@ class WeightReceivers:
         self._abandon(url)
         return self._call(url, "begin_weight_update", {})
 
-    def abandon(self) -> None:
-        """Close an update that was left open, where there is one. What it brought stays."""
-        self._each(self._abandon, "end_weight_update").wait()
-
     def _abandon(self, url: str) -> bytes:
+        """Close an update that was left open, where there is one. What it brought stays."""
         try:
             return self._call(url, "end_weight_update", {})
         except WeightSyncError as error:
@@ -230,7 +227,7 @@ class WeightReceivers:
         An update that was left open is closed. SGLang answers a request before its scheduler puts the batch away, and
         refuses to forget prefixes until then; by answering the call that closes, the scheduler shows that it has.
         """
-        self.abandon()
+        self._each(self._abandon, "end_weight_update").wait()
         body = {"model_path": str(model.resolve()), "weight_version": weight_version, "flush_cache": flush_cache}
         self._all("update_weights_from_disk", body)
 
