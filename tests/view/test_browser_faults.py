@@ -230,6 +230,7 @@ def test_a_step_that_vanishes_and_returns(window: Page, tmp_path: Path) -> None:
     with Served(Resources([run])) as server:
         page = opened(window, server.address, "#/t/0/2-0")
         expect(page.get_by_role("status").filter(has_text="live")).to_be_visible()
+        expect(page.locator("h1")).to_have_text("task-0")
         for path in (run / "trajectories").glob("step-000002.*"):
             path.unlink()
         expect(page.get_by_role("alert")).to_contain_text("no trajectories of 2")
