@@ -12,7 +12,7 @@ this those of its training.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -37,6 +37,8 @@ from r3.mismatch.report import f_tau_curve
 
 NEWEST = 10
 """Steps whose tokens F(tau) and whose rewards are taken, the last ones of every run."""
+COLUMN = 20
+"""Characters that a setting wants of the terminal's width."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +140,9 @@ def run_figures(folders: Sequence[Path], out: Path) -> None:
     rows = [_cells(setting) for setting in compared]
     sentences = [_sentence(found) for found in worth]
     write_atomic(out / "runs.md", "\n".join([_markdown(rows), *(f"{each}\n" for each in sentences)]).encode())
-    table = Table("", *(Column(cell(setting.name), overflow="fold") for setting in compared))  # rows would be too wide
-    for name in list(rows[0])[1:]:
-        table.add_row(name, *(cell(row[name]) for row in rows))
     console = Console(soft_wrap=True)
-    console.print(table)
+    for table in _tables(rows, console.width):
+        console.print(table)
     for sentence in sentences:
         console.print(cell(sentence))
 
@@ -315,6 +315,17 @@ def _cells(setting: Setting) -> dict[str, str]:
         "entropy at the end": f"{setting.entropy:.3f}",
         "steps beyond the guard's limits": str(setting.crossed),
     }
+
+
+def _tables(rows: Sequence[Mapping[str, str]], width: int) -> Iterator[Table]:
+    """The settings beside each other, a column each, in as many tables as a terminal of that width needs."""
+    beside = max(1, width // COLUMN - 1)
+    for start in range(0, len(rows), beside):
+        some = rows[start : start + beside]
+        table = Table("", *(Column(cell(row["setting"]), overflow="fold") for row in some))
+        for name in list(some[0])[1:]:
+            table.add_row(name, *(cell(row[name]) for row in some))
+        yield table
 
 
 def _percent(rates: Sequence[float]) -> str:

@@ -84,6 +84,20 @@ def test_seeds_are_put_together_and_compared_with_the_first_setting(tmp_path: Pa
         assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
 
 
+def test_as_many_settings_lie_beside_each_other_as_a_terminal_has_room_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Twelve settings in one table had columns of three characters."""
+    monkeypatch.setenv("COLUMNS", "80")
+    updates = (1, 2, 3, 4, 5, 6, 7, 8)
+    runs = [write_run(tmp_path / str(n), seed=0, rate=0.4, gap=1.0, replay="off", mini_steps=n) for n in updates]
+    run_figures(runs, tmp_path / "out")
+    printed = capsys.readouterr().out
+    for n in updates[1:]:
+        assert f"GRPO, {n} updates" in printed, "on one line"
+    assert printed.count("F(2), max") == 3
+
+
 def test_what_replay_is_worth_is_taken_over_all_pairs_that_differ_in_nothing_else(tmp_path: Path) -> None:
     gains = {("grpo", 1): 0.1, ("grpo", 4): 0.2, ("gspo", 1): 0.3}
     for (objective, updates), gain in gains.items():
