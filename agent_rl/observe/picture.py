@@ -23,6 +23,8 @@ PANELS = (
     ("train/grad_norm", "gradient norm", "log"),
     ("train/entropy", "entropy", "linear"),
 )
+_COLOURS = 10
+_STYLES = ("-", "--", ":")
 _LINEAR_BELOW = 1e-4  # F(2) of most steps is 0, which a logarithm has no place for
 
 
@@ -42,14 +44,14 @@ def draw_run(rows: Rows, path: Path, *, title: str, evaluations: Mapping[int, tu
 
 
 def draw_settings(settings: Mapping[str, Sequence[Rows]], path: Path) -> None:
-    """Draw runs by setting, a colour each: a run as a thin line, and the mean of a setting's runs as a thick one. Rows
-    of evaluations have ``step`` and :data:`PASS_AT_1` alone."""
+    """Draw runs by setting, a colour each (dashed and dotted after ten): a run as a thin line, and the mean of a
+    setting's runs as a thick one. Rows of evaluations have ``step`` and :data:`PASS_AT_1` alone."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(14, 8), layout="constrained")
     for axes, (key, title, scale) in zip(figure.subplots(2, 3).flat, PANELS, strict=True):
         for number, (name, runs) in enumerate(settings.items()):
-            _draw_setting(axes, [dict(zip(*_series(rows, key), strict=True)) for rows in runs], f"C{number}", name)
+            _draw_setting(axes, [dict(zip(*_series(rows, key), strict=True)) for rows in runs], line_of(number), name)
         if scale == "symlog":
             axes.set_yscale(scale, linthresh=_LINEAR_BELOW)
             axes.set_ylim(bottom=0)
@@ -62,13 +64,18 @@ def draw_settings(settings: Mapping[str, Sequence[Rows]], path: Path) -> None:
     _save(figure, path)
 
 
-def _draw_setting(axes: Any, runs: Sequence[Mapping[float, float]], colour: str, name: str) -> None:
+def line_of(number: int) -> dict[str, str]:
+    """The colour and the style of setting ``number``: up to thirty differ."""
+    return {"color": f"C{number % _COLOURS}", "linestyle": _STYLES[number // _COLOURS % len(_STYLES)]}
+
+
+def _draw_setting(axes: Any, runs: Sequence[Mapping[float, float]], line: Mapping[str, str], name: str) -> None:
     """``runs``: a value by step, of each run; their mean is over the steps that all have."""
     for run in runs if len(runs) > 1 else ():
-        axes.plot(list(run), list(run.values()), color=colour, linewidth=0.6, alpha=0.5)
+        axes.plot(list(run), list(run.values()), linewidth=0.6, alpha=0.5, **line)
     common = sorted(set.intersection(*(set(run) for run in runs)))
     means = [sum(run[step] for run in runs) / len(runs) for step in common]
-    axes.plot(common, means, color=colour, marker=".", markersize=3, label=name)
+    axes.plot(common, means, marker=".", markersize=3, label=name, **line)
 
 
 def _save(figure: Figure, path: Path) -> None:

@@ -21,6 +21,7 @@ from agent_rl.errors import UserError
 from agent_rl.evaluation.seeds import paired_difference, seed_difference
 from agent_rl.observe.files import write_json
 from agent_rl.observe.metrics_log import MetricsLog
+from agent_rl.observe.picture import line_of
 from r3.mismatch import figures
 from r3.mismatch.report import f_tau_curve
 
@@ -96,6 +97,11 @@ def test_as_many_settings_lie_beside_each_other_as_a_terminal_has_room_for(
     for n in updates[1:]:
         assert f"GRPO, {n} updates" in printed, "on one line"
     assert printed.count("F(2), max") == 3
+
+
+def test_no_two_of_thirty_settings_are_drawn_alike() -> None:
+    """The eleventh and twelfth had the first one's colour and the second's."""
+    assert len({tuple(line_of(number).items()) for number in range(30)}) == 30
 
 
 def test_what_replay_is_worth_is_taken_over_all_pairs_that_differ_in_nothing_else(tmp_path: Path) -> None:
