@@ -18,7 +18,7 @@ image: setup ## Build the containers' base image, where a container engine answe
 	@if docker info >/dev/null 2>&1; then $(VENV)/python -m sandbox.base_image; else echo "==> image: no container engine answers"; fi
 
 real-tasks: image ## Build the tasks made of real package releases (downloads their sources)
-	@$(VENV)/python -m envs.swe.real --out .cache/tasks/real.jsonl
+	@$(VENV)/python -m scripts.build_release_tasks --out .cache/tasks/real.jsonl
 
 agents: setup ## Install mini-swe-agent, an agent program that the tests drive
 	@$(PYTHON) -m agent_rl.bootstrap agents
@@ -45,4 +45,4 @@ bench: setup ## Run the benchmarks and print their ratios
 	@for bench in tests/bench/bench_*.py; do echo "== $$bench"; $(VENV)/python $$bench || exit 1; done
 
 view-build: ## Build the viewer's page from its sources (needs Node)
-	@cd agent_rl/view/web && npm ci --silent && npm run --silent build -- $(VIEW_OUT)
+	@cd agent_rl/viewer/web && npm ci --silent && npm run --silent build -- $(VIEW_OUT)

@@ -1,8 +1,8 @@
 """What a task is, how it starts, how it is graded."""
 
 from envs.context import EnvContext, ToolStyle
-from envs.interface import Interface, Interfaced, InterfaceError, find_interface
 from envs.registry import ENVIRONMENTS, EnvironmentLoadError, load_environment, needs_boxes
+from envs.scaffold import Interface, Interfaced, InterfaceError, find_interface
 from envs.types import (
     Audited,
     Boxed,

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
-from envs.interface import Interface
-from envs.interfaces.own import AGENT_RL
+from envs.scaffold import Interface
+from envs.scaffolds.own import AGENT_RL
 from sandbox import Sandbox, SandboxBackend, SandboxSpec, SandboxStartError
 from tools import Style as ToolStyle
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from envs.context import EnvContext
-from envs.interface import OWN, Interfaced, InterfaceError
-from envs.tool_class import ToolClassEnvironment, is_tool_class, takes_sandbox
+from envs.scaffold import OWN, Interfaced, InterfaceError
+from envs.tool_environment import ToolClassEnvironment, is_tool_class, takes_sandbox
 from envs.types import Environment, EnvsError
-from sandbox.plugins import Registry
+from sandbox.registry import Registry
 
 _METHODS = ("name", "prepare", "tasks", "start", "gold")
 
@@ -24,13 +24,14 @@ class EnvironmentLoadError(EnvsError):
 ENVIRONMENTS = Registry(
     "environment",
     "agent_rl.envs",
-    {"maths": "envs.maths:MathsEnvironment", "mini": "envs.mini:MiniEnvironment", "swe": "envs.swe:SweEnvironment"},
+    {"maths": "envs.math:MathsEnvironment", "mini": "envs.mini:MiniEnvironment", "swe": "envs.swe:SweEnvironment"},
     EnvironmentLoadError,
 )
 
 
 def load_environment(name: str, context: EnvContext, options: Mapping[str, Any] | None = None) -> Environment:
-    """The environment ``name`` made as ``Class(context, **options)``, or of a class of tools (:mod:`envs.tool_class`).
+    """The environment ``name`` made as ``Class(context, **options)``, or of a class of tools
+    (:mod:`envs.tool_environment`).
 
     Raises ``EnvironmentLoadError`` for an unknown name (with the nearest known one), a path that does not import, an
     option that the class does not take, or a class that is no environment; ``InterfaceError`` for one that has its own

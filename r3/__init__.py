@@ -3,7 +3,7 @@
 numpy at its core; torch and Megatron only in the modules named for them.
 """
 
-from r3.codec import RouteLayout
+from r3.payload import RouteLayout
 from r3.routing import Routing, RoutingError, Span, SpanKind
 from r3.stitch import RouteStitcher
 

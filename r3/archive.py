@@ -31,7 +31,7 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from r3.files import write_atomic
+from r3.atomic_write import write_atomic
 from r3.routing import Routing, RoutingError, Span, SpanKind, narrowest_dtype, validate
 
 MAGIC = b"\x89R3\r\n\x1a\n\0"

@@ -1,7 +1,5 @@
 """Where commands run: isolated boxes with limits, behind one protocol."""
 
-from sandbox.absent import NoBoxes
-from sandbox.bounds import bounded
 from sandbox.errors import (
     ImageMissingError,
     ImagePullError,
@@ -14,11 +12,13 @@ from sandbox.errors import (
     SandboxUnavailableError,
     printable,
 )
+from sandbox.factory import BACKENDS, open_backend
 from sandbox.files import blob_name
+from sandbox.null_backend import NoBoxes
 from sandbox.pipes import open_pipes
 from sandbox.pool import SandboxPool
-from sandbox.select import BACKENDS, open_backend
-from sandbox.session import open_session
+from sandbox.shell_session import open_session
+from sandbox.timeouts import bounded
 from sandbox.types import (
     ExecResult,
     ImagePolicy,

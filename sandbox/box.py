@@ -7,11 +7,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 
-from sandbox.aio import shielded
 from sandbox.disk import Usage
+from sandbox.disk_watch import GrowthWatch
 from sandbox.errors import SandboxDiskFullError, SandboxFileError, SandboxLostError
-from sandbox.growth import GrowthWatch
-from sandbox.toll import Toll
+from sandbox.output_throttle import Toll
+from sandbox.shielded import shielded
 from sandbox.types import OVERGROWN, ExecResult, SandboxSpec
 
 

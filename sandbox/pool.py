@@ -16,9 +16,9 @@ from collections.abc import Collection, Coroutine, Mapping, Sequence
 from contextvars import Context
 from dataclasses import fields
 
-from sandbox.aio import shielded
-from sandbox.bounds import turn
 from sandbox.errors import SandboxError, SandboxStartError
+from sandbox.shielded import shielded
+from sandbox.timeouts import turn
 from sandbox.types import ExecResult, Sandbox, SandboxBackend, SandboxSpec, TreeFile, TreeLimits
 
 _log = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from sandbox.aio import outlast
-from sandbox.toll import Toll
+from sandbox.output_throttle import Toll
+from sandbox.shielded import outlast
 
 _CHUNK = 1 << 16
 _KILL_GRACE = 10.0

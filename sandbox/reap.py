@@ -66,8 +66,8 @@ def open_place(kind: str) -> Place:
     """The boxes of ``kind``. Raises ``SandboxUnavailableError`` where there can be none here."""
     if kind == "bubblewrap":
         from sandbox.bubblewrap.backend import default_base
-        from sandbox.bubblewrap.folder import folder_leases
-        from sandbox.bubblewrap.folder import remove_lease as remove_folder
+        from sandbox.bubblewrap.run_dir import folder_leases
+        from sandbox.bubblewrap.run_dir import remove_lease as remove_folder
 
         return Place(partial(folder_leases, default_base()), remove_folder)
     from sandbox.docker.engine import connect, converted

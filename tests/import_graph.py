@@ -55,7 +55,7 @@ def import_graph(trees: Mapping[str, ast.Module]) -> Graph:
 
 
 def parts_graph(graph: Graph) -> Graph:
-    """The same between the parts of ``agent_rl``: ``agent_rl.train.rank`` belongs to the part ``train``."""
+    """The same between the parts of ``agent_rl``: ``agent_rl.train.worker`` belongs to the part ``train``."""
     part = {name: name.split(".")[1] for name in graph if name.startswith("agent_rl.")}
     return {
         one: frozenset(part[to] for name in part if part[name] == one for to in graph[name] if to in part) - {one}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from agent_rl.rollout.frames import frames_of
+from agent_rl.rollout.framed_log import frames_of
 from agent_rl.rollout.records import decode_trajectory
 from agent_rl.types import Trajectory
 

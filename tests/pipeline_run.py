@@ -29,17 +29,17 @@ from agent_rl.controller.journal import EpisodeLog
 from agent_rl.controller.state import RunState
 from agent_rl.controller.train import TrainingRun
 from agent_rl.engine.fleet import Fleet
-from agent_rl.engine.gate import TurnGate
-from agent_rl.engine.http import AsyncHttp
-from agent_rl.engine.load import EngineLoad
+from agent_rl.engine.generation_gate import TurnGate
 from agent_rl.engine.sleep import EngineSleep
-from agent_rl.observe.display import Display
+from agent_rl.engine.utilization import EngineLoad
+from agent_rl.monitoring.console import Display
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.rollout.turn_log import LoggedRunner, LoggedTurn, TurnLog
 from agent_rl.train.checkpoint import folder as checkpoint
 from agent_rl.train.checkpoint.folder import Manifest
 from agent_rl.types import Completion, FinishReason, Sample, StopReason, Trajectory, Turn, VersionSpan
+from agent_rl.utils.http import AsyncHttp
 from envs import Task
 
 TASKS = [Task(f"task-{index:02d}", "memory", {}) for index in range(40)]

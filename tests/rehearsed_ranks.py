@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from agent_rl.capacity.known_models import CONFIGS
 from agent_rl.config import RunConfig
-from agent_rl.rehearsal.guard import build_guard
-from agent_rl.rehearsal.job import RankJob, RankRecord
+from agent_rl.dryrun.fake_device import build_guard
+from agent_rl.dryrun.job import RankJob, RankRecord
+from agent_rl.planner.known_models import CONFIGS
 
 WORKER = Path(__file__).with_name("rehearsal") / "faulty_worker.py"
 TINY = {

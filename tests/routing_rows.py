@@ -9,7 +9,7 @@ import numpy as np
 import pybase64
 from numpy.typing import NDArray
 
-from r3.codec import RouteLayout
+from r3.payload import RouteLayout
 from r3.routing import Routing, Span, append_span
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from agent_rl.train.batching.mini_steps import MiniStepShare
 from agent_rl.train.ray_trainer import StepAnswer
 from agent_rl.train.reports import Differing, RankReport, Update, UpdateSums
-from agent_rl.train.route_shares import RankInfo
+from agent_rl.train.route_sharding import RankInfo
 from agent_rl.types import Sample
 from r3.shard import ShardSpec
 

@@ -23,39 +23,33 @@ MAY_IMPORT = {
     "agent_rl": {"sandbox", "tools", "envs", "r3"},
 }
 
-BASE = {"types", "config", "errors", "aio", "observe", "families", "model_facts", "objective_facts"}
+BASE = {"types", "config", "errors", "utils", "monitoring", "models"}
 INSIDE_AGENT_RL = {
     "errors": set(),
-    "aio": set(),
+    "utils": {"errors"},
     "shadowing": set(),
     "api": set(),
     "bootstrap": set(),
     "types": set(),
-    "packaged": set(),
-    "config": {"errors", "bootstrap", "objective_facts"},
-    "config_files": {"errors", "config", "packaged"},
-    "families": {"errors"},
-    "model_facts": {"errors", "families"},
-    "objective_facts": {"errors"},
-    "observe": BASE,
+    "config": {"errors", "bootstrap"},
+    "models": {"errors", "config"},
+    "monitoring": BASE,
     "render": BASE,
     "engine": BASE,
     "rollout": BASE | {"render", "engine"},
-    "gateway": BASE | {"render", "engine", "rollout"},
+    "endpoint": BASE | {"render", "engine", "rollout"},
     "evaluation": BASE | {"rollout"},
-    "view": BASE | {"rollout", "evaluation"},
+    "viewer": BASE | {"rollout", "evaluation"},
     "weight_sync": BASE | {"engine"},
     "train": BASE | {"weight_sync"},
-    "model": BASE | {"render", "train", "packaged"},
-    "capacity": BASE | {"train"},
-    "rehearsal": BASE | {"weight_sync", "train", "capacity"},
-    "controller": BASE | {"packaged", "render", "engine", "rollout", "gateway", "evaluation", "weight_sync", "train"},
+    "demo_model": BASE | {"render", "train"},
+    "planner": BASE | {"train"},
+    "dryrun": BASE | {"weight_sync", "train", "planner"},
+    "controller": BASE | {"render", "engine", "rollout", "endpoint", "evaluation", "weight_sync", "train"},
     "commands": BASE
-    | {"config_files", "render", "engine", "rollout", "gateway", "evaluation", "train", "model", "capacity"}
-    | {"controller", "view"},
-    "cli": BASE
-    | {"bootstrap", "packaged", "config_files", "engine", "train", "model", "capacity", "rehearsal", "controller"}
-    | {"commands"},
+    | {"render", "engine", "rollout", "endpoint", "evaluation", "train", "demo_model", "planner"}
+    | {"controller", "viewer"},
+    "cli": BASE | {"bootstrap", "engine", "train", "demo_model", "planner", "dryrun", "controller", "commands"},
 }
 """What each part of ``agent_rl`` may import of the others; ``rollout`` and ``train`` meet only in the controller."""
 

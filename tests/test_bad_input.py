@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 from agent_rl import cli
 from agent_rl.controller import train
 from agent_rl.errors import UserError
-from agent_rl.observe.folder_lock import hold_folder
-from agent_rl.train.cluster import check_ray
+from agent_rl.train.ray_session import check_ray
+from agent_rl.utils.folder_lock import hold_folder
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
@@ -295,7 +295,7 @@ def test_disk_without_room(
 @pytest.fixture
 def tiny(tmp_path: Path) -> Path:
     """The shipped model, unpacked."""
-    from agent_rl.model.shipped import install_model
+    from agent_rl.models.builtin import install_model
 
     assert install_model(tmp_path / "tiny-moe")
     assert shutil.disk_usage(tmp_path).free

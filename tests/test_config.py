@@ -8,7 +8,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from agent_rl.config import RunConfig
-from agent_rl.config_files import INPUTS, load_config
+from agent_rl.config.loader import INPUTS, load_config
 from agent_rl.errors import ConfigError
 
 CONFIGS = sorted((Path(__file__).resolve().parent.parent / "configs").glob("*.yaml"))

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from agent_rl.errors import UserError
-from agent_rl.observe.folder_lock import hold_folder
+from agent_rl.utils.folder_lock import hold_folder
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from agent_rl.observe.folder_lock import hold_folder
+from agent_rl.utils.folder_lock import hold_folder
 with hold_folder(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
@@ -60,7 +60,7 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
 WRITE = """
 import sys
 from pathlib import Path
-from r3.files import replacing
+from r3.atomic_write import replacing
 with replacing(Path(sys.argv[1])) as temporary:
     temporary.write_text("half")
     print("written", flush=True)

@@ -21,7 +21,11 @@ def steps(target: str) -> str:
 @pytest.mark.parametrize(
     ("target", "before", "after"),
     [
-        ("real-tasks", "sandbox.base_image", "envs.swe.real"),  # where docker answers, its boxes need the image
+        (
+            "real-tasks",
+            "sandbox.base_image",
+            "scripts.build_release_tasks",
+        ),  # where docker answers, its boxes need the image
         ("test", "sandbox.base_image", "-m pytest"),
         ("test", "agent-rl setup", "-m pytest"),
         ("test", "agent_rl.bootstrap agents", "-m pytest"),

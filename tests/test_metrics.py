@@ -13,36 +13,36 @@ from trajectories import trajectory
 
 from agent_rl.config import MAX_STALENESS, Clip, GuardConfig
 from agent_rl.controller.advantages import samples_of
+from agent_rl.controller.async_rollout.ledger_file import History
 from agent_rl.controller.guard import Guard
 from agent_rl.controller.journal import Journal
-from agent_rl.controller.pipeline.history import History
-from agent_rl.controller.world import Workshop
+from agent_rl.controller.rollout_runtime import Workshop
+from agent_rl.endpoint.server import Gateway
 from agent_rl.engine.fleet import Fleet
-from agent_rl.engine.gate import TurnGate
-from agent_rl.engine.load import EngineLoad
+from agent_rl.engine.generation_gate import TurnGate
+from agent_rl.engine.utilization import EngineLoad
 from agent_rl.errors import AgentRlError
-from agent_rl.gateway.server import Gateway
-from agent_rl.observe.loop_lag import LoopLag
-from agent_rl.observe.metrics import METRICS, NAMES, with_tables
-from agent_rl.observe.metrics_log import MetricsLog, read_metrics
-from agent_rl.rollout.audit import audit_metrics
+from agent_rl.monitoring.loop_lag import LoopLag
+from agent_rl.monitoring.metrics import METRICS, NAMES, with_tables
+from agent_rl.monitoring.metrics_log import MetricsLog, read_metrics
 from agent_rl.rollout.filters import filter_metrics
 from agent_rl.rollout.group import Rollout
+from agent_rl.rollout.metrics import rollout_metrics
 from agent_rl.rollout.rescore import rescore_metrics
-from agent_rl.rollout.stats import rollout_metrics
-from agent_rl.train.balance_report import BalanceReport, PassBalance, balance_metrics
+from agent_rl.rollout.route_audit import audit_metrics
+from agent_rl.train.expert_balancing.report import BalanceReport, PassBalance, balance_metrics
 from agent_rl.train.reports import RankReport, ReferenceReport, RouteCounts, Update, UpdateSums
 from agent_rl.train.step_metrics import step_metrics
 from agent_rl.types import Group, Rescored, RouteAudit
 from r3.routing import Routing
-from sandbox.cluster.backend import ClusterBackend
+from sandbox.ray.backend import ClusterBackend
 
 ROOT = Path(__file__).resolve().parent.parent
 NEED_A_RUN = (
     "agent_rl/controller/batch.py",
     "agent_rl/controller/train.py",
     "agent_rl/engine/sleep.py",
-    "agent_rl/observe/metrics_log.py",
+    "agent_rl/monitoring/metrics_log.py",
     "agent_rl/weight_sync/publisher.py",
     "agent_rl/weight_sync/sync.py",
 )
@@ -58,21 +58,21 @@ def made_by_calling() -> Mapping[str, set[str]]:
     group = Group("t", (won, replace(trajectory(0.0), recovered=True)))
     audited = set(audit_metrics([won]))
     return {
-        "agent_rl/rollout/stats.py": set(rollout_metrics(Rollout((group,), (), seconds=1.0))) - audited,
-        "agent_rl/rollout/audit.py": audited,
+        "agent_rl/rollout/metrics.py": set(rollout_metrics(Rollout((group,), (), seconds=1.0))) - audited,
+        "agent_rl/rollout/route_audit.py": audited,
         "agent_rl/rollout/filters.py": set(filter_metrics([group], [Group("u", (won, won))])),
         "agent_rl/rollout/rescore.py": set(rescore_metrics([won])),
         "agent_rl/controller/advantages.py": set(samples_of([group]).metrics),
         "agent_rl/engine/fleet.py": set(Fleet().metrics()),
-        "agent_rl/engine/gate.py": set(TurnGate().metrics()),
-        "agent_rl/engine/load.py": set(loaded().metrics(["e"])),
-        "agent_rl/observe/loop_lag.py": set(lag().metrics()),
+        "agent_rl/engine/generation_gate.py": set(TurnGate().metrics()),
+        "agent_rl/engine/utilization.py": set(loaded().metrics(["e"])),
+        "agent_rl/monitoring/loop_lag.py": set(lag().metrics()),
         "agent_rl/controller/journal.py": set(Journal(Path("none"), "run", turns=True).metrics(1)),
-        "agent_rl/controller/pipeline/history.py": set(History(Path("none")).figures()),
+        "agent_rl/controller/async_rollout/ledger_file.py": set(History(Path("none")).figures()),
         "agent_rl/controller/guard.py": set(Guard(GuardConfig(), Path("none"), print).judge(1, {}, [])),
-        "agent_rl/controller/world.py": set(Workshop(ClusterBackend([], most=1), env=None).metrics()),
-        "agent_rl/gateway/server.py": set(Gateway(Path("none"), 0).metrics()),
-        "agent_rl/train/balance_report.py": set(balance_metrics([balanced()])),
+        "agent_rl/controller/rollout_runtime.py": set(Workshop(ClusterBackend([], most=1), env=None).metrics()),
+        "agent_rl/endpoint/server.py": set(Gateway(Path("none"), 0).metrics()),
+        "agent_rl/train/expert_balancing/report.py": set(balance_metrics([balanced()])),
         "agent_rl/train/step_metrics.py": set(step_metrics([report()], routes(), routes(), Clip(0.2, 0.2))),
     }
 
@@ -124,7 +124,9 @@ def registered_by_source() -> Mapping[str, set[str]]:
 
 def test_a_metric_that_is_not_registered_is_refused(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path)
-    with pytest.raises(AgentRlError, match=r"^metric 'x/y' is not registered: add it to agent_rl/observe/metrics.py$"):
+    with pytest.raises(
+        AgentRlError, match=r"^metric 'x/y' is not registered: add it to agent_rl/monitoring/metrics.py$"
+    ):
         log.append(1, {"reward/mean": 0.5, "x/y": 1.0})
     log.close()
     assert read_metrics(tmp_path) == []
@@ -166,6 +168,6 @@ def test_a_name_is_registered_once() -> None:
 
 def test_the_page_is_made_from_the_registry() -> None:
     page = (ROOT / "docs/metrics.md").read_text()
-    assert page == with_tables(page), "run: python -m agent_rl.observe.metrics docs/metrics.md"
+    assert page == with_tables(page), "run: python -m agent_rl.monitoring.metrics docs/metrics.md"
     for metric in METRICS:
         assert f"| `{metric.name}` | {metric.unit} |" in page

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from agent_rl.errors import ConfigError
-from agent_rl.model_facts import ModelFacts, check_alike, read_facts, read_routed_facts
-from r3.codec import RouteLayout
+from agent_rl.models.spec import ModelFacts, check_alike, read_facts, read_routed_facts
+from r3.payload import RouteLayout
 
 GOOD: dict[str, Any] = {
     "model_type": "qwen3_moe",

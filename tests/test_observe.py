@@ -12,15 +12,15 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from agent_rl.aio import beside
 from agent_rl.config import RunConfig
 from agent_rl.errors import UserError
-from agent_rl.observe.display import Display, sparkline
-from agent_rl.observe.files import read_json, replacing, write_atomic, write_json
-from agent_rl.observe.loop_lag import EVERY, LoopLag
-from agent_rl.observe.metrics_log import MetricsLog, read_metrics
-from agent_rl.observe.picture import draw_run
-from agent_rl.observe.sinks import Sink, TensorBoard, check_sinks
+from agent_rl.monitoring.console import Display, sparkline
+from agent_rl.monitoring.loop_lag import EVERY, LoopLag
+from agent_rl.monitoring.metrics_log import MetricsLog, read_metrics
+from agent_rl.monitoring.plots import draw_run
+from agent_rl.monitoring.sinks import Sink, TensorBoard, check_sinks
+from agent_rl.utils.concurrency import beside
+from agent_rl.utils.run_files import read_json, replacing, write_atomic, write_json
 
 
 def test_atomic_write_keeps_the_old_file_when_it_fails(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from agent_rl.config import RunConfig
-from agent_rl.observe.metrics_log import MetricsLog
-from agent_rl.observe.sinks import SinkRun, check_sinks, openers
+from agent_rl.monitoring.metrics_log import MetricsLog
+from agent_rl.monitoring.sinks import SinkRun, check_sinks, openers
 
 pytestmark = pytest.mark.exhaustive
 

@@ -11,13 +11,13 @@ import sys
 import pytest
 from rich.console import Console
 
-from agent_rl.observe.display import Display
+from agent_rl.monitoring.console import Display
 
 WAITS = """
 import asyncio, sys, threading
-import agent_rl.aio
+import agent_rl.utils.concurrency
 from agent_rl.cli import root, running
-agent_rl.aio.STOP_SECONDS = 0.5
+agent_rl.utils.concurrency.STOP_SECONDS = 0.5
 
 async def work():
     print("begun", flush=True)
@@ -31,7 +31,7 @@ root.app = lambda: running.run_async(work(), running.RESUMES)
 root.main()
 """
 PATIENT = "await asyncio.sleep(600)"
-STUCK = "await agent_rl.aio.shielded(asyncio.to_thread(threading.Event().wait))"
+STUCK = "await agent_rl.utils.concurrency.shielded(asyncio.to_thread(threading.Event().wait))"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

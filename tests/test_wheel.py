@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from agent_rl.packaged import MODELS, shipped_configs
+from agent_rl.config.builtin import MODELS, shipped_configs
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("agent_rl", "envs", "r3", "sandbox", "tools")
-BUILT_FROM = "agent_rl/view/web/"
-"""Sources of agent_rl/view/static, which only who changes them needs."""
+BUILT_FROM = "agent_rl/viewer/web/"
+"""Sources of agent_rl/viewer/static, which only who changes them needs."""
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -74,7 +74,7 @@ def test_the_wheel_holds_what_the_commands_need(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     wanted = {f"{package}/py.typed" for package in PACKAGES}
     wanted |= {f"agent_rl/configs/{name}.yaml" for name in shipped_configs()}
-    wanted |= {f"agent_rl/model/data/{name}/{path.name}" for name in MODELS for path in MODELS[name].iterdir()}
+    wanted |= {f"agent_rl/demo_model/data/{name}/{path.name}" for name in MODELS for path in MODELS[name].iterdir()}
     wanted |= {"agent_rl/engine/requirements.txt", "agent_rl/engine/requirements-nodeps.txt"}
     tracked = subprocess.run(["git", "ls-files", *PACKAGES], cwd=ROOT, capture_output=True, text=True, check=True)
     wanted |= {

@@ -11,11 +11,11 @@ import numpy as np
 import yaml
 from evaluations import eval_report
 
+from agent_rl.config.builtin import MODELS
 from agent_rl.evaluation.finished import report_path
 from agent_rl.evaluation.folder import EvalFolder
 from agent_rl.evaluation.report import EpisodeResult
-from agent_rl.observe.metrics_log import MetricsLog
-from agent_rl.packaged import MODELS
+from agent_rl.monitoring.metrics_log import MetricsLog
 from agent_rl.rollout.records import evaluation_stem, write_records, write_trajectories
 from agent_rl.types import Branch, BranchCause, Fate, Group, TokenDetail, Trajectory, Turn, Verdict, VersionSpan
 from r3.routing import Routing, Span, SpanKind

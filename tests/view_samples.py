@@ -1,4 +1,4 @@
-"""Runs that are made up, in the form of agent_rl.view.resources: for tests of the page, as large as a bench asks."""
+"""Runs that are made up, in the form of agent_rl.viewer.api: for tests of the page, as large as a bench asks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from agent_rl.view.server import Source, listen, web_server
+from agent_rl.viewer.server import Source, listen, web_server
 
 WORDS = ["the", "agent", "looks", "at", "def", "return", ";", ":", "=", "(", ")", "error", "0", "1", "2", "self"]
 LAYERS, EXPERTS, GROUP = 4, 32, 4

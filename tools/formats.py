@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from sandbox.plugins import Registry
+from sandbox.registry import Registry
 from tools.errors import ToolFormatError
 from tools.types import CallScanner, ParseFailure, ToolCall, ToolCallFormat
 

@@ -59,7 +59,7 @@ def init(
 @config_app.command("list")
 def config_list() -> None:
     """List the configs that come with the package and go by their name."""
-    from agent_rl.packaged import shipped_configs
+    from agent_rl.config.builtin import shipped_configs
 
     for name, summary in shipped_configs().items():
         typer.echo(f"{name:<18} {summary}")
@@ -70,8 +70,8 @@ def config_show(config: ConfigPath, overrides: Overrides = None) -> None:
     """Print a config as it is resolved, defaults included. Fails where its parallel layout can't be trained in."""
     import yaml
 
-    from agent_rl.config_files import load_config
-    from agent_rl.train.layouts import check_layout
+    from agent_rl.config.loader import load_config
+    from agent_rl.train.parallel_checks import check_layout
 
     resolved = load_config(config, overrides or ())
     typer.echo(yaml.safe_dump(resolved.model_dump(mode="json"), sort_keys=False), nl=False)
@@ -124,7 +124,7 @@ def model_init(
 
     A warm-up from scratch that was stopped goes on where it was.
     """
-    from agent_rl.model.shipped import install_model
+    from agent_rl.models.builtin import install_model
 
     if not from_scratch:
         typer.echo(f"{out}: {'made' if install_model(out, f'{shape}-moe') else 'there already'}")

@@ -135,10 +135,10 @@ def probe(
     from rich.console import Console
 
     from agent_rl.config import EngineConfig
-    from agent_rl.engine.probe.run import probe as probe_server
-    from agent_rl.engine.probe.run import table
-    from agent_rl.model_facts import read_routed_facts
-    from agent_rl.observe.files import write_json
+    from agent_rl.engine.route_probe.run import probe as probe_server
+    from agent_rl.engine.route_probe.run import table
+    from agent_rl.models.spec import read_routed_facts
+    from agent_rl.utils.run_files import write_json
 
     facts = read_routed_facts(model) if model else None
     headers = EngineConfig(api_key_env=api_key_env).headers

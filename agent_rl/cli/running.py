@@ -21,7 +21,7 @@ def run_async(work: Coroutine[Any, Any, T], stopped: str = BEGINS_ANEW) -> T:
     """Run a coroutine and return what it does; Ctrl-C and SIGTERM cancel it, and it cleans up after itself."""
     import asyncio
 
-    from agent_rl.aio import allow_many_files, cancel_on_signals
+    from agent_rl.utils.concurrency import allow_many_files, cancel_on_signals
 
     allow_many_files()
 

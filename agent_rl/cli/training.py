@@ -32,15 +32,15 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
 
     Exit code 3: the run's guard saved a checkpoint and stopped it.
     """
-    from agent_rl.config_files import load_config
+    from agent_rl.config.loader import load_config
     from agent_rl.controller.preflight import check_trainer
 
     loaded = load_config(config, overrides or ())
     check_trainer()
     loaded = _with_models(loaded)
-    from agent_rl.capacity.advice import slots_refusal
     from agent_rl.controller.train import train as run
     from agent_rl.errors import ConfigError
+    from agent_rl.planner.suggestions import slots_refusal
 
     if (refusal := slots_refusal(loaded)) is not None:
         raise ConfigError(refusal)
@@ -87,7 +87,7 @@ def evaluate(
     """
     from agent_rl.commands.eval import EvalOptions, run_evaluation
     from agent_rl.commands.policy import PolicyChoice, request_fields, with_harness
-    from agent_rl.config_files import load_config
+    from agent_rl.config.loader import load_config
 
     fields, native = request_fields(request or ()), tool_calls is ToolCalls.NATIVE
     options = EvalOptions(PolicyChoice(policy, model, greedy, native, fields), tasks, samples, split, out)
@@ -145,7 +145,7 @@ def doctor(
     """
     from agent_rl.commands.doctor import run_doctor
     from agent_rl.commands.health import check_installation
-    from agent_rl.config_files import load_config
+    from agent_rl.config.loader import load_config
 
     if config is None:
         raise typer.Exit(0 if run_async(check_installation()) else 1)
@@ -166,7 +166,7 @@ def serve(
     Prints the environment variables that a program needs. Nothing is trained or kept.
     """
     from agent_rl.commands.serve import run_serve
-    from agent_rl.config_files import load_config
+    from agent_rl.config.loader import load_config
 
     run_async(run_serve(_with_models(load_config(config, overrides or ())), port=port))
 
@@ -180,7 +180,7 @@ def rollout(
 ) -> None:
     """Roll out some tasks with the config's model and write their trajectories, without training."""
     from agent_rl.commands.rollout import run_rollout
-    from agent_rl.config_files import load_config
+    from agent_rl.config.loader import load_config
 
     run_async(run_rollout(_with_models(load_config(config, overrides or ())), tasks=tasks, split=split))
 
@@ -199,9 +199,9 @@ def plan(
 
     Exit code 1: something does not fit, or the layout is not possible; the last line says what, and what would help.
     """
-    from agent_rl.capacity.advice import make_plan
-    from agent_rl.capacity.report import print_plan
-    from agent_rl.config_files import load_config
+    from agent_rl.config.loader import load_config
+    from agent_rl.planner.report import print_plan
+    from agent_rl.planner.suggestions import make_plan
 
     made = make_plan(load_config(config, overrides or ()), tokens=tokens)
     print_plan(made, json=json)
@@ -227,9 +227,9 @@ def rehearse(
 
     Exit code 1: a call would fail on a GPU; the last lines name it by rank. docs/gpu.md says what this can't see.
     """
-    from agent_rl.config_files import load_config
-    from agent_rl.rehearsal.report import print_rehearsal
-    from agent_rl.rehearsal.run import rehearse as rehearse_ranks
+    from agent_rl.config.loader import load_config
+    from agent_rl.dryrun.report import print_rehearsal
+    from agent_rl.dryrun.run import rehearse as rehearse_ranks
 
     loaded = load_config(config, overrides or ())
     results = rehearse_ranks(loaded, ranks=rank or (), skew=skew, layers=layers)
@@ -244,7 +244,7 @@ def rehearse(
 def setup(config: ConfigPath, overrides: Overrides = None) -> None:
     """Make what a config needs and is not there yet: sandbox image, verified tasks."""
     from agent_rl.commands.setup import prepare
-    from agent_rl.config_files import load_config
+    from agent_rl.config.loader import load_config
 
     run_async(prepare(load_config(config, overrides or ())), RESUMES)
     typer.echo(f"next: agent-rl train {shlex.quote(str(config))}")
@@ -252,6 +252,6 @@ def setup(config: ConfigPath, overrides: Overrides = None) -> None:
 
 def _with_models(config: RunConfig) -> RunConfig:
     """``config`` with the models that it names by a hub id fetched, before anything listens for Ctrl-C."""
-    from agent_rl.model.hub import with_models
+    from agent_rl.models.hub import with_models
 
     return with_models(config)

@@ -15,17 +15,17 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from agent_rl.capacity.known_models import planned_model
-from agent_rl.config_files import load_recorded
+from agent_rl.config.loader import load_recorded
 from agent_rl.errors import ConfigError
-from agent_rl.observe.files import write_json
+from agent_rl.planner.known_models import planned_model
 from agent_rl.rollout.records import read_trajectories, steps_on_disk
-from agent_rl.train.balancing import Counts, foresee
 from agent_rl.train.batching.cost import TOKENS, SequenceCost, sequence_cost
 from agent_rl.train.batching.mini_steps import split_step
 from agent_rl.train.batching.packing import pack
-from agent_rl.train.route_shares import cut
+from agent_rl.train.expert_balancing.worker import Counts, foresee
+from agent_rl.train.route_sharding import cut
 from agent_rl.types import Sample
+from agent_rl.utils.run_files import write_json
 from r3.balance import Grid, Options, Plans, plan_pass
 from r3.balance.cost import borrowed, busiest_link, imbalance, rank_load
 from r3.balance.planners import Planner

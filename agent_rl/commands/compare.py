@@ -25,21 +25,21 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.table import Table
 
-from agent_rl.aio import cancel_on_signals
 from agent_rl.commands.rollout import roll_out
 from agent_rl.config import RunConfig
-from agent_rl.config_files import load_config, load_recorded
+from agent_rl.config.loader import load_config, load_recorded
 from agent_rl.controller.preflight import check_lengths, check_model
-from agent_rl.controller.world import open_world
+from agent_rl.controller.rollout_runtime import open_world
 from agent_rl.engine.types import Scores
 from agent_rl.errors import ConfigError
-from agent_rl.model.hub import with_models
-from agent_rl.model_facts import read_facts
-from agent_rl.observe.display import Display
-from agent_rl.observe.files import write_atomic, write_json
+from agent_rl.models.hub import with_models
+from agent_rl.models.spec import read_facts
+from agent_rl.monitoring.console import Display
 from agent_rl.rollout.records import read_trajectories, steps_on_disk
 from agent_rl.train.ray_trainer import RayTrainer
 from agent_rl.types import Group, Sample, Trajectory
+from agent_rl.utils.concurrency import cancel_on_signals
+from agent_rl.utils.run_files import write_atomic, write_json
 from r3.mismatch.breakdown import Mismatch, MismatchReport, Pair, mismatch_report
 from r3.mismatch.figures import differing_routers, f_tau_curves, probability_scatter
 from r3.mismatch.report import TOKEN_VALUES, Estimate, estimate_ratios, log_ratios, per_sequence

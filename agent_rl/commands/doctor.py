@@ -30,19 +30,19 @@ from agent_rl.commands.health import Check, check_parts, checks_table
 from agent_rl.commands.policy import advance
 from agent_rl.config import RunConfig
 from agent_rl.controller.preflight import check_room
-from agent_rl.controller.world import Workshop, open_workshop
+from agent_rl.controller.rollout_runtime import Workshop, open_workshop
 from agent_rl.errors import ConfigError
 from agent_rl.evaluation.evaluate import evaluate
 from agent_rl.evaluation.folder import EvalFolder
 from agent_rl.evaluation.quarantine import write_quarantine
 from agent_rl.evaluation.report import EpisodeResult
-from agent_rl.observe.display import Display, cell
-from agent_rl.observe.files import write_json
-from agent_rl.observe.folder_lock import hold_folder
+from agent_rl.monitoring.console import Display, cell
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.limiter import Limiter
-from agent_rl.rollout.solvers import has_gold, solver_runner
+from agent_rl.rollout.scripted_policies import has_gold, solver_runner
 from agent_rl.types import StopReason, Trajectory
+from agent_rl.utils.folder_lock import hold_folder
+from agent_rl.utils.run_files import write_json
 from envs import Audited, Environment, Finding, GradingError, Task, TaskRecordError, UndecidableError
 from sandbox import SandboxError
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from agent_rl.errors import UserError
-from agent_rl.observe.display import cell
+from agent_rl.monitoring.console import cell
 from envs import EnvContext, load_environment, needs_boxes
 from envs.conformance import check_environment
 from sandbox import NoBoxes, open_backend

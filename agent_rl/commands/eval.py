@@ -16,10 +16,10 @@ from agent_rl.evaluation.evaluate import evaluate
 from agent_rl.evaluation.folder import EvalFolder
 from agent_rl.evaluation.report import EpisodeResult, EvalReport
 from agent_rl.evaluation.tables import breakdown, table
-from agent_rl.observe.display import Display
-from agent_rl.observe.folder_lock import hold_folder
+from agent_rl.monitoring.console import Display
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.limiter import Limiter
+from agent_rl.utils.folder_lock import hold_folder
 from envs import Task
 
 _BOUNDS = {"start_timeout", "grade_timeout"}

@@ -22,16 +22,16 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from agent_rl.config import Replay, RunConfig
-from agent_rl.config_files import load_recorded
+from agent_rl.config.loader import load_recorded
 from agent_rl.controller.state import evaluation_step
 from agent_rl.errors import UserError
 from agent_rl.evaluation.seeds import SeedDifference, paired_difference, seed_difference
-from agent_rl.observe.display import cell
-from agent_rl.observe.files import read_json, write_atomic, write_json
-from agent_rl.observe.metrics_log import read_metrics
-from agent_rl.observe.picture import PASS_AT_1, Rows, draw_settings
+from agent_rl.monitoring.console import cell
+from agent_rl.monitoring.metrics_log import read_metrics
+from agent_rl.monitoring.plots import PASS_AT_1, Rows, draw_settings
 from agent_rl.rollout.records import step_stem, steps_on_disk
 from agent_rl.rollout.token_details import read_gaps
+from agent_rl.utils.run_files import read_json, write_atomic, write_json
 from r3.mismatch.figures import f_tau_curves
 from r3.mismatch.report import f_tau_curve
 

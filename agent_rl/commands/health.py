@@ -14,20 +14,20 @@ from rich.console import Console
 from rich.table import Table
 
 from agent_rl.config import RunConfig
-from agent_rl.config_files import load_config
+from agent_rl.config.loader import load_config
 from agent_rl.controller import preflight
-from agent_rl.controller.boxes import box_limits, open_boxes
-from agent_rl.controller.cluster import EngineNode, engines_on_ray, look_for_room, open_ray
-from agent_rl.engine.host import Answer
-from agent_rl.engine.hosts import look_at_hosts
+from agent_rl.controller.placement import EngineNode, engines_on_ray, look_for_room, open_ray
+from agent_rl.controller.sandboxes import box_limits, open_boxes
+from agent_rl.engine.factory import open_engine
 from agent_rl.engine.launch import sglang_version
-from agent_rl.engine.open import open_engine
+from agent_rl.engine.ray_actor import Answer
+from agent_rl.engine.ray_servers import look_at_hosts
 from agent_rl.errors import AgentRlError
-from agent_rl.model_facts import read_facts
-from agent_rl.observe.display import cell
+from agent_rl.models.spec import read_facts
+from agent_rl.monitoring.console import cell
 from envs import EnvsError, needs_boxes
 from sandbox import SandboxBackend, SandboxError
-from sandbox.cluster.backend import ClusterBackend, Place
+from sandbox.ray.backend import ClusterBackend, Place
 
 _SECONDS = 60.0
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from agent_rl.controller.pipeline.history import NAME, NAMES, faults, gaps, read_history
+from agent_rl.controller.async_rollout.ledger_file import NAME, NAMES, faults, gaps, read_history
 from agent_rl.errors import AgentRlError, UserError
-from agent_rl.observe.metrics_log import read_metrics
+from agent_rl.monitoring.metrics_log import read_metrics
 from sandbox import printable
 
 

@@ -12,14 +12,14 @@ import yaml
 
 from agent_rl.config import HarnessConfig, RolloutConfig, RunConfig
 from agent_rl.controller import preflight
-from agent_rl.controller.world import Workshop, open_workshop, open_world
+from agent_rl.controller.rollout_runtime import Workshop, open_workshop, open_world
 from agent_rl.errors import ConfigError, UserError
-from agent_rl.observe.display import Display
+from agent_rl.monitoring.console import Display
 from agent_rl.rollout.chat_policy import BYTES_A_TOKEN, ChatEngine, Endpoint
 from agent_rl.rollout.chat_tokens import ChatTextRenderer, NativeToolCalls
 from agent_rl.rollout.episode import EpisodeRules, run_episode
 from agent_rl.rollout.group import EpisodeRunner, RolloutEvent
-from agent_rl.rollout.solvers import recorded, solver_runner
+from agent_rl.rollout.scripted_policies import recorded, solver_runner
 from agent_rl.types import Trajectory
 from envs import Environment, Task, find_interface
 from tools.formats import tool_format

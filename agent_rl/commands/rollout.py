@@ -8,14 +8,14 @@ from pathlib import Path
 from agent_rl.commands.policy import Policy, advance, pick_tasks
 from agent_rl.config import RunConfig
 from agent_rl.controller import preflight
+from agent_rl.controller.rollout_runtime import open_world
 from agent_rl.controller.state import keep_tokenizer
-from agent_rl.controller.world import open_world
-from agent_rl.observe.display import Display
-from agent_rl.observe.folder_lock import hold_folder
+from agent_rl.monitoring.console import Display
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.group import GroupSettings, Rollout, collect_groups
+from agent_rl.rollout.metrics import rollout_metrics
 from agent_rl.rollout.records import write_trajectories
-from agent_rl.rollout.stats import rollout_metrics
+from agent_rl.utils.folder_lock import hold_folder
 
 
 async def run_rollout(config: RunConfig, *, tasks: int, split: str) -> None:

@@ -11,9 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from agent_rl.errors import UserError
-from agent_rl.observe.display import cell
-from agent_rl.view.index import Index
-from agent_rl.view.runs import overview
+from agent_rl.monitoring.console import cell
+from agent_rl.viewer.index import Index
+from agent_rl.viewer.runs import overview
 
 STYLES = {"running": "green", "guard": "red", "stopped": "yellow"}
 

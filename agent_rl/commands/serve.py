@@ -9,12 +9,12 @@ from dataclasses import replace
 
 from agent_rl.config import RunConfig
 from agent_rl.controller import preflight
-from agent_rl.controller.world import open_world
+from agent_rl.controller.rollout_runtime import open_world
+from agent_rl.endpoint.episode import environment
+from agent_rl.endpoint.server import Gateway, open_gateway
+from agent_rl.endpoint.session import HarnessRenderer, Session
 from agent_rl.engine.types import Engine
-from agent_rl.gateway.episode import environment
-from agent_rl.gateway.server import Gateway, open_gateway
-from agent_rl.gateway.session import HarnessRenderer, Session
-from agent_rl.observe.display import Display
+from agent_rl.monitoring.console import Display
 from agent_rl.rollout.episode import EpisodeRules
 
 _ENDLESS = 1 << 30

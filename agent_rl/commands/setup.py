@@ -9,8 +9,8 @@ from pathlib import Path
 
 from agent_rl.config import RunConfig
 from agent_rl.controller.preflight import check_room
-from agent_rl.controller.world import open_workshop
-from agent_rl.observe.display import Display
+from agent_rl.controller.rollout_runtime import open_workshop
+from agent_rl.monitoring.console import Display
 from envs import needs_boxes
 from sandbox import open_backend
 from sandbox.base_image import ENGINES, build_image
@@ -32,7 +32,7 @@ async def prepare(config: RunConfig) -> None:
 
 async def warm_up(out: Path, shape: str, seed: int) -> None:
     """Make a starting model of ``shape`` from scratch: demonstrations in real boxes, then supervised training."""
-    from agent_rl.model.warmup import WARMUPS, make_model
+    from agent_rl.demo_model.warmup import WARMUPS, make_model
 
     display = Display("model init")
     backend = open_backend("auto", run_id=f"warmup-{os.getpid()}")

@@ -24,8 +24,8 @@ from rich.table import Table
 from rich.text import Text
 
 from agent_rl.errors import AgentRlError, UserError
+from agent_rl.rollout.jsonl_zst import SUFFIX, read_rows
 from agent_rl.rollout.records import FOLDER, messages_of, steps_on_disk, trajectories_path
-from agent_rl.rollout.row_files import SUFFIX, read_rows
 from sandbox import printable
 
 CALL_TAGS = ("<tool_call>", "<function=")

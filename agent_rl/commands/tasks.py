@@ -14,21 +14,21 @@ from pathlib import Path
 from rich.table import Table
 
 from agent_rl.errors import UserError
-from agent_rl.observe.display import Display, cell
-from agent_rl.observe.files import write_json
-from agent_rl.observe.folder_lock import hold_folder
+from agent_rl.monitoring.console import Display, cell
 from agent_rl.rollout.chat_policy import API_KEY
+from agent_rl.utils.folder_lock import hold_folder
+from agent_rl.utils.run_files import write_json
 from envs import EnvContext
-from envs.swe.harvest.checkout import name_of, read_checkout
-from envs.swe.harvest.draft import Fallen
-from envs.swe.harvest.git import open_git
-from envs.swe.harvest.history import History
-from envs.swe.harvest.inject import Injection
-from envs.swe.harvest.issues import Writer, counts
-from envs.swe.harvest.package import Releases
-from envs.swe.harvest.pipeline import REPORT, TASKS, Bounds, Harvest, Source
-from envs.swe.harvest.sites import Sites
-from envs.swe.harvest.trial import Trial
+from envs.swe.task_synthesis.bug_injection import Injection
+from envs.swe.task_synthesis.candidate import Fallen
+from envs.swe.task_synthesis.checkout import name_of, read_checkout
+from envs.swe.task_synthesis.from_commits import History
+from envs.swe.task_synthesis.from_releases import Releases
+from envs.swe.task_synthesis.git import open_git
+from envs.swe.task_synthesis.issues import Writer, counts
+from envs.swe.task_synthesis.pipeline import REPORT, TASKS, Bounds, Harvest, Source
+from envs.swe.task_synthesis.site_packages import Sites
+from envs.swe.task_synthesis.validation import Trial
 from sandbox import SandboxSpec, open_backend
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from agent_rl.observe.files import write_json
+from agent_rl.utils.run_files import write_json
 from r3.trace.check import CheckReport, check_folder
 
 SHOWN = 10

@@ -9,9 +9,9 @@ import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 
-from agent_rl.view.export import export
-from agent_rl.view.resources import Resources
-from agent_rl.view.server import HOST, listen, web_server
+from agent_rl.viewer.api import Resources
+from agent_rl.viewer.export import export
+from agent_rl.viewer.server import HOST, listen, web_server
 
 
 def run_view(folders: Sequence[Path], *, port: int, out: Path | None, trajectories: int, open_browser: bool) -> None:

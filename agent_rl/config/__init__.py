@@ -1,4 +1,4 @@
-"""The typed schema of a config, a section a class. Imports no torch. :mod:`agent_rl.config_files` reads the files."""
+"""The typed schema of a config, a section a class. Imports no torch. :mod:`agent_rl.config.loader` reads the files."""
 
 from __future__ import annotations
 

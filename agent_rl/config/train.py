@@ -11,8 +11,8 @@ from pydantic import Field, model_validator
 
 from agent_rl.config.base import OFF, Precision, Section, registered
 from agent_rl.config.layout import BalanceConfig, ParallelConfig
+from agent_rl.config.objectives import Aggregation, objective_facts
 from agent_rl.errors import ConfigError
-from agent_rl.objective_facts import Aggregation, objective_facts
 
 FilterKind = Literal["none", "overlong", "compact"]
 Recompute = Literal["none", "selective", "full"]

@@ -6,12 +6,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from agent_rl.config import DynamicSamplingConfig
-from agent_rl.controller.pipeline.ledger import Outcome
+from agent_rl.controller.async_rollout.task_ledger import Outcome
 from agent_rl.errors import RolloutFailed
 from agent_rl.rollout.filters import filter_metrics
 from agent_rl.rollout.group import DroppedGroup, Rollout
+from agent_rl.rollout.metrics import rollout_metrics
 from agent_rl.rollout.rescore import rescore_metrics
-from agent_rl.rollout.stats import rollout_metrics
 from agent_rl.types import Fate, Group, Sample, StopReason, Verdict
 
 

@@ -17,14 +17,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from agent_rl.aio import shielded
 from agent_rl.config import MAX_STALENESS, TrainConfig
+from agent_rl.controller.async_rollout.task_ledger import Ledger
 from agent_rl.controller.journal import Journal, lineage
-from agent_rl.controller.pipeline.ledger import Ledger
 from agent_rl.controller.state import RunState
 from agent_rl.train.checkpoint import folder as checkpoint
 from agent_rl.train.checkpoint.folder import Manifest
 from agent_rl.train.ray_trainer import RayTrainer
+from agent_rl.utils.concurrency import shielded
 
 
 @dataclass(frozen=True, slots=True)

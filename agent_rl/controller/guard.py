@@ -27,7 +27,7 @@ import orjson
 
 from agent_rl.config import GuardConfig, LimitConfig
 from agent_rl.errors import GuardStop
-from agent_rl.observe.files import write_atomic
+from agent_rl.utils.run_files import write_atomic
 
 Row = Mapping[str, float]
 Side = Literal["above", "below"]

@@ -2,7 +2,7 @@
 
 ::
 
-    frame   a payload with its length and checksum (agent_rl.rollout.frames)
+    frame   a payload with its length and checksum (agent_rl.rollout.framed_log)
     file    a frame with the header, as JSON, then one a trajectory, in the order they finished, one that says what
             the step's batch took and, with ``rollout.recover: turns``, one a turn of every episode and one for each
             episode that was given up; a payload is a line of JSON and, of a trajectory or a turn, its bytes. The
@@ -35,14 +35,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
-from agent_rl.aio import Pulse
-from agent_rl.observe.files import disk_error
 from agent_rl.rollout import records
-from agent_rl.rollout.frames import as_frame, frames_of
+from agent_rl.rollout.framed_log import as_frame, frames_of
 from agent_rl.rollout.group import EpisodeRunner
 from agent_rl.rollout.records import decode_trajectory, encode_trajectory
 from agent_rl.rollout.turn_log import LoggedRunner, LoggedTurn, decode_turn, encode_turn
 from agent_rl.types import StopReason, Trajectory
+from agent_rl.utils.concurrency import Pulse
+from agent_rl.utils.run_files import disk_error
 from envs import Task
 
 FORMAT = 3

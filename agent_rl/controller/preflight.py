@@ -7,15 +7,15 @@ import importlib.util
 import shutil
 from pathlib import Path
 
-from agent_rl.aio import first_leaf
 from agent_rl.config import RunConfig
-from agent_rl.engine.open import check_engines
+from agent_rl.config.builtin import MODELS
+from agent_rl.engine.factory import check_engines
 from agent_rl.errors import UserError
-from agent_rl.model_facts import ModelFacts, check_alike, read_facts
-from agent_rl.packaged import MODELS
-from agent_rl.train.batching.dealing import over_budget
-from agent_rl.train.cluster import check_ray
-from agent_rl.train.hf_files import check_checkpoint
+from agent_rl.models.spec import ModelFacts, check_alike, read_facts
+from agent_rl.train.batching.partition import over_budget
+from agent_rl.train.hf_index import check_checkpoint
+from agent_rl.train.ray_session import check_ray
+from agent_rl.utils.concurrency import first_leaf
 
 FREE_BYTES_WANTED = 1 << 30
 TRAINER_PACKAGES = ("torch", "megatron-core", "ray")

@@ -33,9 +33,9 @@ from agent_rl.config import RunConfig
 from agent_rl.errors import ConfigError
 from agent_rl.evaluation.finished import report_path
 from agent_rl.evaluation.report import EvalReport
-from agent_rl.observe.files import read_json, write_atomic, write_json
 from agent_rl.rollout.records import EVALUATIONS, FOLDER
-from agent_rl.train.balance_report import forget_balance
+from agent_rl.train.expert_balancing.report import forget_balance
+from agent_rl.utils.run_files import read_json, write_atomic, write_json
 
 # What may differ between a run and its resumption: how long, how observed, and where the parts are.
 MAY_CHANGE = (

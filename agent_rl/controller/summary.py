@@ -8,10 +8,10 @@ from typing import Any
 
 from rich.table import Table
 
-from agent_rl.controller.idle_steps import idle_steps
+from agent_rl.controller.skipped_updates import idle_steps
 from agent_rl.controller.state import RunState, evaluation_step
-from agent_rl.observe.files import write_json
-from agent_rl.observe.picture import draw_run
+from agent_rl.monitoring.plots import draw_run
+from agent_rl.utils.run_files import write_json
 
 MEANS = (
     "mismatch/k3_kl",

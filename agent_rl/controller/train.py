@@ -23,37 +23,35 @@ from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
-from agent_rl.aio import beside, cancel_on_signals
 from agent_rl.config import RunConfig
 from agent_rl.controller import preflight
 from agent_rl.controller.advantages import GroupSamples, overlong_penalty, samples_of
+from agent_rl.controller.async_rollout.buffer import BufferRules, WorkBuffer
+from agent_rl.controller.async_rollout.evaluations import Evaluations
+from agent_rl.controller.async_rollout.ledger_file import History, StepRow
+from agent_rl.controller.async_rollout.producer import RolloutPump
+from agent_rl.controller.async_rollout.task_ledger import Ledger, Outcome
 from agent_rl.controller.batch import Batch, batch_metrics, batch_of, check_filled, goodput, rescore_values
 from agent_rl.controller.checkpoints import Checkpoints, Progress
-from agent_rl.controller.cluster import Rooms, needs_ray, open_rooms
+from agent_rl.controller.engine_admission import Newcomers
 from agent_rl.controller.guard import Guard
-from agent_rl.controller.idle_steps import why_idle
 from agent_rl.controller.journal import Journal
-from agent_rl.controller.newcomers import Newcomers
-from agent_rl.controller.pipeline.buffer import BufferRules, WorkBuffer
-from agent_rl.controller.pipeline.evaluations import Evaluations
-from agent_rl.controller.pipeline.history import History, StepRow
-from agent_rl.controller.pipeline.ledger import Ledger, Outcome
-from agent_rl.controller.pipeline.pump import RolloutPump
-from agent_rl.controller.restarts import Restarts
-from agent_rl.controller.routes import check_budget, probe_engines
-from agent_rl.controller.schedule import check_enough
+from agent_rl.controller.placement import Rooms, needs_ray, open_rooms
+from agent_rl.controller.rollout_runtime import World, open_world
+from agent_rl.controller.route_checks import check_budget, probe_engines
+from agent_rl.controller.skipped_updates import why_idle
 from agent_rl.controller.state import RunState, keep_tokenizer
 from agent_rl.controller.summary import summarize, summary_table
-from agent_rl.controller.world import World, open_world
+from agent_rl.controller.task_sampler import check_enough
+from agent_rl.controller.trainer_restarts import Restarts
 from agent_rl.engine.types import Scorer
 from agent_rl.errors import TrainerDied
 from agent_rl.evaluation.quarantine import Quarantine
-from agent_rl.model_facts import ModelFacts
-from agent_rl.observe.display import Display
-from agent_rl.observe.folder_lock import hold_folder
-from agent_rl.observe.loop_lag import LoopLag
-from agent_rl.observe.metrics_log import MetricsLog
-from agent_rl.observe.sinks import SinkRun, check_sinks, openers
+from agent_rl.models.spec import ModelFacts
+from agent_rl.monitoring.console import Display
+from agent_rl.monitoring.loop_lag import LoopLag
+from agent_rl.monitoring.metrics_log import MetricsLog
+from agent_rl.monitoring.sinks import SinkRun, check_sinks, openers
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.filters import length_report, masked_stops
 from agent_rl.rollout.group import RolloutEvent
@@ -62,6 +60,8 @@ from agent_rl.rollout.records import write_trajectories
 from agent_rl.rollout.rescore import Rescorer
 from agent_rl.train.ray_trainer import RayTrainer
 from agent_rl.types import TokenDetail
+from agent_rl.utils.concurrency import beside, cancel_on_signals
+from agent_rl.utils.folder_lock import hold_folder
 from agent_rl.weight_sync.sync import WeightSync
 from envs import Task
 

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from agent_rl.aio import shielded
 from agent_rl.config import EngineConfig
-from agent_rl.engine.http import AsyncHttp
 from agent_rl.engine.shared_memory import remove_stale
 from agent_rl.errors import ConfigError, EngineError, EngineStartError
-from agent_rl.model_facts import ModelFacts
+from agent_rl.models.spec import ModelFacts
+from agent_rl.utils.concurrency import shielded
+from agent_rl.utils.http import AsyncHttp
 
 _SERVE = Path(__file__).resolve().parent / "server" / "serve.py"
 _DEVICES = Path("/dev")

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from agent_rl.errors import EngineRejected
 from agent_rl.types import Completion, FinishReason, SamplingParams, TokenIds
-from r3.codec import RouteLayout
+from r3.payload import RouteLayout
 from r3.routing import Routing, Span, SpanKind, narrowest_dtype
 
 Policy = Callable[[str, int, TokenIds], Sequence[int]]

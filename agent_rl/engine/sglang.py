@@ -28,17 +28,15 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from agent_rl.aio import Pulse, shielded
 from agent_rl.config import EngineConfig
-from agent_rl.engine.answer import Asked, read_answer, read_scores, split_body
 from agent_rl.engine.fleet import Fleet
-from agent_rl.engine.gate import TurnGate
-from agent_rl.engine.homes import SessionHomes
-from agent_rl.engine.http import AsyncHttp, retried, timed_out
-from agent_rl.engine.load import EngineLoad
-from agent_rl.engine.options import refusal
+from agent_rl.engine.generation_gate import TurnGate
+from agent_rl.engine.response import Asked, read_answer, read_scores, split_body
+from agent_rl.engine.session_affinity import SessionHomes
 from agent_rl.engine.sleep import EngineSleep
 from agent_rl.engine.types import EngineInfo, Scores, Server
+from agent_rl.engine.unsupported_args import refusal
+from agent_rl.engine.utilization import EngineLoad
 from agent_rl.errors import (
     EngineError,
     EngineLost,
@@ -48,8 +46,10 @@ from agent_rl.errors import (
     RoutesMissingError,
     UserError,
 )
-from agent_rl.model_facts import ModelFacts, difference, read_facts
+from agent_rl.models.spec import ModelFacts, difference, read_facts
 from agent_rl.types import Completion, FinishReason, SamplingParams, TokenIds
+from agent_rl.utils.concurrency import Pulse, shielded
+from agent_rl.utils.http import AsyncHttp, retried, timed_out
 
 T = TypeVar("T")
 
@@ -149,8 +149,8 @@ class SGLangEngine:
         return await self._ask(self._request(tokens, sampling, routes_from), tokens, routes_from, session)
 
     async def prefill(self, tokens: TokenIds, *, session: str, afresh: bool) -> Completion:
-        """Compute ``tokens``; see :class:`agent_rl.rollout.audit.Prefiller`. A sequence that fills the model's context
-        is EngineRejected."""
+        """Compute ``tokens``; see :class:`agent_rl.rollout.route_audit.Prefiller`. A sequence that fills the model's
+        context is EngineRejected."""
         body = self._request(tokens, SamplingParams(temperature=0.0, max_new_tokens=1), 0)
         if afresh:
             body["extra_key"] = secrets.token_hex(16)  # prefixes are shared among requests of one key

@@ -12,7 +12,7 @@
 
 Every call is bounded by ``engine.weight_sync_timeout``. An engine that does not do what it is asked to, and one that is
 not in use when the others fall asleep, is stopped, for it would hold memory that the trainer counts on. It counts as
-dead, and like one that dies asleep it is started when the others are awake (:mod:`agent_rl.engine.keeper`).
+dead, and like one that dies asleep it is started when the others are awake (:mod:`agent_rl.engine.supervisor`).
 
 A sleep outlives a training run whose trainer died: the next publish ends it.
 """
@@ -26,13 +26,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from agent_rl.aio import Pulse
 from agent_rl.config import EngineConfig
 from agent_rl.engine.fleet import Fleet, Phase
-from agent_rl.engine.gate import TurnGate
-from agent_rl.engine.http import AsyncHttp
+from agent_rl.engine.generation_gate import TurnGate
 from agent_rl.engine.types import Server
 from agent_rl.errors import EngineError, EngineLost, EngineUnreachable
+from agent_rl.utils.concurrency import Pulse
+from agent_rl.utils.http import AsyncHttp
 
 FLUSH_SECONDS = 10
 """How long SGLang may take to be rid of the requests that it has answered: released while one is left, it would die."""

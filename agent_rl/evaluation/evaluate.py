@@ -25,7 +25,7 @@ async def evaluate(
     on_event: Callable[[RolloutEvent], None] | None = None,
 ) -> EvalReport:
     """Run ``samples`` episodes of every task and report Pass@1. ``run`` is what makes the policy: an engine, or a
-    solver (:func:`agent_rl.rollout.solvers.solver_runner`).
+    solver (:func:`agent_rl.rollout.scripted_policies.solver_runner`).
 
     A sample that met an infrastructure failure is run again at most ``retries`` times. Graded samples in ``done`` are
     not run again. ``on_result`` is told every sample that ended, with its trajectory where it was graded. Raises what

@@ -19,8 +19,8 @@ from agent_rl.errors import UserError
 from agent_rl.evaluation.folder import last_graded, read_results
 from agent_rl.evaluation.paired import Score
 from agent_rl.evaluation.report import EpisodeResult
-from agent_rl.observe.files import read_json
 from agent_rl.rollout.records import evaluation_stem
+from agent_rl.utils.run_files import read_json
 
 RIGHT = "right would be an evaluation's folder, its results.jsonl or report.json, or RUN:step-N/sampled"
 

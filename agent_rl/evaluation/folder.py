@@ -25,8 +25,8 @@ from urllib.parse import quote
 
 from agent_rl.errors import ConfigError
 from agent_rl.evaluation.report import EpisodeResult, EvalReport
-from agent_rl.observe.files import read_json, write_atomic, write_json
 from agent_rl.types import Trajectory
+from agent_rl.utils.run_files import read_json, write_atomic, write_json
 from envs import Task
 
 _LONGEST_NAME = 200

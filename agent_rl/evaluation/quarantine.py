@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from agent_rl.errors import ConfigError
-from agent_rl.observe.files import read_json, write_json
 from agent_rl.rollout.group import RolloutEvent
+from agent_rl.utils.run_files import read_json, write_json
 
 
 def read_quarantine(path: Path) -> dict[str, list[str]]:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from agent_rl.observe.files import write_json
+from agent_rl.utils.run_files import write_json
 from envs import Task
 
 Z95 = 1.959963984540054

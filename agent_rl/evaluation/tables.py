@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from rich.table import Column, Table
 
 from agent_rl.evaluation.report import EvalReport, RepoOutcome
-from agent_rl.observe.display import cell
+from agent_rl.monitoring.console import cell
 
 
 def table(reports: Sequence[EvalReport]) -> Table:

@@ -18,10 +18,10 @@ from typing import Any
 
 import orjson
 
-from agent_rl.engine.http import AsyncHttp, HttpAnswer, check, retried, server_message
 from agent_rl.errors import EngineError, EngineOverloaded, EngineRejected, UserError
 from agent_rl.rollout.chat_tokens import STOP, encode, read_messages, read_native, write_answer
 from agent_rl.types import Completion, FinishReason, SamplingParams, TokenIds
+from agent_rl.utils.http import AsyncHttp, HttpAnswer, check, retried, server_message
 
 BYTES_A_TOKEN = 4
 """How a limit in tokens is turned into one in bytes: what English text and code come to with common tokenizers."""

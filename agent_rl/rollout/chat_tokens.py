@@ -28,7 +28,7 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
 class ChatTextRenderer:
-    """Implements :class:`agent_rl.rollout.opening.Renderer` with bytes and marks; observations are the user's.
+    """Implements :class:`agent_rl.rollout.initial_prompt.Renderer` with bytes and marks; observations are the user's.
 
     ``native_tools``: hand the tools to the endpoint; else they are not rendered, and the loop describes them in the
     system message.

@@ -21,11 +21,11 @@ from hashlib import sha256
 from typing import Any
 
 from agent_rl.config import EnvConfig, R3Config, RolloutConfig, RunConfig
-from agent_rl.engine.gate import TurnGate
+from agent_rl.engine.generation_gate import TurnGate
 from agent_rl.engine.types import Engine
 from agent_rl.errors import EngineAborted, EngineError, HarnessError, RoutesMissingError
-from agent_rl.rollout.audit import Auditor
-from agent_rl.rollout.opening import Renderer, open_conversation
+from agent_rl.rollout.initial_prompt import Renderer, open_conversation
+from agent_rl.rollout.route_audit import Auditor
 from agent_rl.rollout.transcript import Transcript
 from agent_rl.rollout.turn_log import Answered, LoggedTurn, ReplayDiffers, TurnLog
 from agent_rl.types import Completion, FinishReason, SamplingParams, StopReason, Trajectory, Turn

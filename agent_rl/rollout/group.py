@@ -18,11 +18,11 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from agent_rl.aio import first_leaf
 from agent_rl.errors import EngineError, RolloutFailed
 from agent_rl.rollout.filters import contrasting
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.types import Group, StopReason, Trajectory
+from agent_rl.utils.concurrency import first_leaf
 from envs import Task
 
 EpisodeRunner = Callable[[Task], Awaitable[Trajectory]]

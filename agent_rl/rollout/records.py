@@ -5,7 +5,7 @@
     <stem>.jsonl.zst           one row a trajectory: what a person reads (turns, times, tests, reward, ending, fate)
     <stem>.safetensors         its arrays: <key>/tokens, loss_mask, logprobs, and routes (an r3.archive)
     <stem>.train.safetensors   what the trainer saw of their tokens (agent_rl.rollout.token_details)
-    <stem>.index.json.zst      its row in a few numbers, for lists and filters (agent_rl.rollout.sidecars)
+    <stem>.index.json.zst      its row in a few numbers, for lists and filters (agent_rl.rollout.step_index)
 
 The arrays are in place before the rows are, so a step whose rows exist is whole; the sidecar comes last and can be made
 again of the rows. Log-probs are those of the sampled tokens alone, the mask is eight tokens a byte. A row's messages
@@ -31,9 +31,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load, save, save_file
 
 from agent_rl.errors import AgentRlError
-from agent_rl.observe.files import replacing, write_atomic
-from agent_rl.rollout.row_files import SUFFIX, encode_rows, read_rows
-from agent_rl.rollout.sidecars import sidecar_path, write_sidecar
+from agent_rl.rollout.jsonl_zst import SUFFIX, encode_rows, read_rows
+from agent_rl.rollout.step_index import sidecar_path, write_sidecar
 from agent_rl.rollout.token_details import Details, details_path, worst, write_details
 from agent_rl.types import (
     Branch,
@@ -47,6 +46,7 @@ from agent_rl.types import (
     VersionSpan,
     append_version,
 )
+from agent_rl.utils.run_files import replacing, write_atomic
 from r3 import archive
 from r3.routing import Routing, RoutingError
 

@@ -25,8 +25,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from agent_rl.errors import AgentRlError
-from agent_rl.observe.files import replacing
 from agent_rl.types import Group, TokenDetail
+from agent_rl.utils.run_files import replacing
 from r3.routing import Routing
 
 SUFFIX = ".train.safetensors"

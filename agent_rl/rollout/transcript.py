@@ -17,7 +17,7 @@ Some turns differ:
   from there, perhaps with other weights; what came without a token is asked for again;
 - a completion without tokens is a turn that sampled nothing.
 
-A history that is rewritten is a matter of :mod:`agent_rl.rollout.forest`: the built-in loop's only grows.
+A history that is rewritten is a matter of :mod:`agent_rl.rollout.conversation_tree`: the built-in loop's only grows.
 """
 
 from __future__ import annotations

@@ -17,19 +17,19 @@ import ray
 from ray import ObjectRef
 
 from agent_rl.errors import TrainerError
-from agent_rl.train.balance_report import BalanceReport
 from agent_rl.train.batching.mini_steps import MiniStepShare
-from agent_rl.train.hf_files import LoadProgress
-from agent_rl.train.orders import OptimizerSpec, RankOrder, StepOrder
+from agent_rl.train.expert_balancing.report import BalanceReport
+from agent_rl.train.hf_index import LoadProgress
 from agent_rl.train.reports import Differing, ForwardAnswer, RankReport, Update, WeightedSequences
-from agent_rl.train.route_shares import RankInfo
+from agent_rl.train.requests import OptimizerSpec, RankOrder, StepOrder
+from agent_rl.train.route_sharding import RankInfo
 from agent_rl.types import Sample
 from agent_rl.weight_sync.order import PublishOrder, PublishReport
 from r3.shard import RouteShard
 
 if TYPE_CHECKING:
     from agent_rl.train.checkpoint.folder import Manifest
-    from agent_rl.train.rank import TrainerRank
+    from agent_rl.train.worker import TrainerRank
 
 BESIDE = "beside"
 """The concurrency group of what runs beside whatever else the actor does: :meth:`RankActor.written` and ``loading``."""
@@ -45,7 +45,7 @@ class Rendezvous:
 
 class RankActor:
     """One rank in a process of its own; wrap with ``ray.remote``. Its methods are those of
-    :class:`agent_rl.train.rank.TrainerRank`, which says what each does."""
+    :class:`agent_rl.train.worker.TrainerRank`, which says what each does."""
 
     def __init__(self) -> None:
         self._started: TrainerRank | None = None
@@ -66,7 +66,7 @@ class RankActor:
     @ray.method
     def start(self, order: RankOrder, optimizer: OptimizerSpec, rank: int, meeting: Rendezvous) -> RankInfo:
         """Build the rank; all ranks are started at once."""
-        from agent_rl.train.rank import TrainerRank
+        from agent_rl.train.worker import TrainerRank
 
         # The rendezvous takes the listening socket over where it is used, and nobody needs it where it is not.
         listener = self._listener.detach()

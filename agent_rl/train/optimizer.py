@@ -1,9 +1,9 @@
 """Megatron's optimizer and learning-rate schedule behind one small class. Import only in rank processes.
 
 The state is Adam's two moments and a float32 master of every weight, on the device, or between updates on the host, and
-moments in bfloat16 there if asked for (:mod:`agent_rl.train.offload`). Where the model was wrapped for Megatron's
-distributed optimizer (``train.parallel.distributed_optimizer``; ZeRO-1, arXiv 1910.02054), the ranks that hold a copy
-of a parameter share its state out: each keeps, and updates, a stretch of the flattened weight.
+moments in bfloat16 there if asked for (:mod:`agent_rl.train.optimizer_offload`). Where the model was wrapped for
+Megatron's distributed optimizer (``train.parallel.distributed_optimizer``; ZeRO-1, arXiv 1910.02054), the ranks that
+hold a copy of a parameter share its state out: each keeps, and updates, a stretch of the flattened weight.
 :meth:`PolicyOptimizer.shards` says which, with and without it.
 """
 
@@ -24,9 +24,9 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from agent_rl.config import OnSpike
-from agent_rl.train.offload import Held, KeptState, add_counts, counts_by_parameter, without_gradients
-from agent_rl.train.orders import OptimizerSpec
+from agent_rl.train.optimizer_offload import Held, KeptState, add_counts, counts_by_parameter, without_gradients
 from agent_rl.train.reports import Update
+from agent_rl.train.requests import OptimizerSpec
 
 SLOTS = ("master", "exp_avg", "exp_avg_sq")
 _MOMENTS = SLOTS[1:]

@@ -5,9 +5,9 @@
     step(samples) ── a data rank's samples, and each rank's own routes ──> Ray's object store ──> the ranks
                   <── sums, the sampled tokens' log-probs, where routes differ: merged into metrics ──
 
-How the ranks are called, and what becomes of a failure: :mod:`agent_rl.train.ranks`. Whatever goes through routes or
-through a step's tokens runs on a thread: a step of 512 long trajectories takes seconds of it, and the event loop also
-serves the engines.
+How the ranks are called, and what becomes of a failure: :mod:`agent_rl.train.worker_group`. Whatever goes through
+routes or through a step's tokens runs on a thread: a step of 512 long trajectories takes seconds of it, and the
+event loop also serves the engines.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from agent_rl.aio import shielded
 from agent_rl.config import RunConfig
 from agent_rl.errors import TrainerError
-from agent_rl.model_facts import read_facts
-from agent_rl.train.balance_report import BalanceReport, balance_metrics, write_balance
+from agent_rl.models.spec import read_facts
 from agent_rl.train.batching.cost import TOKENS, sequence_cost
-from agent_rl.train.batching.dealing import Deal, deal, lockstep_ranks
 from agent_rl.train.batching.mini_steps import MiniStepShare, split_step
+from agent_rl.train.batching.partition import Deal, deal, lockstep_ranks
 from agent_rl.train.checkpoint.driver import CheckpointDriver, absolute
 from agent_rl.train.checkpoint.folder import Manifest
-from agent_rl.train.hand_out import HandOut, hand_out
-from agent_rl.train.layouts import check_layout
-from agent_rl.train.orders import OptimizerSpec, StepOrder
-from agent_rl.train.ranks import Ranks
+from agent_rl.train.dispatch import HandOut, hand_out
+from agent_rl.train.expert_balancing.report import BalanceReport, balance_metrics, write_balance
+from agent_rl.train.parallel_checks import check_layout
 from agent_rl.train.reports import Differing, ForwardAnswer, RankReport
-from agent_rl.train.route_shares import MicroBatches, by_sample, count_all_differing, have_routes, put_together
+from agent_rl.train.requests import OptimizerSpec, StepOrder
+from agent_rl.train.route_sharding import MicroBatches, by_sample, count_all_differing, have_routes, put_together
 from agent_rl.train.route_trace import begin_trace, check_trace
 from agent_rl.train.step_metrics import step_metrics
 from agent_rl.train.token_detail import LayerBits, token_details
+from agent_rl.train.worker_group import Ranks
 from agent_rl.types import Sample, TokenDetail
+from agent_rl.utils.concurrency import shielded
 from agent_rl.weight_sync.order import PublishOrder, PublishReport
-from r3.trace.points import TraceOrder
+from r3.trace.recorders import TraceOrder
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup

@@ -35,11 +35,11 @@ import torch
 from torch import Tensor
 
 from agent_rl.config import KlConfig, TrainConfig
-from agent_rl.model_facts import check_alike
-from agent_rl.train.hf_files import LoadProgress
-from agent_rl.train.host_copies import host_tensor
+from agent_rl.models.spec import check_alike
+from agent_rl.train.hf_index import LoadProgress
 from agent_rl.train.loss.objectives import advantage_moments, kl_penalty, normalised_advantages, penalised_advantages
 from agent_rl.train.megatron.packed_batch import PackedBatch, PassOutput, Routes
+from agent_rl.train.pinned_memory import host_tensor
 
 if TYPE_CHECKING:
     from agent_rl.train.megatron.model import PolicyModel

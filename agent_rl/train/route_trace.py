@@ -6,7 +6,7 @@
     rank     rank_trace ─> for each pass: model.observe(PassTrace) ─> shares, micro-batches, routers
 
 Nothing here runs in a step that is not traced. Imports no torch: the driver has none. See :mod:`r3.trace.events` for
-the records and :mod:`r3.trace.points` for what goes into them.
+the records and :mod:`r3.trace.recorders` for what goes into them.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from numpy.typing import NDArray
 
 from agent_rl.config import RunConfig
 from agent_rl.errors import ConfigError
-from agent_rl.train.route_shares import MicroBatches, RankInfo
+from agent_rl.train.route_sharding import MicroBatches, RankInfo
 from agent_rl.types import Sample
 from r3.shard import RouteShard, ShardSpec, router_slice
 from r3.trace.events import ReplayAction, Stage
-from r3.trace.points import RankPlace, RankTracer, TraceOrder, order_trace, write_driver_trace
+from r3.trace.recorders import RankPlace, RankTracer, TraceOrder, order_trace, write_driver_trace
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from agent_rl.train.megatron.local_tokens import Layout
     from agent_rl.train.megatron.packed_batch import PackedBatch
+    from agent_rl.train.megatron.token_sharding import Layout
 
 
 def check_trace(config: RunConfig) -> None:
@@ -79,8 +79,8 @@ def begin_trace(
 
 
 class PassTrace:
-    """Told by a model what routes a pass brings to its routers and, as a :class:`r3.megatron.ReplayObserver`, what
-    those do with them; notes it where the micro-batch is traced. ``microbatch`` counts the pass' from 0."""
+    """Told by a model what routes a pass brings to its routers and, as a :class:`r3.megatron_replay.ReplayObserver`,
+    what those do with them; notes it where the micro-batch is traced. ``microbatch`` counts the pass' from 0."""
 
     def __init__(self, tracer: RankTracer) -> None:
         self._tracer = tracer

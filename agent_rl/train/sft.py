@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from agent_rl.errors import TrainerError
-from agent_rl.train.batching.dealing import check_lengths
+from agent_rl.train.batching.partition import check_lengths
 from agent_rl.train.checkpoint import folder as checkpoint
-from agent_rl.train.orders import OptimizerSpec
-from agent_rl.train.ranks import Ranks
 from agent_rl.train.ray_trainer import RayTrainer
 from agent_rl.train.reports import Update, WeightedSequences
+from agent_rl.train.requests import OptimizerSpec
+from agent_rl.train.worker_group import Ranks
 
 if TYPE_CHECKING:
     from ray import ObjectRef

@@ -28,15 +28,13 @@ from torch import Tensor
 
 from agent_rl.config import CorrectionConfig, OldLogprobSource, OnSpike, RunConfig, TrainConfig
 from agent_rl.errors import TrainerError
-from agent_rl.train.ablation import ablated
-from agent_rl.train.balance_report import BalancedPass
-from agent_rl.train.balancing import ComingPlans, Foreseen, RankBalance
 from agent_rl.train.batching.mini_steps import MiniStepShare
 from agent_rl.train.batching.packing import MicroBatch, pack
+from agent_rl.train.expert_balancing.report import BalancedPass
+from agent_rl.train.expert_balancing.worker import ComingPlans, Foreseen, RankBalance
 from agent_rl.train.loss.corrections import correction_factors, weight_moments
 from agent_rl.train.loss.policy_loss import Counts, PolicyLoss, policy_loss
 from agent_rl.train.megatron.packed_batch import LossFn, PackedBatch, PassOutput, PassPlans, Routes
-from agent_rl.train.orders import StepOrder
 from agent_rl.train.reference import Compared, Reference, compare_with_reference
 from agent_rl.train.reports import (
     Differing,
@@ -47,10 +45,12 @@ from agent_rl.train.reports import (
     UpdateSums,
     differing,
 )
+from agent_rl.train.requests import StepOrder
+from agent_rl.train.route_ablation import ablated
 from agent_rl.train.route_trace import PassTrace, traced_pass
 from agent_rl.types import Sample, TokenFlag
 from r3.shard import Packing, RouteShard, ShardSpec, own_routes
-from r3.trace.points import RankTracer
+from r3.trace.recorders import RankTracer
 
 Shards = Sequence[RouteShard] | None
 SUMS = ("loss", "clipped", "entropy", "kl", "correction", "dropped", "kl_reference")

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agent_rl.train.reports import RankReport
-from agent_rl.train.route_shares import MicroBatches, by_sample
+from agent_rl.train.route_sharding import MicroBatches, by_sample
 from agent_rl.types import Sample, TokenDetail
 
 

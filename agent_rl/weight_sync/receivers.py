@@ -26,8 +26,8 @@ from typing import Any
 
 import orjson
 
-from agent_rl.engine.http import BlockingHttp, server_message
 from agent_rl.errors import EngineError, WeightSyncError
+from agent_rl.utils.http import BlockingHttp, server_message
 
 GROUP_NAME = "agent-rl"
 

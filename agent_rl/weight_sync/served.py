@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from agent_rl.config import EngineConfig
 from agent_rl.errors import UserError, WeightSyncError
-from agent_rl.model_facts import ModelFacts
+from agent_rl.models.spec import ModelFacts
 from agent_rl.weight_sync.digests import DigestKind, Digests, RankDigests, differing, engine_name, predictable
 from agent_rl.weight_sync.receivers import Checksums, WeightReceivers
 

@@ -28,7 +28,7 @@ from agent_rl.engine.fleet import Fleet
 from agent_rl.engine.sleep import EngineSleep
 from agent_rl.engine.types import EngineInfo
 from agent_rl.errors import EngineError, WeightSyncError
-from agent_rl.model_facts import ModelFacts
+from agent_rl.models.spec import ModelFacts
 from agent_rl.types import Sample, TokenIds
 from agent_rl.weight_sync.digests import DigestKind, RankDigests, differing
 from agent_rl.weight_sync.order import PublishReport

@@ -11,10 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from envs.context import EnvContext, ToolStyle
-from envs.interface import OWN, Interface
 from envs.mini.generator import SPLITS, generate
 from envs.mini.records import to_record
 from envs.mini.verify import verify_records
+from envs.scaffold import OWN, Interface
 from envs.swe.audit import audit_record
 from envs.swe.episode import SweEpisode, start_episode
 from envs.swe.records import SweRecord, parse_record, write_jsonl

@@ -8,7 +8,7 @@ from typing import Any
 
 from envs.mini.generator import MiniTask
 from envs.swe.calls import Call
-from envs.swe.patches import diff_files
+from envs.swe.diff.git_diff import diff_files
 from envs.swe.records import SweRecord, commit_content, parse_record
 
 

@@ -7,11 +7,11 @@ import shlex
 from pathlib import Path
 
 from envs.context import EnvContext
-from envs.swe.boxes import HIDDEN_IN_IMAGE, agent_box, box_spec
-from envs.swe.canaries import Canary, canaries
+from envs.swe.diff.git_diff import is_test_path, patched_paths
 from envs.swe.grading import grade_patch
-from envs.swe.patches import is_test_path, patched_paths
 from envs.swe.records import SweRecord
+from envs.swe.reward_hacks import Canary, canaries
+from envs.swe.sandboxes import HIDDEN_IN_IMAGE, agent_box, box_spec
 from envs.types import Finding
 from sandbox import Sandbox, SandboxLostError
 

@@ -8,16 +8,16 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 from envs.context import EnvContext
-from envs.interface import Interface
 from envs.rows import of_split
+from envs.scaffold import Interface
+from envs.swe.adjudication import Controls
 from envs.swe.audit import audit_record
-from envs.swe.boxes import site_folder
 from envs.swe.episode import SweEpisode, start_episode
 from envs.swe.records import SweRecord, parse_record
 from envs.swe.repositories import Repositories
+from envs.swe.sandboxes import site_folder
 from envs.swe.sources import Records, is_data_set, read_records
 from envs.swe.swebench import check_gradable
-from envs.swe.verdict import Controls
 from envs.types import Finding, Task, TaskRecordError
 
 _log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class SweEnvironment:
         if path is None:
             raise TaskRecordError(
                 "environment swe needs the option path: a file of task records, a folder with one a split, or a data "
-                "set's name (python -m envs.swe.real builds a file)"
+                "set's name (python -m scripts.build_release_tasks builds a file)"
             )
         self._context = context
         self._path = Path(path)

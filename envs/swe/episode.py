@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from envs.context import EnvContext
-from envs.swe.agent_patch import PatchError, take_patch
-from envs.swe.boxes import agent_box, box_spec
+from envs.swe.adjudication import Controls
+from envs.swe.diff.agent_patch import PatchError, take_patch
+from envs.swe.diff.git_diff import FilePatch
 from envs.swe.grading import grade_changes
-from envs.swe.patches import FilePatch
 from envs.swe.records import SweRecord
 from envs.swe.repositories import Repositories
-from envs.swe.verdict import Controls
+from envs.swe.sandboxes import agent_box, box_spec
 from envs.types import Grade, Message
 from sandbox import Sandbox
 from tools import ToolSet

@@ -10,10 +10,10 @@ from itertools import islice
 from pathlib import Path
 
 from envs.context import EnvContext
-from envs.swe.boxes import box_spec, run_tests
-from envs.swe.patches import MAX_FILES, FilePatch, screen, split_patch
+from envs.swe.adjudication import Controls, read_run, rule
+from envs.swe.diff.git_diff import MAX_FILES, FilePatch, screen, split_patch
 from envs.swe.records import SweRecord
-from envs.swe.verdict import Controls, read_run, rule
+from envs.swe.sandboxes import box_spec, run_tests
 from envs.types import Grade, GradingError
 
 MAX_LOG = 1 << 16

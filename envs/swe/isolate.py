@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from envs.context import EnvContext
-from envs.swe.boxes import box_spec, run_apart
+from envs.swe.adjudication import read_run
 from envs.swe.records import SweRecord, write_jsonl
+from envs.swe.sandboxes import box_spec, run_apart
 from envs.swe.sources import read_jsonl
-from envs.swe.verdict import read_run
 from envs.types import EnvsError
 from sandbox import SandboxError, SandboxSpec, open_backend
 

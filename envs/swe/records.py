@@ -23,7 +23,7 @@ from pydantic_core import ErrorDetails
 from envs.swe.calls import Call
 from envs.swe.datasets import normalise
 from envs.swe.datasets.spec import SwebenchSpec, parse_list
-from envs.swe.patches import diff_files, is_test_path
+from envs.swe.diff.git_diff import diff_files, is_test_path
 from envs.swe.pytest_log import KeyMode, cut_name, fold_names
 from envs.types import TaskRecordError
 

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from envs.swe.changes import LITTER
+from envs.swe.diff.tree_diff import LITTER
 from envs.swe.records import WORKDIR
 from sandbox import Sandbox, SandboxStartError
 

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from envs.swe.dataset_rules import FAILED, judge_log
 from envs.swe.datasets.scripts import END, START
 from envs.swe.datasets.spec import PASSED, SwebenchSpec
-from envs.swe.own_rules import FAILED, judge_log
 from envs.swe.pytest_log import Verdict
 from envs.swe.records import SweRecord
 from envs.types import TaskRecordError

@@ -1,6 +1,6 @@
 """The four stages of ForeMoE's paper, each of which can be left out, for comparison with the planner ``foremoe``.
 
-1. homes by the loads of whole steps (:func:`r3.balance.homes.measured_home`, in the grid);
+1. homes by the loads of whole steps (:func:`r3.balance.expert_placement.measured_home`, in the grid);
 2. swaps: an expert of the fullest rank changes places with one of another rank;
 3. replicas, by turns: the fullest rank lends one of its heaviest experts to the rank where that helps most, of load and
    links; the machine that sends most tokens of one expert away gets a replica of it;

@@ -33,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from r3.files import write_atomic
+from r3.atomic_write import write_atomic
 
 
 class TraceError(Exception):

@@ -15,16 +15,16 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-from sandbox.aio import shielded
 from sandbox.bubblewrap.box import BubblewrapBox, on_disk
-from sandbox.bubblewrap.folder import RunFolder, folder_leases, remove_lease
 from sandbox.bubblewrap.launch import OWN_PROCESSES, Launcher, find_bwrap
-from sandbox.bubblewrap.root import HOST_IMAGE, RootFs, allowed_folder, folder_root, host_root
+from sandbox.bubblewrap.rootfs import HOST_IMAGE, RootFs, allowed_folder, folder_root, host_root
+from sandbox.bubblewrap.run_dir import RunFolder, folder_leases, remove_lease
 from sandbox.cgroup import CgroupParents, find_parents
 from sandbox.disk import check_room
 from sandbox.errors import SandboxError, SandboxLostError, SandboxStartError
 from sandbox.lease import Heartbeat
 from sandbox.owner import Owner
+from sandbox.shielded import shielded
 from sandbox.types import ImagePolicy, SandboxSpec
 
 

@@ -12,11 +12,10 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
-from sandbox.beneath import NeedsBox, read_beneath, tree_beneath, write_beneath
 from sandbox.box import BaseBox
-from sandbox.bubblewrap.folder import remove_tree
 from sandbox.bubblewrap.launch import Launcher
-from sandbox.bubblewrap.root import RootFs, copy_regular, image_place
+from sandbox.bubblewrap.rootfs import RootFs, copy_regular, image_place
+from sandbox.bubblewrap.run_dir import remove_tree
 from sandbox.cgroup import Cgroup
 from sandbox.disk import Usage, check_room, usage
 from sandbox.errors import (
@@ -27,6 +26,7 @@ from sandbox.errors import (
     SandboxStartError,
 )
 from sandbox.files import Tree, read_through, write_through
+from sandbox.nofollow_io import NeedsBox, read_beneath, tree_beneath, write_beneath
 from sandbox.process import Finished
 from sandbox.types import OVERGROWN, ExecResult, SandboxSpec, TreeFile, TreeLimits
 

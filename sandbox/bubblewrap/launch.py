@@ -15,8 +15,8 @@ from pathlib import Path
 from sandbox.bubblewrap.seccomp import box_filter
 from sandbox.cgroup import Cgroup, join_command
 from sandbox.errors import SandboxUnavailableError
+from sandbox.output_throttle import Toll
 from sandbox.process import Finished, run_process
-from sandbox.toll import Toll
 from sandbox.types import SandboxSpec
 
 FILE_SIZE_LIMIT = 1 << 30

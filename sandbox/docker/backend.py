@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 import docker.errors
 from docker.types import LogConfig, Ulimit
 
-from sandbox.aio import shielded
 from sandbox.disk import check_room
 from sandbox.docker.box import DockerBox
 from sandbox.docker.disk import is_want_of_quota, may_have_quota, quota
@@ -34,6 +33,7 @@ from sandbox.errors import (
 from sandbox.files import archive
 from sandbox.lease import Heartbeat
 from sandbox.owner import Owner
+from sandbox.shielded import shielded
 from sandbox.types import ImagePolicy, SandboxSpec
 
 T = TypeVar("T")

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import PurePosixPath
 from typing import Protocol, TypeVar
 
-from sandbox.aio import shielded
 from sandbox.box import BaseBox
 from sandbox.cgroup import folders_of, oom_kills, ran_out_of_memory
 from sandbox.disk import Usage, usage
@@ -20,6 +19,7 @@ from sandbox.docker.exec import KILL_ALL, WRAPPER, ExecLink, ExecOutcome, run_ex
 from sandbox.docker.files import gather_folder, read_archive
 from sandbox.errors import SandboxDiskFullError, SandboxError, SandboxFileError, SandboxLostError
 from sandbox.files import Tree, archive
+from sandbox.shielded import shielded
 from sandbox.types import OVERGROWN, ExecResult, SandboxSpec, TreeFile, TreeLimits
 
 T = TypeVar("T")

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from threading import Event, Lock
 from typing import Any, Protocol
 
+from sandbox.output_throttle import Toll
 from sandbox.process import Capture
-from sandbox.toll import Toll
 
 _CHUNK = 1 << 16
 _STDERR = 2

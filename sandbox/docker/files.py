@@ -13,9 +13,9 @@ from typing import Any
 
 import docker.errors
 
-from sandbox.beneath import tree_beneath
 from sandbox.errors import SandboxFileError
 from sandbox.files import Tree
+from sandbox.nofollow_io import tree_beneath
 from sandbox.types import TreeFile
 
 # Go's os.FileMode, which the engine reports: the bits of anything that is not a regular file, and of a link.

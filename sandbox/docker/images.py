@@ -25,9 +25,9 @@ from typing import Any
 import docker.errors
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
-from sandbox.bounds import uncharged
 from sandbox.docker.engine import EngineClient
 from sandbox.errors import ImageMissingError, ImagePullError, SandboxDiskFullError, SandboxError, SandboxLostError
+from sandbox.timeouts import uncharged
 from sandbox.types import ImagePolicy
 
 Call = Callable[[Callable[[], None], type[SandboxError]], Awaitable[None]]

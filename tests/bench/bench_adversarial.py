@@ -22,9 +22,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from envs.swe.base import Base
-from envs.swe.changes import changes
-from envs.swe.patches import screen, split_patch
+from envs.swe.diff.git_diff import screen, split_patch
+from envs.swe.diff.snapshot import Base
+from envs.swe.diff.tree_diff import changes
 from envs.swe.pytest_log import count_summaries, judge
 from sandbox import TreeFile
 

@@ -28,10 +28,10 @@ from typing import Any
 import numpy as np
 
 from agent_rl.config import RunConfig
-from agent_rl.controller.pipeline.buffer import BufferRules, WorkBuffer
-from agent_rl.controller.pipeline.ledger import Ledger
-from agent_rl.controller.pipeline.pump import RolloutPump
-from agent_rl.engine.gate import TurnGate
+from agent_rl.controller.async_rollout.buffer import BufferRules, WorkBuffer
+from agent_rl.controller.async_rollout.producer import RolloutPump
+from agent_rl.controller.async_rollout.task_ledger import Ledger
+from agent_rl.engine.generation_gate import TurnGate
 from agent_rl.rollout.group import EpisodeRunner
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.rollout.turn_log import TurnLog

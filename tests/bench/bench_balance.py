@@ -23,7 +23,7 @@ import numpy as np
 from r3.balance import Grid, Options, Plans, plan_pass
 from r3.balance.baselines import eplb, eplb_around_homes, sequential
 from r3.balance.cost import borrowed, busiest_link, by_machine, imbalance, machine_floor, rank_load
-from r3.balance.homes import measured_home
+from r3.balance.expert_placement import measured_home
 from r3.balance.plan import Ints
 from r3.balance.skews import REGIMES, Pass, skewed_steps
 from r3.balance.stages import Stages, staged, update_within_machine

@@ -35,8 +35,8 @@ from one_rank import arguments
 from torch import Tensor
 
 from agent_rl.config import BalanceConfig, ParallelConfig
-from agent_rl.train.balancing import RankBalance, borrowing, count_experts, expert_grid, expert_group
 from agent_rl.train.batching.packing import MicroBatch
+from agent_rl.train.expert_balancing.worker import RankBalance, borrowing, count_experts, expert_grid, expert_group
 from agent_rl.train.megatron.packed_batch import PackedBatch
 from agent_rl.train.megatron.parallel import destroy_parallel, init_parallel
 from agent_rl.train.step import packed

@@ -26,10 +26,10 @@ from pathlib import Path
 import numpy as np
 
 from agent_rl.config import EngineConfig
+from agent_rl.demo_model.init import TinyMoe, initial_weights, save_checkpoint
 from agent_rl.engine.launch import EngineServer, group_members
 from agent_rl.engine.sglang import SGLangEngine
-from agent_rl.model.init import TinyMoe, initial_weights, save_checkpoint
-from agent_rl.model_facts import read_facts
+from agent_rl.models.spec import read_facts
 from agent_rl.types import SamplingParams
 
 PROMPT_TOKENS = 64

@@ -22,8 +22,8 @@ import numpy as np
 
 from agent_rl.config import ParallelConfig, RunConfig
 from agent_rl.train.checkpoint import folder as checkpoint
-from agent_rl.train.orders import OptimizerSpec, RankOrder
-from agent_rl.train.rank import TrainerRank
+from agent_rl.train.requests import OptimizerSpec, RankOrder
+from agent_rl.train.worker import TrainerRank
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "train"))
 

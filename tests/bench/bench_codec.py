@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 
 import agent_rl  # noqa: F401  a spawned child has tests/ on its path, whose folder r3 would be taken for ours
 from r3 import archive
-from r3.codec import RouteLayout, decode_payload, extract_payload
+from r3.payload import RouteLayout, decode_payload, extract_payload
 from r3.routing import Routing, Span, SpanKind
 from r3.stitch import RouteStitcher
 

@@ -29,20 +29,20 @@ from bench_async import GROUPS, SIZE, SLOTS, durations
 from bench_codec import resident
 from bench_loop import LAYOUT, SlowEnvironment, tensor_bytes
 
-from agent_rl.aio import collect_rarely
 from agent_rl.config import R3Config, RolloutConfig, RunConfig
 from agent_rl.controller.advantages import samples_of
+from agent_rl.controller.async_rollout.buffer import BufferRules, WorkBuffer
+from agent_rl.controller.async_rollout.producer import RolloutPump
+from agent_rl.controller.async_rollout.task_ledger import Ledger, Outcome
 from agent_rl.controller.journal import Journal
-from agent_rl.controller.pipeline.buffer import BufferRules, WorkBuffer
-from agent_rl.controller.pipeline.ledger import Ledger, Outcome
-from agent_rl.controller.pipeline.pump import RolloutPump
 from agent_rl.engine.scripted import ScriptedEngine
 from agent_rl.rollout.episode import EpisodeRules, run_episode
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.rollout.records import write_trajectories
-from agent_rl.rollout.solvers import ByteRenderer
+from agent_rl.rollout.scripted_policies import ByteRenderer
 from agent_rl.rollout.turn_log import LoggedRunner, TurnLog
 from agent_rl.types import Completion, Group, SamplingParams, TokenIds, Trajectory
+from agent_rl.utils.concurrency import collect_rarely
 from envs import Grade, Task
 from tools import ToolCall
 from tools.formats import tool_format

@@ -18,12 +18,12 @@ import uuid
 from agent_rl.evaluation.evaluate import evaluate
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.limiter import Limiter
-from agent_rl.rollout.solvers import solver_runner
+from agent_rl.rollout.scripted_policies import solver_runner
 from envs import EnvContext
 from envs.mini import MiniEnvironment
 from envs.swe import grade_patch, start_episode
-from envs.swe.boxes import box_spec
 from envs.swe.records import parse_record
+from envs.swe.sandboxes import box_spec
 from sandbox import SandboxPool, open_backend
 
 ROUNDS = 10

@@ -24,17 +24,17 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from agent_rl.aio import beside, collect_rarely
 from agent_rl.config import R3Config, RolloutConfig
+from agent_rl.endpoint.server import open_gateway
+from agent_rl.endpoint.session import HarnessRenderer, Session
 from agent_rl.engine.scripted import ScriptedEngine
-from agent_rl.gateway.server import open_gateway
-from agent_rl.gateway.session import HarnessRenderer, Session
-from agent_rl.observe.loop_lag import LoopLag
+from agent_rl.monitoring.loop_lag import LoopLag
+from agent_rl.rollout.conversation_tree import ChatMessage, Forest
 from agent_rl.rollout.episode import EpisodeRules
-from agent_rl.rollout.forest import ChatMessage, Forest
-from agent_rl.rollout.solvers import ByteRenderer
+from agent_rl.rollout.scripted_policies import ByteRenderer
 from agent_rl.types import TokenIds
-from r3.codec import RouteLayout
+from agent_rl.utils.concurrency import beside, collect_rarely
+from r3.payload import RouteLayout
 from tools import Spoken, tool_format
 
 LAYOUT = RouteLayout(4, (0, 1, 2, 3), 32, 4)

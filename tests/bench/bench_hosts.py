@@ -14,9 +14,9 @@ import statistics
 import time
 from collections.abc import Awaitable, Callable
 
-from agent_rl.train.cluster import ray_session
+from agent_rl.train.ray_session import ray_session
 from sandbox import Sandbox, SandboxBackend, SandboxSpec, open_backend
-from sandbox.cluster.open import open_cluster
+from sandbox.ray.open import open_cluster
 
 MIB = bytes(range(256)) * 4096
 WARM_UP = 5

@@ -27,13 +27,13 @@ import httpx
 import numpy as np
 import orjson
 
-from agent_rl.aio import beside, collect_rarely
 from agent_rl.config import EngineConfig
-from agent_rl.engine.answer import Asked, read_answer
+from agent_rl.engine.response import Asked, read_answer
 from agent_rl.engine.sglang import SGLangEngine
-from agent_rl.model_facts import ModelFacts
-from agent_rl.observe.loop_lag import LoopLag
+from agent_rl.models.spec import ModelFacts
+from agent_rl.monitoring.loop_lag import LoopLag
 from agent_rl.types import SamplingParams
+from agent_rl.utils.concurrency import beside, collect_rarely
 
 REQUESTS, PROMPT, SAMPLED, ROWS = 2, 8000, 256, 1500
 LAYERS, TOP_K = 12, 4

@@ -22,13 +22,13 @@ from unittest import mock
 
 import numpy as np
 
-from agent_rl.aio import beside
 from agent_rl.config import RunConfig
-from agent_rl.model_facts import ModelFacts
-from agent_rl.observe.loop_lag import LoopLag
+from agent_rl.models.spec import ModelFacts
+from agent_rl.monitoring.loop_lag import LoopLag
 from agent_rl.train.batching.cost import sequence_cost
 from agent_rl.train.ray_trainer import RayTrainer
 from agent_rl.types import Sample
+from agent_rl.utils.concurrency import beside
 from r3.routing import Routing
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))

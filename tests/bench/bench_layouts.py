@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from agent_rl.config import ParallelConfig
-from agent_rl.train.layouts import shares_optimizer
 from agent_rl.train.megatron.parallel import destroy_parallel, init_parallel
+from agent_rl.train.parallel_checks import shares_optimizer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "megatron"))
 import layout_matrix as matrix

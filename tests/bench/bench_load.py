@@ -36,8 +36,8 @@ from rich.table import Table
 from safetensors.torch import save_file
 
 from agent_rl.config import ParallelConfig
-from agent_rl.model_facts import ModelFacts
-from agent_rl.train.hf_files import expected_shapes
+from agent_rl.models.spec import ModelFacts
+from agent_rl.train.hf_index import expected_shapes
 
 MODEL = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 32768, "hidden_size": 2048,
@@ -113,7 +113,7 @@ def measure(folder: Path, layout: ParallelConfig, rank: int, answer: Any) -> Non
     """In a forked process: build a rank's part of the model, and load it."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from agent_rl.train.hf_files import LoadProgress
+    from agent_rl.train.hf_index import LoadProgress
     from agent_rl.train.megatron.model import PolicyModel
     from agent_rl.train.megatron.parallel import _init_megatron
 

@@ -33,17 +33,17 @@ from typing import Any
 
 from bench_codec import resident
 
-from agent_rl.aio import beside, collect_rarely
 from agent_rl.config import RolloutConfig
 from agent_rl.engine.scripted import ScriptedEngine
-from agent_rl.observe.loop_lag import LoopLag
+from agent_rl.monitoring.loop_lag import LoopLag
 from agent_rl.rollout.episode import EpisodeRules, run_episode
 from agent_rl.rollout.group import GroupSettings, collect_groups
 from agent_rl.rollout.limiter import Limiter
-from agent_rl.rollout.solvers import ByteRenderer
+from agent_rl.rollout.scripted_policies import ByteRenderer
 from agent_rl.types import SamplingParams, Trajectory
+from agent_rl.utils.concurrency import beside, collect_rarely
 from envs import Grade, Task
-from r3.codec import RouteLayout
+from r3.payload import RouteLayout
 from tools import FunctionToolSet, ToolCall, ToolSet
 from tools.formats import tool_format
 

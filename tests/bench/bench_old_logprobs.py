@@ -37,12 +37,12 @@ from agent_rl.config import EngineConfig, RunConfig
 from agent_rl.controller.advantages import samples_of
 from agent_rl.engine.launch import EngineServer
 from agent_rl.engine.sglang import SGLangEngine
-from agent_rl.model.shipped import install_model
-from agent_rl.model_facts import read_facts
-from agent_rl.observe.metrics_log import read_metrics
+from agent_rl.models.builtin import install_model
+from agent_rl.models.spec import read_facts
+from agent_rl.monitoring.metrics_log import read_metrics
 from agent_rl.rollout.records import read_trajectories
 from agent_rl.rollout.rescore import rescore_metrics
-from agent_rl.train.cluster import ray_cluster
+from agent_rl.train.ray_session import ray_cluster
 from agent_rl.types import Group, Rescored, Sample, SamplingParams, Trajectory
 
 PROMPT_TOKENS, SAMPLED_TOKENS, EVALUATIONS = 100, 100, 16
@@ -310,10 +310,10 @@ def updates(model: Path, batches: Sequence[Sequence[Sample]]) -> list[dict[str, 
     from one_rank import free_port
 
     from agent_rl.train.batching.mini_steps import split_step
-    from agent_rl.train.orders import OptimizerSpec, RankOrder, StepOrder
-    from agent_rl.train.rank import TrainerRank
-    from agent_rl.train.route_shares import cut, without_routes
+    from agent_rl.train.requests import OptimizerSpec, RankOrder, StepOrder
+    from agent_rl.train.route_sharding import cut, without_routes
     from agent_rl.train.step_metrics import step_metrics
+    from agent_rl.train.worker import TrainerRank
 
     one = RankOrder(RunConfig(name="pairs", model=model), model, None, device="cpu", threads=1)
     # So small a rate leaves every float32 weight as it is.

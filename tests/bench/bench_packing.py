@@ -27,9 +27,9 @@ import torch
 from one_rank import arguments, free_port, one_rank, policy, timed, world
 
 from agent_rl.config import ParallelConfig
-from agent_rl.model_facts import ModelFacts
+from agent_rl.models.spec import ModelFacts
 from agent_rl.train.batching.cost import TOKENS, SequenceCost, sequence_cost
-from agent_rl.train.batching.dealing import Deal, deal
+from agent_rl.train.batching.partition import Deal, deal
 
 QWEN3_30B: dict[str, Any] = {
     "model_type": "qwen3_moe",

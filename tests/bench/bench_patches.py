@@ -32,8 +32,8 @@ import containers
 
 from envs import EnvContext
 from envs.swe import SweRecord, diff_files, read_jsonl, start_episode
+from envs.swe.diff.git_diff import patched_paths
 from envs.swe.grading import grade_patch
-from envs.swe.patches import patched_paths
 from sandbox import ImagePolicy, Sandbox, SandboxSpec, open_backend
 from sandbox.docker.engine import connect
 from tests.envs.images import BUILT, GIT_WITH_A_FUTURE, SYSTEM, folder_image

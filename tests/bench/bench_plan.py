@@ -28,10 +28,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from agent_rl.capacity.planning import glibc_slack
-from agent_rl.capacity.sizes import kv_bytes_per_token, rank_bytes, route_slot_bytes
 from agent_rl.config import EngineConfig, ParallelConfig, TrainConfig
-from agent_rl.model_facts import read_facts
+from agent_rl.models.spec import read_facts
+from agent_rl.planner.memory_model import kv_bytes_per_token, rank_bytes, route_slot_bytes
+from agent_rl.planner.planner import glibc_slack
 
 FIXED = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "norm_topk_prob": True, "hidden_act": "silu",
@@ -82,7 +82,7 @@ def measure_rank(folder: Path, tokens: int, recompute: str, dtype: str, answer: 
     from agent_rl.train.megatron.model import PolicyModel
     from agent_rl.train.megatron.packed_batch import PackedBatch
     from agent_rl.train.optimizer import PolicyOptimizer
-    from agent_rl.train.orders import OptimizerSpec
+    from agent_rl.train.requests import OptimizerSpec
 
     def update(model: PolicyModel, batch: PackedBatch) -> None:
         model.forward_logprobs([batch], [None])

@@ -30,7 +30,7 @@ from torch import Tensor
 from agent_rl.config import EngineConfig, R3Config
 from agent_rl.engine.launch import EngineServer
 from agent_rl.engine.sglang import SGLangEngine
-from agent_rl.model_facts import read_facts
+from agent_rl.models.spec import read_facts
 from agent_rl.rollout.transcript import Transcript
 from agent_rl.types import SamplingParams
 from agent_rl.weight_sync.publisher import WeightPublisher

@@ -24,7 +24,7 @@ from one_rank import QUICKSTART, arguments, interleaved, median, one_rank, polic
 from torch import Tensor
 
 from agent_rl.config import ParallelConfig
-from agent_rl.packaged import MODELS
+from agent_rl.config.builtin import MODELS
 from agent_rl.train.loss.objectives import kl_estimate
 from agent_rl.train.megatron.packed_batch import PackedBatch, PackedRoutes
 

@@ -23,10 +23,10 @@ from pathlib import Path
 import numpy as np
 
 from agent_rl.config import EngineConfig
-from agent_rl.engine.open import open_engine
+from agent_rl.demo_model.init import SHAPES, initial_weights, save_checkpoint
+from agent_rl.engine.factory import open_engine
 from agent_rl.engine.sglang import SGLangEngine
-from agent_rl.model.init import SHAPES, initial_weights, save_checkpoint
-from agent_rl.model_facts import read_facts
+from agent_rl.models.spec import read_facts
 from agent_rl.types import SamplingParams
 from r3 import archive
 from r3.routing import validate

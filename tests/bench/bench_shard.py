@@ -18,8 +18,8 @@ import time
 
 import numpy as np
 
-from agent_rl.train.batching.dealing import deal
-from agent_rl.train.route_shares import cut
+from agent_rl.train.batching.partition import deal
+from agent_rl.train.route_sharding import cut
 from agent_rl.types import Sample
 from r3.routing import Routing
 from r3.shard import Packing, ShardSpec, check_identity, moe_columns, router_places, stage_layers

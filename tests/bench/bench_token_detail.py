@@ -36,8 +36,8 @@ from one_rank import QUICKSTART, Ratio, arguments, interleaved, median, one_rank
 from agent_rl.config import RunConfig
 from agent_rl.rollout.token_details import details_path, worst, write_details
 from agent_rl.train.batching.mini_steps import split_step
-from agent_rl.train.orders import OptimizerSpec, StepOrder
-from agent_rl.train.route_shares import RankInfo, count_all_differing, cut
+from agent_rl.train.requests import OptimizerSpec, StepOrder
+from agent_rl.train.route_sharding import RankInfo, count_all_differing, cut
 from agent_rl.train.token_detail import LayerBits, token_details
 from agent_rl.types import Group, Sample, StopReason, Trajectory
 from r3.routing import Routing

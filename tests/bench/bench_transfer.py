@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from agent_rl.train.megatron.exchange import Exchange
-from agent_rl.train.megatron.pool import Pool
+from agent_rl.train.expert_balancing.exchange import Exchange
+from agent_rl.train.expert_balancing.host_pool import Pool
 from r3.balance import Grid, Plan
 
 

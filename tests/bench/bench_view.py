@@ -24,13 +24,13 @@ import numpy as np
 import orjson
 from playwright.sync_api import Page, sync_playwright
 
-from agent_rl.observe.metrics import METRICS
-from agent_rl.packaged import MODELS
-from agent_rl.rollout.frames import as_frame
+from agent_rl.config.builtin import MODELS
+from agent_rl.monitoring.metrics import METRICS
+from agent_rl.rollout.framed_log import as_frame
 from agent_rl.rollout.records import encode_trajectory, write_trajectories
 from agent_rl.types import Fate, Group, StopReason, TokenDetail, Trajectory, Turn, Verdict, VersionSpan
-from agent_rl.view.resources import Resources
-from agent_rl.view.server import POLL_SECONDS
+from agent_rl.viewer.api import Resources
+from agent_rl.viewer.server import POLL_SECONDS
 from r3.routing import Routing, Span, SpanKind
 
 PAINTED = "await new Promise((done) => requestAnimationFrame(() => setTimeout(done)));"

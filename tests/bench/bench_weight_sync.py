@@ -31,8 +31,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from agent_rl.config import EngineConfig
-from agent_rl.engine.http import BlockingHttp
 from agent_rl.engine.launch import EngineServer
+from agent_rl.utils.http import BlockingHttp
 from agent_rl.weight_sync.publisher import WeightPublisher, free_port, join_group
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -23,9 +23,9 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from agent_rl.controller.pipeline.history import faults as ledger_faults
-from agent_rl.controller.pipeline.history import gaps, read_history
-from agent_rl.observe.metrics_log import read_metrics
+from agent_rl.controller.async_rollout.ledger_file import faults as ledger_faults
+from agent_rl.controller.async_rollout.ledger_file import gaps, read_history
+from agent_rl.monitoring.metrics_log import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "train"), str(ROOT / "integration")]

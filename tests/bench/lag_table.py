@@ -28,9 +28,9 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 
 from agent_rl.config import Clip
-from agent_rl.config_files import load_config
+from agent_rl.config.loader import load_config
+from agent_rl.rollout.jsonl_zst import read_rows
 from agent_rl.rollout.records import arrays_path, read_branch, rows_path, step_stem, steps_on_disk
-from agent_rl.rollout.row_files import read_rows
 from agent_rl.rollout.token_details import read_detail
 from agent_rl.types import Branch
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from agent_rl.config import ParallelConfig
-from agent_rl.model import init
+from agent_rl.demo_model import init
 from agent_rl.train.megatron.parallel import destroy_parallel, init_parallel
 
 SHAPES: dict[str, dict[str, Any]] = {name: asdict(sizes) for name, sizes in init.SHAPES.items()}

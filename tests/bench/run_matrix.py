@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import get_args
 
 from agent_rl.config import Ablation, RunConfig
-from agent_rl.config_files import load_config
+from agent_rl.config.loader import load_config
 
 _AHEAD = ("pipeline.depth=2", "train.old_logprob.source=rollout")
 SETTINGS: dict[str, tuple[str, ...]] = {

@@ -25,7 +25,7 @@ from math import log
 from pathlib import Path
 from typing import Any
 
-from agent_rl.observe.metrics_log import read_metrics
+from agent_rl.monitoring.metrics_log import read_metrics
 from envs import Episode, Grade, Task
 from envs.context import EnvContext
 from envs.mini import MiniEnvironment

@@ -6,8 +6,8 @@ import pytest
 from pydantic import ValidationError
 
 from agent_rl.config import EngineConfig, ParallelConfig, RunConfig, TrainConfig
-from agent_rl.controller.asks import engine_ask, rank_ask, shortage
-from agent_rl.controller.cluster import local_cpus
+from agent_rl.controller.cluster_resources import engine_ask, rank_ask, shortage
+from agent_rl.controller.placement import local_cpus
 
 
 def told(engine: dict[str, int], ranks: int, nodes: list[int], free: int | None = None) -> str | None:

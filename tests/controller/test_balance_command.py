@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("torch", reason="torch is not installed (the train extra)")
 from agent_rl.cli import app
-from agent_rl.config_files import load_config
+from agent_rl.config.loader import load_config
 from agent_rl.errors import AgentRlError
 
 pytestmark = pytest.mark.megatron

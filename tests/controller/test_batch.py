@@ -16,12 +16,12 @@ from trajectories import trajectory
 
 from agent_rl.config import RunConfig
 from agent_rl.controller.advantages import samples_of
+from agent_rl.controller.async_rollout.buffer import BufferRules, WorkBuffer
+from agent_rl.controller.async_rollout.producer import RolloutPump
+from agent_rl.controller.async_rollout.task_ledger import Ledger
 from agent_rl.controller.batch import Batch, batch_metrics, batch_of, check_filled, goodput, rescore_values
 from agent_rl.controller.journal import Journal
-from agent_rl.controller.pipeline.buffer import BufferRules, WorkBuffer
-from agent_rl.controller.pipeline.ledger import Ledger
-from agent_rl.controller.pipeline.pump import RolloutPump
-from agent_rl.controller.schedule import task_at
+from agent_rl.controller.task_sampler import task_at
 from agent_rl.engine.types import Scores
 from agent_rl.errors import RolloutFailed
 from agent_rl.evaluation.quarantine import Quarantine, read_quarantine

@@ -13,13 +13,13 @@ import pytest
 from pipeline_run import Deaths, Life, run_config
 
 from agent_rl.controller import train
-from agent_rl.controller.cluster import Rooms
-from agent_rl.controller.restarts import Restarts
+from agent_rl.controller.placement import Rooms
 from agent_rl.controller.state import RunState
 from agent_rl.controller.train import TrainingRun, run_to_the_end
+from agent_rl.controller.trainer_restarts import Restarts
 from agent_rl.engine.sleep import EngineSleep
 from agent_rl.errors import TrainerDied
-from agent_rl.observe.display import Display
+from agent_rl.monitoring.console import Display
 from agent_rl.types import Sample, Trajectory
 from envs import Task
 

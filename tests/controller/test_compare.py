@@ -22,7 +22,7 @@ from agent_rl.commands.compare import (
     turns_of,
 )
 from agent_rl.errors import ConfigError
-from agent_rl.model.shipped import install_model
+from agent_rl.models.builtin import install_model
 from agent_rl.types import StopReason, Trajectory, Turn, VersionSpan
 from r3.routing import Routing, Span, SpanKind
 

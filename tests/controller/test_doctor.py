@@ -14,7 +14,7 @@ from agent_rl.commands.doctor import _tasks_table, diagnose, run_doctor
 from agent_rl.commands.eval import EvalOptions, run_evaluation
 from agent_rl.commands.health import Check, check_installation, check_parts, check_sandboxes, checks_table
 from agent_rl.commands.policy import PolicyChoice
-from agent_rl.config_files import load_config
+from agent_rl.config.loader import load_config
 from agent_rl.errors import ConfigError
 from agent_rl.evaluation.quarantine import read_quarantine, write_quarantine
 from agent_rl.evaluation.report import EpisodeResult
@@ -22,7 +22,7 @@ from envs import Finding
 from envs.mini.generator import generate
 from envs.mini.records import to_record
 from envs.new_project import write_template
-from envs.swe.patches import diff_files
+from envs.swe.diff.git_diff import diff_files
 from envs.swe.records import SweRecord, write_jsonl
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -19,7 +19,7 @@ from agent_rl.errors import UserError
 from agent_rl.evaluation.finished import read_evaluation
 from agent_rl.evaluation.paired import Score, bootstrap_interval, compare, shown_by, sign_test, tasks_needed
 from agent_rl.evaluation.report import EpisodeResult, report
-from agent_rl.observe.files import write_json
+from agent_rl.utils.run_files import write_json
 from envs import Task
 
 WON, LOST = Score(1, 1), Score(0, 1)

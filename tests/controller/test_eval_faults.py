@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from agent_rl.evaluation.report import wilson_interval
-from agent_rl.rollout.solvers import gold, noop
+from agent_rl.rollout.scripted_policies import gold, noop
 from envs import EnvContext, Task
 from envs.mini import MiniEnvironment, generate, to_record
 from tools.formats import tool_format

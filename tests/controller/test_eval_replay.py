@@ -9,7 +9,7 @@ import pytest
 
 from agent_rl.commands.eval import EvalOptions, run_evaluation
 from agent_rl.commands.policy import PolicyChoice
-from agent_rl.config_files import load_config
+from agent_rl.config.loader import load_config
 from agent_rl.errors import ConfigError
 from envs.mini import generate, to_record
 from tools import ToolCall

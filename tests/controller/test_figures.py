@@ -16,12 +16,12 @@ from safetensors.numpy import save_file
 
 from agent_rl.commands.figures import read_run, replay_worth, run_figures, setting_of
 from agent_rl.config import Ablation, RunConfig
-from agent_rl.config_files import load_config
+from agent_rl.config.loader import load_config
 from agent_rl.errors import UserError
 from agent_rl.evaluation.seeds import paired_difference, seed_difference
-from agent_rl.observe.files import write_json
-from agent_rl.observe.metrics_log import MetricsLog
-from agent_rl.observe.picture import line_of
+from agent_rl.monitoring.metrics_log import MetricsLog
+from agent_rl.monitoring.plots import line_of
+from agent_rl.utils.run_files import write_json
 from r3.mismatch import figures
 from r3.mismatch.report import f_tau_curve
 

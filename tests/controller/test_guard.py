@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from agent_rl.config import GuardConfig, LimitConfig
 from agent_rl.controller.guard import SIGMA_PER_MAD, Guard, band, crossings, spike_norm, streaks
 from agent_rl.errors import GuardStop
-from agent_rl.observe.metrics_log import MetricsLog, read_metrics
+from agent_rl.monitoring.metrics_log import MetricsLog, read_metrics
 
 RECORDED = Path(__file__).parent / "healthy_metrics.jsonl"
 Rows = list[dict[str, float]]

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from agent_rl.controller.pipeline.buffer import BufferRules, WorkBuffer
-from agent_rl.controller.pipeline.ledger import Ledger, Outcome
+from agent_rl.controller.async_rollout.buffer import BufferRules, WorkBuffer
+from agent_rl.controller.async_rollout.task_ledger import Ledger, Outcome
 from agent_rl.errors import AgentRlError
 
 ENDS = (Outcome.KEPT, Outcome.KEPT, Outcome.KEPT, Outcome.DISCARDED, Outcome.DROPPED, Outcome.LEFT_OUT)

@@ -10,8 +10,8 @@ from rich.console import Console
 from trajectories import trajectory
 
 from agent_rl.commands.ledger import ledger
-from agent_rl.controller.pipeline.history import NAME, History, StepRow, faults, gaps, read_history
-from agent_rl.controller.pipeline.ledger import Outcome
+from agent_rl.controller.async_rollout.ledger_file import NAME, History, StepRow, faults, gaps, read_history
+from agent_rl.controller.async_rollout.task_ledger import Outcome
 from agent_rl.errors import AgentRlError, UserError
 from agent_rl.rollout.records import write_trajectories
 from agent_rl.types import Group

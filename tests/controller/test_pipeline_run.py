@@ -15,13 +15,13 @@ import pytest
 from pipeline_run import POINTS, TASKS, TURN_POINTS, Deaths, Life, run_config
 
 from agent_rl.config import RunConfig
-from agent_rl.controller.pipeline.history import faults, gaps, read_history
-from agent_rl.controller.pipeline.ledger import Outcome
-from agent_rl.controller.restarts import Restarts
-from agent_rl.controller.schedule import task_at
+from agent_rl.controller.async_rollout.ledger_file import faults, gaps, read_history
+from agent_rl.controller.async_rollout.task_ledger import Outcome
+from agent_rl.controller.task_sampler import task_at
 from agent_rl.controller.train import TrainingRun, run_to_the_end
+from agent_rl.controller.trainer_restarts import Restarts
 from agent_rl.errors import TrainerDied, UserError
-from agent_rl.observe.metrics_log import read_metrics
+from agent_rl.monitoring.metrics_log import read_metrics
 from agent_rl.types import StopReason, Trajectory
 from envs import Task
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from trajectories import trajectory
 
+from agent_rl.controller.async_rollout.spill import filled, shelving
 from agent_rl.controller.journal import Journal
-from agent_rl.controller.pipeline.shelf import filled, shelving
 from agent_rl.rollout.group import DroppedGroup, GroupFormer, GroupSettings
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.rollout.turn_log import TurnLog

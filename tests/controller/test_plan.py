@@ -15,17 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from agent_rl.capacity.advice import make_plan, slots_refusal
-from agent_rl.capacity.known_models import KNOWN, planned_model
-from agent_rl.capacity.plan import GIB, PlannedPlace, RunPlan
-from agent_rl.capacity.planning import CUDA_BYTES
-from agent_rl.capacity.sizes import kv_bytes_per_token, layer_bytes, rank_bytes, rank_parameters, route_bytes
-from agent_rl.capacity.sizes import parameters as parameters_of
 from agent_rl.cli import app
 from agent_rl.config import LoraConfig, ParallelConfig, RunConfig, TrainConfig
-from agent_rl.config_files import load_config
+from agent_rl.config.loader import load_config
 from agent_rl.errors import ConfigError, UserError
-from agent_rl.train.layouts import layout_problems
+from agent_rl.planner.known_models import KNOWN, planned_model
+from agent_rl.planner.memory_model import kv_bytes_per_token, layer_bytes, rank_bytes, rank_parameters, route_bytes
+from agent_rl.planner.memory_model import parameters as parameters_of
+from agent_rl.planner.plan import GIB, PlannedPlace, RunPlan
+from agent_rl.planner.planner import CUDA_BYTES
+from agent_rl.planner.suggestions import make_plan, slots_refusal
+from agent_rl.train.parallel_checks import layout_problems
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ("paper-swe", "paper-maths-grpo", "paper-maths-gspo", "gspo-r3", "tis", "kat")

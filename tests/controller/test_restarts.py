@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agent_rl.controller.restarts import Restarts
+from agent_rl.controller.trainer_restarts import Restarts
 from agent_rl.errors import TrainerDied
 
 DEATH = TrainerDied("a trainer rank died")

@@ -11,12 +11,12 @@ import pytest
 from rich.console import Console
 
 from agent_rl.config import RunConfig
-from agent_rl.controller import routes
-from agent_rl.controller.routes import check_budget, probe_engines
-from agent_rl.engine.probe.checks import Check, Verdict
-from agent_rl.engine.probe.run import ProbeReport
+from agent_rl.controller import route_checks as routes
+from agent_rl.controller.route_checks import check_budget, probe_engines
+from agent_rl.engine.route_probe.checks import Check, Verdict
+from agent_rl.engine.route_probe.run import ProbeReport
 from agent_rl.errors import RoutesMissingError
-from agent_rl.observe.display import Display
+from agent_rl.monitoring.console import Display
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.types import Group, StopReason, Trajectory
 from r3.routing import Routing

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from agent_rl.commands import setup
-from agent_rl.config_files import load_config
-from agent_rl.observe.display import Display
+from agent_rl.config.loader import load_config
+from agent_rl.monitoring.console import Display
 
 CONFIG = Path(__file__).parents[2] / "configs/quickstart.yaml"
 BACKENDS = """

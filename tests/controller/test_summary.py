@@ -12,7 +12,7 @@ from evaluations import eval_report
 from rich.console import Console
 
 from agent_rl.config import RunConfig
-from agent_rl.controller.idle_steps import why_idle
+from agent_rl.controller.skipped_updates import why_idle
 from agent_rl.controller.state import RunState
 from agent_rl.controller.summary import summarize, summary_table
 

@@ -20,7 +20,7 @@ from doc_pages import ROOT
 from traced_step import Layout, trace_step
 
 from agent_rl.cli import app
-from agent_rl.config_files import load_config
+from agent_rl.config.loader import load_config
 
 AGENT_RL: Any = typer.main.get_command(app)
 
@@ -112,7 +112,7 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
         "agent-rl eval configs/quickstart.yaml --harness python3 agents/mine/agent.py --tasks 8",
         "agent-rl serve configs/quickstart.yaml --port 8377",
         "agent-rl train configs/quickstart.yaml train.steps=14 eval.tasks=64 eval.every=7 "
-        "rollout.harness={command: python tests/gateway/programs/quickstart_agent.py, place: host}",
+        "rollout.harness={command: python tests/endpoint/programs/quickstart_agent.py, place: host}",
         "agent-rl r3 compare configs/quickstart.yaml --tasks 96 --out runs/compare",
         "agent-rl r3 compare runs/quickstart",
         "agent-rl r3 compare configs/paper-small.yaml --tasks 12 --out runs/compare-paper",
@@ -144,7 +144,7 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
         "agent-rl train configs/two-nodes.yaml model=PATH train.ray_address=FIRST:6379",
         "agent-rl train configs/paper-swe.yaml train.ray_address=FIRST:6379 engine.urls_file=engines.txt",
     ),
-    "takes a minute: tests/rehearsal runs it smaller": (
+    "takes a minute: tests/dryrun runs it smaller": (
         "agent-rl rehearse configs/paper-swe.yaml --layers 2,4",
         "agent-rl rehearse configs/two-nodes.yaml --rank 0 --rank 7 --skew 2 --layers all",
         "agent-rl rehearse configs/paper-swe-8gpu.yaml --layers 2,4 train.parallel.tensor=1 engine.colocate=false "
@@ -154,7 +154,7 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
     "needs the trajectories of a finished run": (
         "agent-rl eval configs/quickstart.yaml --policy replay:runs/quickstart/trajectories/step-000010.jsonl.zst",
     ),
-    "serves until it is stopped, or needs a finished run: tests/view": (
+    "serves until it is stopped, or needs a finished run: tests/viewer": (
         "agent-rl view runs/quickstart",
         "agent-rl view runs/a runs/b --port 9000",
         "agent-rl view runs/quickstart --export run.html --trajectories 50",
@@ -198,7 +198,7 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
     "measures the real tasks for minutes: tests/redteam/test_apart.py measures a small one": (
         "python -m envs.swe.isolate .cache/tasks/real.jsonl --out .cache/tasks/isolated.jsonl",
     ),
-    "downloads sources of real releases": ("python -m envs.swe.real --out .cache/tasks/real.jsonl",),
+    "downloads sources of real releases": ("python -m scripts.build_release_tasks --out .cache/tasks/real.jsonl",),
     "makes tasks of a repository for minutes: tests/envs/test_swe_harvest.py makes some of small ones": (
         "agent-rl tasks from-git service --out tasks",
         "agent-rl tasks inject service --out tasks --tasks 50",
@@ -219,7 +219,7 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
     "runs tests, which would run this one": (
         "python -m pytest tests/rollout -q",
         "python -m pytest tests/train -q -m not slow",
-        "python -m pytest tests/gateway/test_programs.py -m exhaustive",
+        "python -m pytest tests/endpoint/test_programs.py -m exhaustive",
     ),
     "is a program that is not installed with the project": (
         "pre-commit install",

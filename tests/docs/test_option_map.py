@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import doc_pages as pages
 import pytest
 
-from agent_rl.config_files import load_config
+from agent_rl.config.loader import load_config
 
 PAGE = pages.ROOT / "docs/from-verl-and-slime.md"
 CONFIG = pages.ROOT / "configs/quickstart.yaml"

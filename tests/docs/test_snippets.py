@@ -22,16 +22,16 @@ from doc_pages import ROOT, Block
 from pydantic import BaseModel
 
 from agent_rl.config import RunConfig
-from agent_rl.config_files import load_config
+from agent_rl.config.loader import load_config
 from agent_rl.engine.scripted import ScriptedEngine
-from agent_rl.model.shipped import install_model
+from agent_rl.models.builtin import install_model
 from agent_rl.render.chat import ChatRenderer
 from agent_rl.rollout.episode import EpisodeRules, run_episode
 from agent_rl.rollout.group import GroupSettings, collect_groups
 from agent_rl.rollout.limiter import Limiter
-from agent_rl.rollout.solvers import ByteRenderer
+from agent_rl.rollout.scripted_policies import ByteRenderer
 from envs import EnvContext, load_environment
-from r3.codec import RouteLayout
+from r3.payload import RouteLayout
 from tools import ToolCall
 from tools.formats import tool_format
 

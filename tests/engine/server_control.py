@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from agent_rl.engine.http import AsyncHttp
 from agent_rl.engine.sglang import SGLangEngine
+from agent_rl.utils.http import AsyncHttp
 from agent_rl.weight_sync.receivers import WeightReceivers
 
 

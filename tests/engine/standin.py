@@ -8,14 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from agent_rl.engine.http import AsyncHttp
 from agent_rl.errors import EngineError, EngineStartError
+from agent_rl.utils.http import AsyncHttp
 
 PROCESS = Path(__file__).with_name("standin_process.py")
 
 
 class StandIn:
-    """One such process. Has the methods of :class:`agent_rl.engine.keeper.Server`; ``port`` stays over restarts."""
+    """One such process. Has the methods of :class:`agent_rl.engine.supervisor.Server`; ``port`` stays over restarts."""
 
     def __init__(self, port: int, folder: Path, *, starts: int = 100) -> None:
         self.port, self._folder, self._starts = port, folder, starts

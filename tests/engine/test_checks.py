@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from agent_rl.engine.probe.checks import Answers, Check, Verdict, check_all
-from agent_rl.engine.probe.requests import RawAnswer
-from agent_rl.model_facts import ModelFacts
+from agent_rl.engine.route_probe.checks import Answers, Check, Verdict, check_all
+from agent_rl.engine.route_probe.requests import RawAnswer
+from agent_rl.models.spec import ModelFacts
 
 LAYERS, EXPERTS, TOP_K, PROMPT = 24, 64, 4, 80
 FACTS = ModelFacts(

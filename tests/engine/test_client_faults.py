@@ -17,12 +17,12 @@ import pytest
 from local_server import Handler, serving
 
 from agent_rl.config import EngineConfig
-from agent_rl.engine.answer import read_answer
+from agent_rl.engine.factory import check_engines, open_engine
 from agent_rl.engine.fleet import Phase
-from agent_rl.engine.open import check_engines, open_engine
-from agent_rl.engine.options import REFUSED, refusal
+from agent_rl.engine.response import read_answer
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.engine.types import Scores
+from agent_rl.engine.unsupported_args import REFUSED, refusal
 from agent_rl.errors import (
     EngineAborted,
     EngineLost,
@@ -32,7 +32,7 @@ from agent_rl.errors import (
     RoutesMissingError,
     UserError,
 )
-from agent_rl.model_facts import ModelFacts
+from agent_rl.models.spec import ModelFacts
 from agent_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
 from r3.routing import Span, SpanKind
 

@@ -27,16 +27,16 @@ from test_keeper import SAMPLE
 
 from agent_rl.commands.health import check_engines_of
 from agent_rl.config import EngineConfig, RolloutConfig, RunConfig
-from agent_rl.controller.cluster import open_rooms
+from agent_rl.controller.placement import open_rooms
 from agent_rl.controller.train import train
-from agent_rl.engine import hosts
+from agent_rl.engine import ray_servers as hosts
+from agent_rl.engine.factory import open_engine
 from agent_rl.engine.fleet import Phase
-from agent_rl.engine.open import open_engine
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import EngineStartError, UserError
-from agent_rl.model_facts import read_facts
-from agent_rl.train.cluster import ray_cluster
-from agent_rl.train.launch import rank_bundles, rank_places
+from agent_rl.models.spec import read_facts
+from agent_rl.train.ray_launch import rank_bundles, rank_places
+from agent_rl.train.ray_session import ray_cluster
 from agent_rl.types import SamplingParams
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(180)]

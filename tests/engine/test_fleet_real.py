@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 from test_weight_sync import TOKENS, Setting, setting_of
 
-from agent_rl.aio import beside
 from agent_rl.config import EngineConfig
-from agent_rl.controller.newcomers import Newcomers
+from agent_rl.controller.engine_admission import Newcomers
 from agent_rl.engine.fleet import Fleet, Phase
-from agent_rl.engine.keeper import FleetKeeper
 from agent_rl.engine.launch import EngineServer
 from agent_rl.engine.sglang import SGLangEngine
-from agent_rl.model_facts import read_facts
+from agent_rl.engine.supervisor import FleetKeeper
+from agent_rl.models.spec import read_facts
 from agent_rl.types import Completion, SamplingParams
+from agent_rl.utils.concurrency import beside
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 BACK_SECONDS = 200.0

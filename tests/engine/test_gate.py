@@ -15,9 +15,9 @@ from local_server import serving
 from loop_clock import LoopClock
 
 from agent_rl.config import EngineConfig
-from agent_rl.engine.gate import TurnGate
+from agent_rl.engine.generation_gate import TurnGate
 from agent_rl.engine.sglang import SGLangEngine
-from agent_rl.model_facts import ModelFacts
+from agent_rl.models.spec import ModelFacts
 from agent_rl.types import FinishReason, SamplingParams
 
 FACTS = ModelFacts(

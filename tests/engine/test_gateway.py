@@ -10,12 +10,12 @@ import pytest
 from aiohttp import web
 
 from agent_rl.config import EngineConfig, RunConfig
-from agent_rl.engine.open import check_engines
-from agent_rl.engine.probe.requests import RawServer
+from agent_rl.config.builtin import MODELS
+from agent_rl.engine.factory import check_engines
+from agent_rl.engine.route_probe.requests import RawServer
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import ConfigError, EngineKeyRefused, UserError, WeightSyncError
-from agent_rl.model_facts import read_facts
-from agent_rl.packaged import MODELS
+from agent_rl.models.spec import read_facts
 from agent_rl.weight_sync.order import PublishOrder
 from agent_rl.weight_sync.receivers import WeightReceivers
 

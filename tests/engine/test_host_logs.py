@@ -11,10 +11,10 @@ import pytest
 from standin_sglang import make_interpreter
 
 from agent_rl.config import EngineConfig
-from agent_rl.engine.host import EngineHost, LogFolder, ServerOrder
 from agent_rl.engine.launch import Seat
+from agent_rl.engine.ray_actor import EngineHost, LogFolder, ServerOrder
 
-OWNER = "from agent_rl.engine.host import LogFolder; print(LogFolder().log, flush=True); input()"
+OWNER = "from agent_rl.engine.ray_actor import LogFolder; print(LogFolder().log, flush=True); input()"
 
 
 @pytest.fixture

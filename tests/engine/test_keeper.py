@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 from standin import StandIn
 
-from agent_rl.aio import beside
 from agent_rl.config import EngineConfig, addresses
-from agent_rl.engine import keeper
+from agent_rl.engine import supervisor as keeper
+from agent_rl.engine.factory import open_engine
 from agent_rl.engine.fleet import Fleet, Phase
-from agent_rl.engine.http import AsyncHttp
-from agent_rl.engine.keeper import FleetKeeper, story
 from agent_rl.engine.launch import free_port
-from agent_rl.engine.open import open_engine
 from agent_rl.engine.sglang import SGLangEngine
+from agent_rl.engine.supervisor import FleetKeeper, story
 from agent_rl.errors import EngineLost, UserError
-from agent_rl.model_facts import ModelFacts
+from agent_rl.models.spec import ModelFacts
 from agent_rl.types import Completion, SamplingParams
+from agent_rl.utils.concurrency import beside
+from agent_rl.utils.http import AsyncHttp
 
 FACTS = ModelFacts(
     "qwen3_moe", moe=(False, True, True), hidden=8, heads=2, kv_heads=1, head_dim=4, inner=8, vocab_size=100,

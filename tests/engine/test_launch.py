@@ -19,11 +19,11 @@ from pathlib import Path
 import pytest
 
 from agent_rl.config import EngineConfig
+from agent_rl.engine.factory import open_engine
 from agent_rl.engine.launch import EngineServer, group_members, reason_in_log, sglang_version
-from agent_rl.engine.open import open_engine
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import ConfigError, EngineStartError, RoutesMissingError
-from agent_rl.model_facts import read_facts
+from agent_rl.models.spec import read_facts
 
 OWNER = """
     import asyncio, json, sys

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from agent_rl.engine.load import EngineLoad
+from agent_rl.engine.utilization import EngineLoad
 
 
 class Clock:

@@ -12,11 +12,11 @@ from engine_proxy import Fault, Rows, StripsEvery, proxy
 
 from agent_rl.config import EngineConfig, R3Config
 from agent_rl.controller.advantages import samples_of
-from agent_rl.controller.routes import check_budget
+from agent_rl.controller.route_checks import check_budget
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import RoutesMissingError
-from agent_rl.model_facts import read_facts
-from agent_rl.rollout.stats import missing_token_fraction
+from agent_rl.models.spec import read_facts
+from agent_rl.rollout.metrics import missing_token_fraction
 from agent_rl.rollout.transcript import Transcript
 from agent_rl.types import Group, SamplingParams, StopReason, Trajectory
 from r3.routing import SpanKind, validate

@@ -24,10 +24,10 @@ from engine_proxy import (
 from typer.testing import CliRunner
 
 from agent_rl import cli
-from agent_rl.engine.probe.checks import Verdict
-from agent_rl.engine.probe.run import probe, table
+from agent_rl.engine.route_probe.checks import Verdict
+from agent_rl.engine.route_probe.run import probe, table
 from agent_rl.errors import ConfigError, EngineRejected, EngineUnreachable
-from agent_rl.model_facts import read_facts
+from agent_rl.models.spec import read_facts
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from agent_rl.engine.scripted import ScriptedEngine, scripted_rows
 from agent_rl.errors import EngineRejected
 from agent_rl.types import FinishReason, SamplingParams
-from r3.codec import RouteLayout
+from r3.payload import RouteLayout
 from r3.routing import validate
 from r3.stitch import RouteStitcher
 

@@ -21,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 from agent_rl.config import EngineConfig
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import UserError
-from agent_rl.model_facts import read_facts
+from agent_rl.models.spec import read_facts
 from agent_rl.weight_sync.served import refuse_others, stored
 
 LAYERS, EXPERTS, PADDING = 4, 8, 8

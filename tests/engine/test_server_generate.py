@@ -19,11 +19,11 @@ from trajectories import trajectory
 from agent_rl.config import EngineConfig, GuardConfig, R3Config
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import EngineRejected, UserError
-from agent_rl.model_facts import ModelFacts, read_facts
-from agent_rl.rollout.audit import Auditor, audit_metrics
+from agent_rl.models.spec import ModelFacts, read_facts
 from agent_rl.rollout.group import GroupSettings, collect_groups
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.rollout.rescore import Rescorer
+from agent_rl.rollout.route_audit import Auditor, audit_metrics
 from agent_rl.rollout.transcript import Transcript
 from agent_rl.types import Completion, FinishReason, RouteAudit, SamplingParams, Trajectory, VersionSpan
 from envs import Task

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from agent_rl.engine.homes import SessionHomes
+from agent_rl.engine.session_affinity import SessionHomes
 
 
 def home(homes: SessionHomes, session: str, urls: Sequence[str] = "ab") -> str:
@@ -49,7 +49,7 @@ def test_a_failed_request_is_no_load() -> None:
 
 
 def test_the_oldest_sessions_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agent_rl.engine.homes._REMEMBERED", 2)
+    monkeypatch.setattr("agent_rl.engine.session_affinity._REMEMBERED", 2)
     homes = SessionHomes()
     assert [home(homes, session) for session in "stu"] == ["a", "b", "a"]
     assert home(homes, "v") == "a", "s is forgotten: each engine has one session"

@@ -10,7 +10,7 @@ import pytest
 from agent_rl.config import EngineConfig
 from agent_rl.engine.launch import EngineServer
 from agent_rl.engine.sglang import SGLangEngine
-from agent_rl.model_facts import read_facts
+from agent_rl.models.spec import read_facts
 from agent_rl.types import SamplingParams
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]

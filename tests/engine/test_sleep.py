@@ -16,18 +16,18 @@ import pytest
 from local_server import serving
 from standin_sglang import make_interpreter
 
-from agent_rl.aio import beside
 from agent_rl.config import EngineConfig, RunConfig
-from agent_rl.engine import keeper as keeping
+from agent_rl.engine import supervisor as keeping
 from agent_rl.engine.fleet import Fleet, Phase
-from agent_rl.engine.http import AsyncHttp
-from agent_rl.engine.keeper import FleetKeeper
 from agent_rl.engine.launch import EngineServer, group_members
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.engine.sleep import Memory
+from agent_rl.engine.supervisor import FleetKeeper
 from agent_rl.errors import ConfigError, EngineError, EngineLost
-from agent_rl.model_facts import ModelFacts, read_facts
+from agent_rl.models.spec import ModelFacts, read_facts
 from agent_rl.types import Completion, Sample, SamplingParams
+from agent_rl.utils.concurrency import beside
+from agent_rl.utils.http import AsyncHttp
 from agent_rl.weight_sync.order import PublishReport
 from agent_rl.weight_sync.sync import WeightSync
 

@@ -11,7 +11,7 @@ from server_control import idle, load
 
 from agent_rl.config import EngineConfig, RunConfig
 from agent_rl.engine.sglang import SGLangEngine
-from agent_rl.model_facts import read_facts
+from agent_rl.models.spec import read_facts
 from agent_rl.types import Sample, SamplingParams
 from agent_rl.weight_sync.receivers import WeightReceivers
 
@@ -125,7 +125,7 @@ def in_shards(export: Path, folder: Path) -> Path:
     """The same checkpoint in several files with an index, as a large model's is written."""
     from safetensors.torch import load_file
 
-    from agent_rl.train.megatron import hf
+    from agent_rl.train.megatron import hf_weights as hf
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hf, "_SHARD_BYTES", 300_000)

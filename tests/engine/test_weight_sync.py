@@ -22,12 +22,12 @@ from engine_proxy import Fault, proxy
 from server_control import load
 
 from agent_rl.config import EngineConfig, RunConfig
-from agent_rl.engine.answer import Asked, read_answer
 from agent_rl.engine.fleet import Phase
 from agent_rl.engine.launch import EngineServer
+from agent_rl.engine.response import Asked, read_answer
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import WeightSyncError
-from agent_rl.model_facts import read_facts
+from agent_rl.models.spec import read_facts
 from agent_rl.types import Completion, FinishReason, Sample, SamplingParams
 from agent_rl.weight_sync.receivers import WeightReceivers
 from r3.routing import SpanKind

@@ -15,7 +15,7 @@ from agent_rl.config import EngineConfig
 from agent_rl.engine.launch import EngineServer
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import WeightSyncError
-from agent_rl.model_facts import read_facts
+from agent_rl.models.spec import read_facts
 from agent_rl.weight_sync.adapters import SUFFIX, BaseWeights
 from agent_rl.weight_sync.digests import DigestKind, RankDigests
 from agent_rl.weight_sync.order import PublishReport

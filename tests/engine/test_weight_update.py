@@ -18,7 +18,7 @@ from server_control import idle, load
 from agent_rl.config import EngineConfig
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import WeightSyncError
-from agent_rl.model_facts import read_facts
+from agent_rl.models.spec import read_facts
 from agent_rl.types import SamplingParams
 from agent_rl.weight_sync.receivers import WeightReceivers
 

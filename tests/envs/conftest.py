@@ -10,7 +10,7 @@ import pytest
 from envs import EnvContext
 from envs.swe import SweRecord, diff_files
 from sandbox import ImagePolicy, SandboxSpec, SandboxUnavailableError
-from sandbox.select import open_backend
+from sandbox.factory import open_backend
 
 RUNNER = """
 import importlib, sys, traceback

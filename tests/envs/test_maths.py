@@ -20,15 +20,15 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from agent_rl.cli import app
-from agent_rl.config_files import load_config
-from agent_rl.controller.world import open_workshop
-from agent_rl.observe.display import Display
+from agent_rl.config.loader import load_config
+from agent_rl.controller.rollout_runtime import open_workshop
+from agent_rl.monitoring.console import Display
 from agent_rl.rollout.episode import EpisodeRules
-from agent_rl.rollout.solvers import solver_runner
+from agent_rl.rollout.scripted_policies import solver_runner
 from agent_rl.types import StopReason
 from envs import EnvContext, GradingError, TaskRecordError, load_environment
 from envs.conformance import check_environment
-from envs.maths import (
+from envs.math import (
     FAMILIES,
     LEVELS,
     Exact,
@@ -42,7 +42,7 @@ from envs.maths import (
     read_problems,
     stream,
 )
-from envs.maths.grading_process import compare
+from envs.math.grading_process import compare
 from sandbox import NoBoxes
 
 ROOT = Path(__file__).resolve().parents[2]

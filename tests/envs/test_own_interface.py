@@ -7,9 +7,9 @@ import json
 from typing import Any
 
 from agent_rl.config import OWN_INTERFACE
-from envs.interfaces.own import AGENT_RL
 from envs.mini import generate, to_record
 from envs.mini.environment import opening
+from envs.scaffolds.own import AGENT_RL
 from sandbox import SandboxSpec
 
 

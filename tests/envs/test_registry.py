@@ -22,7 +22,7 @@ from envs import (
     needs_boxes,
 )
 from envs.swe import SweEnvironment, SweRecord, write_jsonl
-from sandbox import plugins
+from sandbox import registry as plugins
 
 CONTEXT = EnvContext(backend=None)  # type: ignore[arg-type]
 

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 from envs.mini.generator import generate
 from envs.mini.records import to_record
-from envs.swe.base import SKIPPED, Base
-from envs.swe.changes import changed_paths, changes
-from envs.swe.lines import hunks
-from envs.swe.patches import FilePatch, screen, split_patch
+from envs.swe.diff.git_diff import FilePatch, screen, split_patch
+from envs.swe.diff.line_diff import hunks
+from envs.swe.diff.snapshot import SKIPPED, Base
+from envs.swe.diff.tree_diff import changed_paths, changes
 from sandbox import TreeFile, TreeLimits, blob_name
-from sandbox.beneath import tree_beneath
 from sandbox.files import Tree
+from sandbox.nofollow_io import tree_beneath
 
 paths = st.sampled_from(["a.py", "pkg/b.py", "pkg", "pkg/deep/c.txt", "with space.md", "é.py", "x b/y"])
 texts = st.text(st.sampled_from(list("ab\n\n\r\f\x85é+-@\\ ")), max_size=60)

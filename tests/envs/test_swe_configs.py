@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from agent_rl.config import RunConfig
-from agent_rl.config_files import load_config
+from agent_rl.config.loader import load_config
 from envs import EnvContext, load_environment
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -14,7 +14,7 @@ import pytest
 from envs import EnvContext, TaskRecordError
 from envs.swe import SweEnvironment, SweRecord, diff_files, grade_patch, read_records, start_episode, verify_record
 from envs.swe.audit import audit_record
-from envs.swe.own_rules import judge_log
+from envs.swe.dataset_rules import judge_log
 from envs.swe.records import parse_record
 from envs.swe.swebench import as_log
 from tests.envs.dataset_rows import (

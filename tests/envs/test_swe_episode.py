@@ -22,11 +22,11 @@ from envs.swe import (
     verify_record,
     write_jsonl,
 )
-from envs.swe.boxes import agent_box, box_spec
+from envs.swe.adjudication import Controls
+from envs.swe.diff.git_diff import split_patch
 from envs.swe.grading import grade_changes
-from envs.swe.patches import split_patch
 from envs.swe.repositories import Repositories
-from envs.swe.verdict import Controls
+from envs.swe.sandboxes import agent_box, box_spec
 from sandbox import ExecResult, Sandbox, SandboxError, SandboxSpec
 from sandbox.bubblewrap.backend import BubblewrapBackend
 from sandbox.bubblewrap.box import BubblewrapBox

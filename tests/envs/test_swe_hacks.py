@@ -11,9 +11,9 @@ import pytest
 
 from envs import EnvContext
 from envs.swe import SweEnvironment, SweEpisode, diff_files, grade_patch, read_jsonl
-from envs.swe.boxes import box_spec, run_tests
-from envs.swe.canaries import FORCE_PASSES, PATCH_PYTEST, forge_summary
-from envs.swe.verdict import read_run
+from envs.swe.adjudication import read_run
+from envs.swe.reward_hacks import FORCE_PASSES, PATCH_PYTEST, forge_summary
+from envs.swe.sandboxes import box_spec, run_tests
 from sandbox import SandboxSpec
 from tests.contexts import context_of
 

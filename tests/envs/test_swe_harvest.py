@@ -17,20 +17,20 @@ import pytest
 from local_server import serving
 
 from envs import EnvContext
-from envs.swe.harvest.checkout import read_checkout, read_release
-from envs.swe.harvest.draft import Draft, Fallen
-from envs.swe.harvest.git import open_git
-from envs.swe.harvest.history import History
-from envs.swe.harvest.inject import Injection
-from envs.swe.harvest.issues import Writer, failures, from_message, holds_fix
-from envs.swe.harvest.mutations import sites
-from envs.swe.harvest.needs import needs_of
-from envs.swe.harvest.package import Releases
-from envs.swe.harvest.pipeline import Bounds, Harvest
-from envs.swe.harvest.sites import Sites, run_watched
-from envs.swe.harvest.trial import Trial, stable
 from envs.swe.records import SweRecord
 from envs.swe.sources import read_jsonl
+from envs.swe.task_synthesis.bug_injection import Injection
+from envs.swe.task_synthesis.candidate import Draft, Fallen
+from envs.swe.task_synthesis.checkout import read_checkout, read_release
+from envs.swe.task_synthesis.from_commits import History
+from envs.swe.task_synthesis.from_releases import Releases
+from envs.swe.task_synthesis.git import open_git
+from envs.swe.task_synthesis.issues import Writer, failures, from_message, holds_fix
+from envs.swe.task_synthesis.mutations import sites
+from envs.swe.task_synthesis.pipeline import Bounds, Harvest
+from envs.swe.task_synthesis.requirements import needs_of
+from envs.swe.task_synthesis.site_packages import Sites, run_watched
+from envs.swe.task_synthesis.validation import Trial, stable
 
 pytestmark = pytest.mark.bubblewrap
 BROKEN = "def add(a, b):\n    return a - b\n\n\ndef clamp(low, high):\n    return max(low, high)\n"

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from envs.swe import SweRecord, read_jsonl
-from envs.swe.base import LIST, LISTING, SKIPPED, Base
-from envs.swe.boxes import _GIT_ENV
-from envs.swe.changes import changed_paths, changes
-from envs.swe.patches import FilePatch, screen
+from envs.swe.diff.git_diff import FilePatch, screen
+from envs.swe.diff.snapshot import LIST, LISTING, SKIPPED, Base
+from envs.swe.diff.tree_diff import changed_paths, changes
 from envs.swe.repositories import _COMMIT
+from envs.swe.sandboxes import _GIT_ENV
 from sandbox import TreeFile, TreeLimits, blob_name
-from sandbox.beneath import tree_beneath
 from sandbox.files import Tree
+from sandbox.nofollow_io import tree_beneath
 
 BUILT = Path(__file__).parents[2] / ".cache/tasks/real.jsonl"
 MUTATED = 200

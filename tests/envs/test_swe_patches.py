@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envs.swe.patches import diff_files, patched_paths, reversed_patch, screen, split_patch
+from envs.swe.diff.git_diff import diff_files, patched_paths, reversed_patch, screen, split_patch
 
 paths = st.sampled_from(["a.py", "pkg/b.py", "pkg/deep/c.txt", "with space.md", "é.py"])
 contents = st.text(st.sampled_from(list("ab \t\r\n\f\x85é+-@\\")), max_size=40)

@@ -12,10 +12,10 @@ import pytest
 from envs import EnvContext
 from envs.swe import SweRecord, commit_content, grade_patch, start_episode, verify_record
 from envs.swe.audit import audit_record
-from envs.swe.base import Base
-from envs.swe.canaries import PATCH_PYTEST
-from envs.swe.patches import diff_files
-from envs.swe.witness import Witness
+from envs.swe.diff.git_diff import diff_files
+from envs.swe.diff.snapshot import Base
+from envs.swe.integrity import Witness
+from envs.swe.reward_hacks import PATCH_PYTEST
 from sandbox import SandboxStartError
 from tests.envs.images import BUILT, GIT_WITH_A_FUTURE, folder_image, limits_with_pytest
 

@@ -12,11 +12,11 @@ import pytest
 
 from envs import EnvContext
 from envs.swe import SweEnvironment, read_jsonl
-from envs.swe.harvest.checkout import read_release
-from envs.swe.patches import patched_paths
-from envs.swe.real import curated, main
-from envs.swe.releases import RELEASES, Release
+from envs.swe.diff.git_diff import patched_paths
+from envs.swe.task_synthesis.checkout import read_release
 from sandbox import SandboxSpec
+from scripts.build_release_tasks import curated, main
+from scripts.release_catalog import RELEASES, Release
 
 BUILT = Path(__file__).parents[2] / ".cache/tasks/real.jsonl"
 BARE = """
@@ -105,7 +105,7 @@ def test_the_releases_are_the_five_named() -> None:
 
 @pytest.mark.slow
 @pytest.mark.bubblewrap
-@pytest.mark.skipif(not BUILT.is_file(), reason="the real tasks are not built (python -m envs.swe.real)")
+@pytest.mark.skipif(not BUILT.is_file(), reason="the real tasks are not built (python -m scripts.build_release_tasks)")
 @pytest.mark.parametrize("number", range(5))
 async def test_the_true_fix_made_in_the_agents_box_resolves_a_real_task(context: EnvContext, number: int) -> None:
     roomy = dataclasses.replace(context, limits=SandboxSpec(memory_mb=1024), grade_timeout=200.0)

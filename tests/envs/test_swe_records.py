@@ -10,7 +10,7 @@ import pytest
 
 from envs import TaskRecordError
 from envs.swe import SweRecord, commit_content, read_jsonl, write_jsonl
-from envs.swe.patches import patched_paths
+from envs.swe.diff.git_diff import patched_paths
 
 LOCAL: dict[str, Any] = {
     "repo_name": "demo",

@@ -10,8 +10,8 @@ import pytest
 
 from envs import EnvContext, GradingError
 from envs.swe import SweEnvironment, SweRecord, grade_patch, read_jsonl
+from envs.swe.integrity import NO_REPORT
 from envs.swe.swebench import as_log, read_log
-from envs.swe.witness import NO_REPORT
 from tests.envs.images import BUILT, GIT_WITH_A_FUTURE, folder_image, limits_with_pytest, swebench_row
 from tests.envs.test_swe_sources import GRADABLE
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from envs.swe.integrity import Report, Witness
 from envs.swe.pytest_log import parse_summary
-from envs.swe.witness import Report, Witness
 from sandbox import SandboxFileError
 from tests.envs.test_swe_pytest_log import SUITE
 

@@ -9,7 +9,7 @@ import pytest
 
 from agent_rl.config import RunConfig
 from agent_rl.rollout.episode import EpisodeRules
-from agent_rl.rollout.solvers import solver_runner
+from agent_rl.rollout.scripted_policies import solver_runner
 from agent_rl.types import StopReason
 from envs import EnvContext, Task, find_interface
 from envs.mini import MiniEnvironment, generate, to_record

@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 
 from agent_rl.cli import app
 from agent_rl.rollout.episode import EpisodeRules
-from agent_rl.rollout.solvers import solver_runner
+from agent_rl.rollout.scripted_policies import solver_runner
 from envs import EnvContext, Grade, Task, load_environment
 from envs.conformance import check_environment
 from envs.new_project import TemplateError, write_template
 from envs.registry import EnvironmentLoadError
-from envs.tool_class import ToolClassEnvironment, ToolClassError, ToolEpisode
+from envs.tool_environment import ToolClassEnvironment, ToolClassError, ToolEpisode
 from tools import FunctionToolSet, ToolCall
 
 EXAMPLES = Path(__file__).parents[2] / "docs/examples"
@@ -80,7 +80,7 @@ def test_the_commands_write_check_and_list_environments(tmp_path: Path, monkeypa
     assert code == 1
     assert "the solution wins" in said
     assert "BROKEN" in said
-    assert envs("list")[1].splitlines()[0].split() == ["maths", "envs.maths:MathsEnvironment"]
+    assert envs("list")[1].splitlines()[0].split() == ["maths", "envs.math:MathsEnvironment"]
 
 
 @pytest.mark.bubblewrap

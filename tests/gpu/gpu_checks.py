@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from agent_rl.capacity.plan import GIB
-from agent_rl.capacity.sizes import rank_bytes
 from agent_rl.config import RunConfig
-from agent_rl.model_facts import read_facts
+from agent_rl.models.spec import read_facts
+from agent_rl.planner.memory_model import rank_bytes
+from agent_rl.planner.plan import GIB
 
 Answers = Sequence[Mapping[str, Any]]
 """What the ranks of a check gave, by rank."""

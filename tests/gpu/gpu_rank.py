@@ -20,13 +20,13 @@ import numpy as np
 import torch
 
 from agent_rl.config import ParallelConfig, RunConfig
-from agent_rl.model_facts import ModelFacts, read_facts
-from agent_rl.rehearsal.batch import make_samples, share_of
+from agent_rl.dryrun.batch import make_samples, share_of
+from agent_rl.models.spec import ModelFacts, read_facts
 from agent_rl.train.checkpoint import folder as checkpoint
 from agent_rl.train.megatron.parallel import destroy_parallel, init_parallel
-from agent_rl.train.orders import OptimizerSpec, RankOrder, StepOrder
-from agent_rl.train.rank import TrainerRank, device_of
-from agent_rl.train.route_shares import cut
+from agent_rl.train.requests import OptimizerSpec, RankOrder, StepOrder
+from agent_rl.train.route_sharding import cut
+from agent_rl.train.worker import TrainerRank, device_of
 
 TIMED_TOKENS = {"cuda": 8192, "cpu": 64}
 

@@ -25,10 +25,10 @@ from typing import Any
 
 from gpu_checks import CHECKS, Answers, Check, Outcome, Row
 
-from agent_rl.capacity.known_models import CONFIGS
 from agent_rl.config import RunConfig
-from agent_rl.model_facts import ModelFacts
-from agent_rl.train.hf_files import expected_shapes
+from agent_rl.models.spec import ModelFacts
+from agent_rl.planner.known_models import CONFIGS
+from agent_rl.train.hf_index import expected_shapes
 
 WIDE = CONFIGS["Qwen3-30B-A3B"] | {"num_hidden_layers": 2}
 NARROW = WIDE | {

@@ -44,8 +44,8 @@ def test_the_table_can_be_pasted() -> None:
 
 
 def test_checks_are_in_order_and_layouts_are_possible() -> None:
-    from agent_rl.model_facts import ModelFacts
-    from agent_rl.train.layouts import layout_problems
+    from agent_rl.models.spec import ModelFacts
+    from agent_rl.train.parallel_checks import layout_problems
 
     assert [check.gpus for check in CHECKS] == sorted(check.gpus for check in CHECKS)
     assert len({check.name for check in CHECKS}) == len(CHECKS)

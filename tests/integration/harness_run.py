@@ -18,25 +18,25 @@ from pathlib import Path
 from typing import Any
 
 from agent_rl.config import EngineConfig, HarnessConfig, RunConfig
-from agent_rl.config_files import load_config
-from agent_rl.controller.restarts import Restarts
+from agent_rl.config.loader import load_config
+from agent_rl.controller.rollout_runtime import Workshop, World, open_workshop
 from agent_rl.controller.state import RunState
 from agent_rl.controller.train import TrainingRun, run_to_the_end
-from agent_rl.controller.world import Workshop, World, open_workshop
+from agent_rl.controller.trainer_restarts import Restarts
+from agent_rl.endpoint.episode import agent_binds
+from agent_rl.endpoint.server import Gateway, open_gateway
 from agent_rl.engine.fleet import Fleet
-from agent_rl.engine.gate import TurnGate
-from agent_rl.engine.http import AsyncHttp
-from agent_rl.engine.load import EngineLoad
+from agent_rl.engine.generation_gate import TurnGate
 from agent_rl.engine.scripted import ScriptedEngine
 from agent_rl.engine.sleep import EngineSleep
-from agent_rl.gateway.episode import agent_binds
-from agent_rl.gateway.server import Gateway, open_gateway
-from agent_rl.model_facts import ModelFacts, read_facts
-from agent_rl.observe.display import Display
+from agent_rl.engine.utilization import EngineLoad
+from agent_rl.models.spec import ModelFacts, read_facts
+from agent_rl.monitoring.console import Display
 from agent_rl.render import ChatRenderer
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.train.ray_trainer import RayTrainer
 from agent_rl.types import Completion, TokenIds
+from agent_rl.utils.http import AsyncHttp
 from tools import ToolCall
 from tools.formats import ToolCallFormat, tool_format
 

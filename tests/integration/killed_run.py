@@ -18,7 +18,7 @@ from pathlib import Path
 import yaml
 from marked import processes
 
-from agent_rl.observe.metrics_log import read_metrics
+from agent_rl.monitoring.metrics_log import read_metrics
 from agent_rl.train.checkpoint import folder as checkpoint
 
 HERE = Path(__file__).resolve().parent

@@ -24,21 +24,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from agent_rl.config_files import load_config
+from agent_rl.controller.restarts import Restarts
+from agent_rl.engine.gate import TurnGate
+from agent_rl.engine.http import AsyncHttp
+from agent_rl.engine.load import EngineLoad
+from agent_rl.model_facts import read_facts
+from agent_rl.observe.display import Display
 from journal_rows import read_journal
 from numpy.typing import NDArray
 
 from agent_rl.config import RunConfig
-from agent_rl.config_files import load_config
-from agent_rl.controller.restarts import Restarts
 from agent_rl.controller.state import RunState
 from agent_rl.controller.train import TrainingRun, run_to_the_end
 from agent_rl.engine.fleet import Fleet
-from agent_rl.engine.gate import TurnGate
-from agent_rl.engine.http import AsyncHttp
-from agent_rl.engine.load import EngineLoad
 from agent_rl.engine.sleep import EngineSleep
-from agent_rl.model_facts import read_facts
-from agent_rl.observe.display import Display
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.rollout.turn_log import LoggedRunner, TurnLog

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from integration_run import ROOT, Run
 
-from agent_rl.observe.metrics_log import read_metrics
+from agent_rl.monitoring.metrics_log import read_metrics
 from agent_rl.rollout.records import read_trajectories
 
 pytestmark = [

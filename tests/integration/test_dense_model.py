@@ -11,11 +11,11 @@ import pytest
 from integration_run import Run
 
 from agent_rl.config import RunConfig
+from agent_rl.config.builtin import MODELS
 from agent_rl.controller.preflight import check_replay
 from agent_rl.errors import UserError
-from agent_rl.model_facts import read_facts
-from agent_rl.observe.metrics_log import read_metrics
-from agent_rl.packaged import MODELS
+from agent_rl.models.spec import read_facts
+from agent_rl.monitoring.metrics_log import read_metrics
 from agent_rl.rollout.records import read_trajectories
 
 LUCKY = ("env.name=lucky_env:Lucky", "env.options={}", "eval.tasks=0", "train.steps=1", "train.checkpoint_every=0")

@@ -9,7 +9,7 @@ import orjson
 import pytest
 from killed_run import Life, step_reached, step_saved, write_config
 
-from agent_rl.model.shipped import install_model
+from agent_rl.models.builtin import install_model
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 

@@ -10,19 +10,19 @@ import pytest
 
 from agent_rl.commands.policy import Policy, pick_tasks
 from agent_rl.config import HarnessConfig
-from agent_rl.config_files import load_config
-from agent_rl.controller.world import open_workshop
+from agent_rl.config.builtin import MODELS
+from agent_rl.config.loader import load_config
+from agent_rl.controller.rollout_runtime import open_workshop
+from agent_rl.endpoint.episode import HarnessRun
+from agent_rl.endpoint.server import open_gateway
 from agent_rl.engine.scripted import ScriptedEngine
-from agent_rl.gateway.episode import HarnessRun
-from agent_rl.gateway.server import open_gateway
-from agent_rl.observe.display import Display
-from agent_rl.packaged import MODELS
+from agent_rl.monitoring.console import Display
 from agent_rl.render import ChatRenderer
 from agent_rl.rollout.episode import EpisodeRules
-from agent_rl.rollout.solvers import SOLVERS
+from agent_rl.rollout.scripted_policies import SOLVERS
 from agent_rl.types import Trajectory
 from envs import Task
-from r3.codec import RouteLayout
+from r3.payload import RouteLayout
 from tools import tool_format
 
 ROOT = Path(__file__).parents[2]

@@ -17,10 +17,10 @@ from journal_rows import read_journal
 from killed_run import Life
 from marked import processes
 
-from agent_rl.controller.pipeline.history import faults, gaps, read_history
-from agent_rl.gateway.server import FOLDER
-from agent_rl.model.shipped import install_model
-from agent_rl.observe.metrics_log import read_metrics
+from agent_rl.controller.async_rollout.ledger_file import faults, gaps, read_history
+from agent_rl.endpoint.server import FOLDER
+from agent_rl.models.builtin import install_model
+from agent_rl.monitoring.metrics_log import read_metrics
 
 pytestmark = [pytest.mark.megatron, pytest.mark.bubblewrap, pytest.mark.exhaustive, pytest.mark.timeout(1200)]
 

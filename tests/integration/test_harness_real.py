@@ -12,11 +12,11 @@ import pytest
 
 from agent_rl.commands.policy import Policy, pick_tasks
 from agent_rl.config import HarnessConfig, RunConfig
-from agent_rl.config_files import load_config
+from agent_rl.config.builtin import MODELS
+from agent_rl.config.loader import load_config
 from agent_rl.controller import preflight
-from agent_rl.controller.world import open_world
-from agent_rl.observe.display import Display
-from agent_rl.packaged import MODELS
+from agent_rl.controller.rollout_runtime import open_world
+from agent_rl.monitoring.console import Display
 from agent_rl.rollout.episode import EpisodeRules, run_episode
 from agent_rl.types import Trajectory
 

@@ -9,7 +9,7 @@ import pytest
 from integration_run import Run
 from marked import kill_rank
 
-from agent_rl.observe.metrics_log import read_metrics
+from agent_rl.monitoring.metrics_log import read_metrics
 
 
 @pytest.mark.sglang

@@ -15,11 +15,11 @@ from killed_run import exact
 from marked import kill_rank
 from safetensors.numpy import load_file
 
-from agent_rl.observe.metrics_log import read_metrics
+from agent_rl.monitoring.metrics_log import read_metrics
 from agent_rl.rollout.records import read_trajectories, step_stem
 from agent_rl.rollout.token_details import details_path, read_detail
 from agent_rl.types import Trajectory
-from agent_rl.view.resources import Resources
+from agent_rl.viewer.api import Resources
 from r3.mismatch.report import k3_kl
 
 pytestmark = [

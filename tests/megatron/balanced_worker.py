@@ -105,8 +105,8 @@ FAULTS: dict[str | None, Any] = {"not returned": NotReturned, "not kept": NotKep
 
 def balancing(case: Mapping[str, Any], experts: int, group: Any) -> Any:
     """What the model is built with: the case's transfers, one of them with its fault."""
-    from agent_rl.train.megatron.balancer import Balancing
-    from agent_rl.train.megatron.pool import open_transfers
+    from agent_rl.train.expert_balancing.host_pool import open_transfers
+    from agent_rl.train.expert_balancing.plan_feed import Balancing
 
     grid, config = Grid(experts, group.size(), SLOTS), BalanceConfig.model_validate(case.get("config", {}))
 

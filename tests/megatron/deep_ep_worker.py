@@ -16,7 +16,7 @@ import megatron_tiny as tiny
 import torch
 
 from agent_rl.config import ParallelConfig
-from agent_rl.model_facts import read_facts
+from agent_rl.models.spec import read_facts
 from agent_rl.train.megatron.parallel import destroy_parallel, init_parallel
 
 CPU = torch.device("cpu")

@@ -89,7 +89,7 @@ class Watch:
 def optimizer(model: Any, dtype: torch.dtype) -> Any:
     """AdamW with an epsilon so large that it is nearly linear in the gradient: small differences stay small."""
     from agent_rl.train.optimizer import PolicyOptimizer
-    from agent_rl.train.orders import OptimizerSpec
+    from agent_rl.train.requests import OptimizerSpec
 
     return PolicyOptimizer(model.chunks, OptimizerSpec(lr=0.05, eps=1e-2, weight_decay=0.01), dtype)
 
@@ -285,8 +285,8 @@ def resume(rank: int, case: dict[str, Any], results: Path) -> None:
     in every one of the others, from what was saved. What each loaded it saves once more, to ``<name>-<number>``; its
     weights after the update go to ``<name>-<number>.pt``. The reference stays the model that all began with."""
     from agent_rl.train.checkpoint import folder as checkpoint
-    from agent_rl.train.orders import OptimizerSpec, RankOrder
-    from agent_rl.train.rank import TrainerRank
+    from agent_rl.train.requests import OptimizerSpec, RankOrder
+    from agent_rl.train.worker import TrainerRank
 
     sequences = [(batch.tokens.int().numpy(), torch.ones(len(batch)).numpy()) for batch in batches()]
     folder, optimizer = results / case["name"], OptimizerSpec(lr=0.05, eps=1e-2)

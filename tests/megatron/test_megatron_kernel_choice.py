@@ -15,7 +15,7 @@ from torch import Tensor
 
 from agent_rl.config import ParallelConfig
 from agent_rl.errors import TrainerError
-from agent_rl.model_facts import ModelFacts
+from agent_rl.models.spec import ModelFacts
 
 pytestmark = pytest.mark.megatron
 

@@ -61,7 +61,7 @@ def gradients(model: Any) -> dict[str, Tensor]:
 
 
 def adapters(model: Any) -> dict[str, tuple[Tensor, Tensor]]:
-    from agent_rl.train.megatron import hf
+    from agent_rl.train.megatron import hf_weights as hf
 
     return {name: (a, b) for name, a, b in hf.export_adapters(model.modules, model.facts, model.ranks, {})}
 
@@ -204,8 +204,8 @@ def test_what_an_engine_makes_of_changes_is_the_export_bit_by_bit(build: Build, 
 
 
 def test_the_plan_counts_what_there_is(build: Build) -> None:
-    from agent_rl.capacity.sizes import changes_bytes, trained_parameters
     from agent_rl.config import ParallelConfig, TrainConfig
+    from agent_rl.planner.memory_model import changes_bytes, trained_parameters
 
     model, config = build(lora=LORA), TrainConfig(lora=LORA)
     trained = sum(p.numel() for p in model.modules[0].parameters() if p.requires_grad)

@@ -67,7 +67,7 @@ def test_no_part_of_a_graph_outlives_a_step(build: Build, recompute: str) -> Non
 
 def test_inputs_of_layers_that_lie_on_the_host_change_no_bit(build: Build) -> None:
     """Two micro-batches, then two of other lengths, whose inputs partly fit into the memory of the first."""
-    from agent_rl.train.megatron.kept_inputs import HostInputs, keep_inputs_on_host
+    from agent_rl.train.megatron.activation_offload import HostInputs, keep_inputs_on_host
 
     kept: list[int] = []
     plain = HostInputs.keep
@@ -94,7 +94,7 @@ def test_inputs_of_layers_that_lie_on_the_host_change_no_bit(build: Build) -> No
 
 
 def test_memory_of_inputs_is_used_again() -> None:
-    from agent_rl.train.megatron.kept_inputs import HostInputs
+    from agent_rl.train.megatron.activation_offload import HostInputs
 
     memory = HostInputs()
     first, second = (torch.full((size, 2), float(size)) for size in (8, 4))

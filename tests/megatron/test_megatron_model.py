@@ -16,7 +16,7 @@ from torch import Tensor
 
 from agent_rl.config import ParallelConfig
 from agent_rl.errors import ConfigError, TrainerError
-from agent_rl.model_facts import read_facts
+from agent_rl.models.spec import read_facts
 from agent_rl.train.megatron.logprobs import CHUNK_LOGITS
 from agent_rl.train.megatron.packed_batch import PackedBatch, PackedRoutes
 from agent_rl.train.megatron.parallel import check_parallel
@@ -180,7 +180,7 @@ def test_checkpoint_round_trip(build: Build, checkpoint: tuple[Path, Any], tmp_p
 
 
 def test_sharded_checkpoint(build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agent_rl.train.megatron.hf._SHARD_BYTES", 50_000)
+    monkeypatch.setattr("agent_rl.train.megatron.hf_weights._SHARD_BYTES", 50_000)
     model = build()
     model.save_hf(tmp_path / "saved", dtype=torch.bfloat16)
     index = json.loads((tmp_path / "saved" / "model.safetensors.index.json").read_text())

@@ -21,8 +21,8 @@ from agent_rl.errors import ConfigError
 from agent_rl.train.batching.mini_steps import split_step
 from agent_rl.train.loss.objectives import kl_estimate, penalised_advantages
 from agent_rl.train.megatron.packed_batch import PackedBatch, PackedRoutes
-from agent_rl.train.orders import OptimizerSpec, StepOrder
 from agent_rl.train.reports import RankReport
+from agent_rl.train.requests import OptimizerSpec, StepOrder
 from agent_rl.train.step_metrics import step_metrics
 from agent_rl.types import Sample
 

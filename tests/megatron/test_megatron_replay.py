@@ -188,7 +188,7 @@ def test_multi_token_prediction_keeps_its_own_routes(build: Build) -> None:
     from agent_rl.train.megatron.model import HiddenGPT
     from agent_rl.train.megatron.moe import grouped_product
     from agent_rl.train.megatron.varlen import one_by_one
-    from r3.megatron import ReplayError, RouterReplayer
+    from r3.megatron_replay import ReplayError, RouterReplayer
 
     config = replace(build(recompute="full").config, mtp_num_layers=1, recompute_method="uniform")
     spec = block_spec(config, [True] * tiny.LAYERS, None, kernels=Kernels(one_by_one, grouped_product, False))
@@ -327,7 +327,7 @@ def refused(experts: Tensor, row: int, values: list[int]) -> Tensor:
     ids=["duplicate", "out-of-range", "a-layer-short", "wrong-top-k"],
 )
 def test_wrong_routes_are_refused(build: Build, batch: PackedBatch, change: Any, message: str) -> None:
-    from r3.megatron import ReplayError
+    from r3.megatron_replay import ReplayError
 
     routes = everywhere(change(tiny.random_routes(len(batch))))
     with pytest.raises(ReplayError, match=message):
@@ -335,7 +335,7 @@ def test_wrong_routes_are_refused(build: Build, batch: PackedBatch, change: Any,
 
 
 def test_rows_must_be_consumed_exactly_once(build: Build, batch: PackedBatch) -> None:
-    from r3.megatron import ReplayError
+    from r3.megatron_replay import ReplayError
 
     model = build(recompute="full")
     hidden = torch.zeros(7, 1, 32)
@@ -364,7 +364,7 @@ def test_rows_must_be_consumed_exactly_once(build: Build, batch: PackedBatch) ->
 
 
 def test_recomputing_too_often_is_refused(build: Build) -> None:
-    from r3.megatron import ReplayError
+    from r3.megatron_replay import ReplayError
 
     model = build(recompute="full")
     hidden, present = torch.zeros(7, 1, 32), torch.ones(7, dtype=torch.bool)
@@ -397,7 +397,7 @@ def test_recomputing_too_often_is_refused(build: Build) -> None:
 def test_routers_that_cannot_replay_are_refused(build: Build, change: dict[str, Any], reason: str) -> None:
     from types import SimpleNamespace
 
-    from r3.megatron import ReplayError, check_supported
+    from r3.megatron_replay import ReplayError, check_supported
 
     config = build().config
     check_supported(config)
@@ -407,7 +407,7 @@ def test_routers_that_cannot_replay_are_refused(build: Build, change: dict[str, 
 
 
 def test_experts_that_tensor_ranks_would_not_reduce_are_refused(build: Build) -> None:
-    from r3.megatron import ReplayError, RouterReplayer
+    from r3.megatron_replay import ReplayError, RouterReplayer
 
     model = build()
     model.config.tensor_model_parallel_size = 2

@@ -18,9 +18,9 @@ from agent_rl.config import RunConfig
 from agent_rl.errors import TrainerError
 from agent_rl.train.batching.mini_steps import split_step
 from agent_rl.train.megatron.packed_batch import PackedBatch, PackedRoutes
-from agent_rl.train.orders import OptimizerSpec, StepOrder
 from agent_rl.train.reports import differing
-from agent_rl.train.route_shares import cut
+from agent_rl.train.requests import OptimizerSpec, StepOrder
+from agent_rl.train.route_sharding import cut
 from agent_rl.types import Sample
 from r3.routing import Routing
 from r3.shard import Packing, RouteShard, ShardSpec, cut_routes

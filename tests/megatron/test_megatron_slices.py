@@ -20,8 +20,8 @@ from torch import Tensor
 
 from agent_rl.config import ParallelConfig
 from agent_rl.errors import ConfigError
-from agent_rl.model_facts import ModelFacts
-from agent_rl.train.hf_files import LoadProgress, check_checkpoint, expected_shapes, read_heads
+from agent_rl.models.spec import ModelFacts
+from agent_rl.train.hf_index import LoadProgress, check_checkpoint, expected_shapes, read_heads
 from agent_rl.train.megatron.parallel import Ranks
 
 pytestmark = pytest.mark.megatron
@@ -139,7 +139,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
 def test_each_rank_reads_its_part_once(
     checkpoint: Checkpoint, reads: list[tuple[str, int, int]], layout: ParallelConfig
 ) -> None:
-    from agent_rl.train.megatron.hf import load_weights, own_experts, slots
+    from agent_rl.train.megatron.hf_weights import load_weights, own_experts, slots
 
     facts, sizes = checkpoint.facts, {file.name: file.stat().st_size for file in checkpoint.folder.iterdir()}
     by_any = {name: np.zeros(size, bool) for name, size in sizes.items()}
@@ -162,7 +162,7 @@ def test_each_rank_reads_its_part_once(
 
 
 def test_experts_that_moved_are_read_where_they_live(checkpoint: Checkpoint) -> None:
-    from agent_rl.train.megatron.hf import load_weights
+    from agent_rl.train.megatron.hf_weights import load_weights
 
     (_, ranks) = ranks_of(ParallelConfig(world_size=2, expert=2))
     modules, homes = modules_of(checkpoint.facts, ranks), {2: (0, 2, 4, 6, 7, 5, 3, 1)}
@@ -173,8 +173,8 @@ def test_experts_that_moved_are_read_where_they_live(checkpoint: Checkpoint) -> 
 
 
 def test_one_block_of_host_memory_is_used(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    from agent_rl.train.megatron import slices
-    from agent_rl.train.megatron.hf import load_weights
+    from agent_rl.train.megatron import safetensors_slices as slices
+    from agent_rl.train.megatron.hf_weights import load_weights
 
     (ranks,) = ranks_of(ParallelConfig())
     monkeypatch.setattr(slices, "BLOCK_BYTES", 100)  # less than two rows of hidden 32
@@ -196,7 +196,7 @@ def test_one_block_of_host_memory_is_used(checkpoint: Checkpoint, monkeypatch: p
 def test_nothing_is_read_of_a_checkpoint_that_does_not_fit(
     checkpoint: Checkpoint, reads: list[tuple[str, int, int]], tmp_path: Path
 ) -> None:
-    from agent_rl.train.megatron.hf import load_weights
+    from agent_rl.train.megatron.hf_weights import load_weights
 
     (ranks,) = ranks_of(ParallelConfig())
     narrow = checkpoint.tensors | {"model.layers.3.mlp.gate.weight": torch.zeros(4, 32)}

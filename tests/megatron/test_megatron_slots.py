@@ -32,8 +32,8 @@ def shared_out() -> Plan:
 
 
 def placement(source: int, plan: Plan) -> Any:
-    from agent_rl.train.megatron.balancer import placement_table
-    from agent_rl.train.megatron.borrowed import Placement
+    from agent_rl.train.expert_balancing.borrowed_experts import Placement
+    from agent_rl.train.expert_balancing.plan_feed import placement_table
 
     return Placement(*torch.from_numpy(placement_table(plan, source)))
 
@@ -77,7 +77,7 @@ def test_the_order_of_rows_is_that_of_the_map_of_slots(source: int) -> None:
 
 @pytest.mark.parametrize("parts", [(1, 39), (15, 25), (3, 3, 34), (1, 2)])
 def test_a_product_in_parts_has_the_bits_of_the_whole(parts: tuple[int, ...]) -> None:
-    from agent_rl.train.megatron.borrowed import Rows
+    from agent_rl.train.expert_balancing.borrowed_experts import Rows
 
     torch.manual_seed(0)
     tokens, weight = torch.randn(sum(parts), 512), torch.randn(1, 256, 512).transpose(1, 2)
@@ -94,7 +94,7 @@ def test_a_product_in_parts_has_the_bits_of_the_whole(parts: tuple[int, ...]) ->
 
 
 def test_rows_are_filled_only_where_an_expert_has_some() -> None:
-    from agent_rl.train.megatron.borrowed import Rows
+    from agent_rl.train.expert_balancing.borrowed_experts import Rows
 
     rows = Rows(torch.tensor([2, 0, 5]), torch.tensor([3, 3, 0]))
     assert rows.filled.tolist() == [3, 0, 5]
@@ -103,7 +103,7 @@ def test_rows_are_filled_only_where_an_expert_has_some() -> None:
 
 
 def test_only_experts_shared_out_are_filled_and_not_beyond_their_tokens() -> None:
-    from agent_rl.train.megatron.balancer import local_slots
+    from agent_rl.train.expert_balancing.plan_feed import local_slots
 
     held, least = local_slots(shared_out(), 0, 16)
     assert held.tolist() == [True, True, True, True, True, False]
@@ -119,8 +119,8 @@ def test_plans_are_refused_by_a_model_that_borrows_nothing(build: Any) -> None:
 
 
 def test_each_forward_pass_has_its_plan_and_each_recomputation_its_own(build: Any) -> None:
-    from agent_rl.train.megatron.balanced import BalancedMoELayer
-    from agent_rl.train.megatron.balancer import Balancing
+    from agent_rl.train.expert_balancing.moe_layer import BalancedMoELayer
+    from agent_rl.train.expert_balancing.plan_feed import Balancing
     from agent_rl.train.megatron.packed_batch import PackedBatch
 
     nothing: Any = None  # no plan, so nothing is ever fetched

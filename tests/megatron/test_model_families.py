@@ -12,7 +12,7 @@ import megatron_tiny as tiny
 import pytest
 
 from agent_rl.errors import ConfigError
-from agent_rl.families import FAMILIES, read_config
+from agent_rl.models.families import FAMILIES, read_config
 
 pytest.importorskip("torch", reason="torch is not installed (the train extra)")
 import torch

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from agent_rl.train.megatron.exchange import Exchange
-from agent_rl.train.megatron.pool import Pool
-from agent_rl.train.megatron.transfer import Transfer
+from agent_rl.train.expert_balancing.exchange import Exchange
+from agent_rl.train.expert_balancing.host_pool import Pool
+from agent_rl.train.expert_balancing.transfer import Transfer
 from r3.balance import Grid, Plan
 
 EXPERTS, SLOTS, LAYERS, HIDDEN, INNER = 8, 2, 3, 32, 20

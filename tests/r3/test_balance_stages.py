@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from r3.balance import Grid, Options, Plans, plan_pass
 from r3.balance.cost import busiest_link, imbalance, machine_floor, rank_load
-from r3.balance.homes import measured_home
+from r3.balance.expert_placement import measured_home
 from r3.balance.plan import Ints
 from r3.balance.skews import REGIMES, Pass, skewed_steps
 from r3.balance.stages import Stages, pour, staged, update_within_machine

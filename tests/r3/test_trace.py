@@ -28,7 +28,7 @@ from r3.trace.events import (
     sha256,
     sorted_sha256,
 )
-from r3.trace.points import order_trace
+from r3.trace.recorders import order_trace
 
 ROWS, LAYERS, TOP_K = 9, 3, 2
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from r3.routing import Routing, narrowest_dtype
 from r3.shard import Packing, RouteShard, ShardSpec, cut_routes, router_places
 from r3.trace.events import STAGES, Stage
-from r3.trace.points import RankPlace, RankTracer, order_trace, write_driver_trace
+from r3.trace.recorders import RankPlace, RankTracer, order_trace, write_driver_trace
 
 MOE_LAYERS = (2, 3, 5, 6)  # layers 1 and 4 of this model are dense
 TOP_K, EXPERTS, STEP = 2, 300, 7

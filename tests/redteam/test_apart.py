@@ -12,10 +12,10 @@ import pytest
 
 from envs import EnvContext, Grade, TaskRecordError
 from envs.swe import SweRecord, diff_files, grade_patch
-from envs.swe.boxes import box_spec, run_apart, run_tests
+from envs.swe.adjudication import read_run
 from envs.swe.isolate import isolate
 from envs.swe.records import parse_record
-from envs.swe.verdict import read_run
+from envs.swe.sandboxes import box_spec, run_apart, run_tests
 from sandbox import SandboxPool, SandboxSpec
 from tests.contexts import context_of
 from tests.redteam.attack import held

@@ -53,7 +53,7 @@ HONEST = "head -c 5000000 /dev/zero > a; for i in $(seq 99); do ln a a$i; done; 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Boxes are measured every half second: these tests have many to wait for."""
-    monkeypatch.setattr("sandbox.growth._EVERY", 0.5)
+    monkeypatch.setattr("sandbox.disk_watch._EVERY", 0.5)
 
 
 @pytest.fixture(params=BACKENDS)

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from sandbox import SandboxBackend, SandboxSpec
-from sandbox.toll import Toll
+from sandbox.output_throttle import Toll
 from tests.contexts import used_backend_of
 from tests.redteam.attack import held
 
@@ -38,8 +38,8 @@ async def backend(request: pytest.FixtureRequest) -> AsyncIterator[SandboxBacken
 
 async def test_a_flood_has_to_wait_for_the_host(backend: SandboxBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a toll that next to nothing is left of, the box stands still instead, ends in time and can be cancelled."""
-    monkeypatch.setattr("sandbox.toll._SHARE", 1e-6)
-    monkeypatch.setattr("sandbox.toll._SAVINGS", 0.002)
+    monkeypatch.setattr("sandbox.output_throttle._SHARE", 1e-6)
+    monkeypatch.setattr("sandbox.output_throttle._SAVINGS", 0.002)
     box = await backend.start(SandboxSpec(output_limit_bytes=1000))
     flooded = await box.exec(["python3", "-c", FLOOD], timeout=3)
     assert flooded.timed_out

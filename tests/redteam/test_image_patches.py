@@ -13,7 +13,7 @@ import pytest
 
 from envs import EnvContext
 from envs.swe import SweRecord, diff_files, start_episode
-from envs.swe.patches import patched_paths
+from envs.swe.diff.git_diff import patched_paths
 from sandbox import ImagePolicy, SandboxSpec, SandboxStartError, SandboxUnavailableError, open_backend
 from sandbox.docker.engine import connect
 from tests.contexts import context_of

@@ -20,21 +20,21 @@ from agent_rl.errors import AgentRlError
 from agent_rl.evaluation.finished import read_evaluation
 from agent_rl.evaluation.folder import read_results
 from agent_rl.evaluation.quarantine import read_quarantine
-from agent_rl.rollout.frames import frames_of
+from agent_rl.rollout.framed_log import frames_of
+from agent_rl.rollout.jsonl_zst import read_rows
 from agent_rl.rollout.records import (
     decode_trajectory,
     encode_trajectory,
     read_trajectories,
     write_trajectories,
 )
-from agent_rl.rollout.row_files import read_rows
-from agent_rl.rollout.solvers import recorded
+from agent_rl.rollout.scripted_policies import recorded
 from agent_rl.types import Group
 from envs.mini import generate, to_record
 from envs.swe.calls import CallRun
-from envs.swe.patches import diff_files, patched_paths, screen, split_patch
+from envs.swe.diff.git_diff import diff_files, patched_paths, screen, split_patch
+from envs.swe.integrity import Witness
 from envs.swe.pytest_log import count_summaries, judge, parse_summary
-from envs.swe.witness import Witness
 from tests.envs.conftest import BROKEN, FIXED
 from tests.redteam.attack import held
 from tests.trajectories import trajectory

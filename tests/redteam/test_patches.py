@@ -14,9 +14,9 @@ import pytest
 
 from envs import EnvContext
 from envs.swe import SweRecord, diff_files, grade_patch, start_episode
-from envs.swe.boxes import box_spec, run_tests
-from envs.swe.patches import patched_paths, screen, split_patch
+from envs.swe.diff.git_diff import patched_paths, screen, split_patch
 from envs.swe.pytest_log import judge
+from envs.swe.sandboxes import box_spec, run_tests
 from sandbox import SandboxFileError, SandboxSpec
 from sandbox.docker.backend import DEFAULT_IMAGE
 from tests.contexts import context_of

@@ -18,7 +18,7 @@ from rich.console import Console
 from agent_rl.cli import main
 from agent_rl.evaluation.folder import EvalFolder
 from agent_rl.evaluation.report import EpisodeResult
-from agent_rl.observe.display import Display
+from agent_rl.monitoring.console import Display
 from envs import EnvContext, EnvsError, GradingError, TaskRecordError
 from envs.swe import SweEnvironment, SweRecord, start_episode, verify_record
 from envs.swe.records import parse_record

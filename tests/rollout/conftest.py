@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agent_rl.rollout.solvers import ByteRenderer
+from agent_rl.rollout.scripted_policies import ByteRenderer
 from agent_rl.types import Completion, FinishReason, SamplingParams, TokenIds
 from envs import Grade, Task
 from r3.routing import Routing, Span, SpanKind

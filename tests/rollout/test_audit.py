@@ -10,7 +10,7 @@ import pytest
 from trajectories import trajectory
 
 from agent_rl.errors import EngineUnreachable
-from agent_rl.rollout.audit import Auditor, audit_metrics, compare
+from agent_rl.rollout.route_audit import Auditor, audit_metrics, compare
 from agent_rl.types import Completion, FinishReason, RouteAudit, StopReason, TokenIds, Trajectory
 from r3.routing import Routing, Span, SpanKind
 

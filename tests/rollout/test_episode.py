@@ -18,7 +18,7 @@ from loop_clock import LoopClock
 from agent_rl.config import EnvConfig, R3Config, RolloutConfig
 from agent_rl.errors import EngineUnreachable, RoutesMissingError
 from agent_rl.rollout.episode import EpisodeRules, run_episode
-from agent_rl.rollout.solvers import ByteRenderer
+from agent_rl.rollout.scripted_policies import ByteRenderer
 from agent_rl.types import Completion, FinishReason, StopReason, Trajectory
 from envs import Grade, GradingError, Task, TaskRecordError, UndecidableError
 from sandbox import ImageMissingError, SandboxLostError

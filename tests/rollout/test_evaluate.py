@@ -21,7 +21,7 @@ from agent_rl.evaluation.tables import table
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.rollout.records import write_trajectories
-from agent_rl.rollout.solvers import noop, recorded, solver_runner
+from agent_rl.rollout.scripted_policies import noop, recorded, solver_runner
 from agent_rl.types import Group, Trajectory
 from envs import Task
 from sandbox import SandboxLostError

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from agent_rl.config import R3Config
 from agent_rl.errors import RoutesMissingError
-from agent_rl.rollout.forest import ChatMessage, Forest, Node
+from agent_rl.rollout.conversation_tree import ChatMessage, Forest, Node
 from agent_rl.types import Branch, BranchCause, Completion, FinishReason
 from r3.routing import Routing, Span, SpanKind
 from tools import Spoken, ToolCall

@@ -9,7 +9,7 @@ import pytest
 from agent_rl.errors import RolloutFailed, RoutesMissingError
 from agent_rl.rollout.group import GroupSettings, RolloutEvent, collect_groups
 from agent_rl.rollout.limiter import Limiter
-from agent_rl.rollout.stats import rollout_metrics
+from agent_rl.rollout.metrics import rollout_metrics
 from agent_rl.types import StopReason, Trajectory, VersionSpan
 from envs import Task
 

@@ -10,7 +10,7 @@ import pytest
 
 from agent_rl.config import EnvConfig, RolloutConfig
 from agent_rl.rollout.episode import EpisodeRules, run_episode
-from agent_rl.rollout.solvers import ByteRenderer, noop
+from agent_rl.rollout.scripted_policies import ByteRenderer, noop
 from agent_rl.types import StopReason
 from envs import EnvContext, Interface, InterfaceError, Message, Task, load_environment
 from tools import Style, ToolCall

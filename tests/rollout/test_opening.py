@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from agent_rl.rollout.opening import open_conversation
-from agent_rl.rollout.solvers import ByteRenderer
+from agent_rl.rollout.initial_prompt import open_conversation
+from agent_rl.rollout.scripted_policies import ByteRenderer
 from tools.formats import tool_format
 
 MESSAGES = [{"role": "system", "content": "Be good."}, {"role": "user", "content": "Fix it."}]

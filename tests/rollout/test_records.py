@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 from agent_rl.errors import AgentRlError
 from agent_rl.rollout.episode import EpisodeRules, run_episode
 from agent_rl.rollout.group import GroupSettings, collect_groups
+from agent_rl.rollout.jsonl_zst import encode_rows, read_row, read_rows
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.rollout.records import (
     arrays_path,
@@ -24,9 +25,8 @@ from agent_rl.rollout.records import (
     steps_on_disk,
     write_trajectories,
 )
-from agent_rl.rollout.row_files import encode_rows, read_row, read_rows
-from agent_rl.rollout.sidecars import read_sidecar
-from agent_rl.rollout.solvers import ByteRenderer
+from agent_rl.rollout.scripted_policies import ByteRenderer
+from agent_rl.rollout.step_index import read_sidecar
 from agent_rl.rollout.token_details import read_detail
 from agent_rl.types import Branch, BranchCause, Fate, Group, StopReason, TokenDetail, Trajectory, Verdict, VersionSpan
 from envs import Task

@@ -19,12 +19,12 @@ from agent_rl.evaluation.evaluate import evaluate
 from agent_rl.rollout.episode import EpisodeRules, run_episode
 from agent_rl.rollout.group import GroupSettings, collect_groups
 from agent_rl.rollout.limiter import Limiter
-from agent_rl.rollout.solvers import PATCH_CHUNK, ByteRenderer, gold, solver_runner
+from agent_rl.rollout.scripted_policies import PATCH_CHUNK, ByteRenderer, gold, solver_runner
 from agent_rl.types import Completion, StopReason, Trajectory
 from envs import EnvContext, Task
 from envs.mini import MiniEnvironment
 from sandbox import Sandbox, SandboxBackend, SandboxSpec
-from sandbox.select import open_backend
+from sandbox.factory import open_backend
 from tools import ToolCall
 from tools.formats import tool_format
 

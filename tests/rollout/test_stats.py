@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from agent_rl.rollout.group import DroppedGroup, Rollout
-from agent_rl.rollout.stats import missing_token_fraction, rollout_metrics
+from agent_rl.rollout.metrics import missing_token_fraction, rollout_metrics
 from agent_rl.types import Group, StopReason, Trajectory, Turn
 from r3.routing import Routing, Span, SpanKind
 

@@ -24,7 +24,7 @@ from agent_rl.errors import AgentRlError, UserError
 from agent_rl.rollout.episode import EpisodeRules, run_episode
 from agent_rl.rollout.group import GroupFormer, GroupSettings
 from agent_rl.rollout.limiter import Limiter
-from agent_rl.rollout.solvers import ByteRenderer
+from agent_rl.rollout.scripted_policies import ByteRenderer
 from agent_rl.rollout.turn_log import LoggedTurn, TurnLog, decode_turn, encode_turn
 from agent_rl.types import Completion, FinishReason, Group, StopReason, Trajectory
 from envs import Task

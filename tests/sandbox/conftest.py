@@ -17,7 +17,7 @@ import pytest
 import pytest_asyncio
 from ray_nodes import ray_node
 
-from agent_rl.train.cluster import ray_cluster
+from agent_rl.train.ray_session import ray_cluster
 from sandbox import (
     ImageMissingError,
     Sandbox,
@@ -27,9 +27,9 @@ from sandbox import (
     SandboxUnavailableError,
     open_backend,
 )
-from sandbox.cluster.open import open_cluster
 from sandbox.docker.engine import EngineClient, connect
 from sandbox.docker.lease import RUN_LABEL
+from sandbox.ray.open import open_cluster
 
 WAIT_SECONDS = 20.0
 # Runs reach every backend through a pool. The one here is in front of the backend whose boxes cost least.

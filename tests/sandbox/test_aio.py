@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from sandbox.aio import shielded
+from sandbox.shielded import shielded
 
 
 class Work:

@@ -8,7 +8,7 @@ import pytest
 from loop_clock import LoopClock
 
 from sandbox import SandboxError
-from sandbox.bounds import bounded, turn, uncharged
+from sandbox.timeouts import bounded, turn, uncharged
 
 
 async def test_what_takes_longer_is_told() -> None:

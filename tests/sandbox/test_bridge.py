@@ -8,7 +8,7 @@ import time
 from contextlib import closing
 from pathlib import Path
 
-from sandbox.bridge import _carry
+from sandbox.socket_proxy import _carry
 
 ANSWERS = 20
 

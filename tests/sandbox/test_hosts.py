@@ -26,11 +26,11 @@ from agent_rl.errors import UserError
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.group import GroupSettings, collect_groups
 from agent_rl.rollout.limiter import Limiter
-from agent_rl.rollout.solvers import solver_runner
-from agent_rl.train import cluster as ray_connection
-from agent_rl.train.cluster import ray_session
+from agent_rl.rollout.scripted_policies import solver_runner
+from agent_rl.train import ray_session as ray_connection
+from agent_rl.train.ray_session import ray_session
 from envs import EnvContext
-from envs.tool_class import ToolClassEnvironment
+from envs.tool_environment import ToolClassEnvironment
 from sandbox import (
     ImageMissingError,
     ImagePolicy,
@@ -42,11 +42,11 @@ from sandbox import (
     open_pipes,
 )
 from sandbox.bubblewrap.backend import BubblewrapBackend
-from sandbox.cluster.backend import ClusterBackend, Place
-from sandbox.cluster.host import BoxHost
-from sandbox.cluster.open import check_alike, host_nodes, open_cluster
-from sandbox.cluster.remote import RemoteHost
 from sandbox.owner import Owner
+from sandbox.ray.backend import ClusterBackend, Place
+from sandbox.ray.host import BoxHost
+from sandbox.ray.open import check_alike, host_nodes, open_cluster
+from sandbox.ray.remote import RemoteHost
 from tools import ToolCall
 
 pytestmark = [pytest.mark.bubblewrap, pytest.mark.megatron, pytest.mark.timeout(120)]
@@ -354,9 +354,9 @@ async def test_a_machine_lost_with_64_boxes_costs_no_group_anything(two_nodes: N
 
 _RUN = """
 import asyncio, json, sys
-from agent_rl.train.cluster import ray_session
+from agent_rl.train.ray_session import ray_session
 from sandbox import SandboxSpec
-from sandbox.cluster.open import open_cluster
+from sandbox.ray.open import open_cluster
 
 async def main(address, marker):
     async with ray_session(address, cpus=1):

@@ -15,7 +15,7 @@ import pytest
 
 from sandbox import SandboxSpec, lease
 from sandbox.bubblewrap.backend import BubblewrapBackend, reap_folders
-from sandbox.bubblewrap.folder import RunFolder, folder_leases
+from sandbox.bubblewrap.run_dir import RunFolder, folder_leases
 from sandbox.docker import lease as dockerlease
 from sandbox.docker.backend import DockerBackend, reap_containers
 from sandbox.docker.engine import EngineClient, connect

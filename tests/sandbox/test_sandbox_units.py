@@ -20,16 +20,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sandbox import SandboxFileError, SandboxLostError, SandboxSpec, SandboxUnavailableError, open_backend
-from sandbox.beneath import NeedsBox, read_beneath, write_beneath
 from sandbox.bubblewrap.seccomp import box_filter
 from sandbox.cgroup import ran_out_of_memory
 from sandbox.docker.backend import check_limits
 from sandbox.docker.disk import is_want_of_quota, may_have_quota
 from sandbox.docker.exec import END, Demux, Marked
 from sandbox.lease import EXPIRY_SECONDS, Heartbeat, Lease
-from sandbox.own_folder import OwnFolder
+from sandbox.nofollow_io import NeedsBox, read_beneath, write_beneath
 from sandbox.owner import Owner
 from sandbox.process import Capture
+from sandbox.temp_dir import OwnFolder
 
 # Control groups
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandbox import plugins
+from sandbox import registry as plugins
 from tools import HermesFormat, ParseFailure, ToolCall, ToolCallFormat, ToolFormatError, XmlFormat, tool_format
 
 FORMATS = [HermesFormat(), XmlFormat()]

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from agent_rl.config import BalanceConfig
 from agent_rl.errors import TrainerError
-from agent_rl.train.balancing import Counts, ExpertGroup, Foreseen, RankBalance
-from agent_rl.train.megatron.transfer import TransferStats
+from agent_rl.train.expert_balancing.transfer import TransferStats
+from agent_rl.train.expert_balancing.worker import Counts, ExpertGroup, Foreseen, RankBalance
 from r3.balance import Grid, Plan, Plans
 from r3.balance.planners import Options, plan_pass
 from r3.shard import ShardSpec

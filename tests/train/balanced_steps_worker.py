@@ -16,11 +16,11 @@ import torch
 from agent_rl.config import ParallelConfig, RunConfig
 from agent_rl.controller.advantages import samples_of
 from agent_rl.rollout.records import read_trajectories
-from agent_rl.train.batching.dealing import lockstep_ranks
 from agent_rl.train.batching.mini_steps import split_step
-from agent_rl.train.orders import OptimizerSpec, RankOrder, StepOrder
-from agent_rl.train.rank import TrainerRank
-from agent_rl.train.route_shares import cut, without_routes
+from agent_rl.train.batching.partition import lockstep_ranks
+from agent_rl.train.requests import OptimizerSpec, RankOrder, StepOrder
+from agent_rl.train.route_sharding import cut, without_routes
+from agent_rl.train.worker import TrainerRank
 from agent_rl.types import Sample
 
 CAPTURED = Path(__file__).resolve().parents[1] / "captured"

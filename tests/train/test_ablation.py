@@ -10,8 +10,8 @@ import pytest
 from pydantic import ValidationError
 
 from agent_rl.config import Ablation, RunConfig
-from agent_rl.train.ablation import ablated
 from agent_rl.train.batching.packing import MicroBatch, pack
+from agent_rl.train.route_ablation import ablated
 from agent_rl.types import Sample
 from r3.shard import Packing, RouteShard, ShardSpec, cut_routes
 

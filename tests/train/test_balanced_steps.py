@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from agent_rl.config import RunConfig
-from agent_rl.model.shipped import install_model
-from agent_rl.observe.metrics import METRICS
-from agent_rl.train.balance_report import FILE, balance_metrics
+from agent_rl.models.builtin import install_model
+from agent_rl.monitoring.metrics import METRICS
+from agent_rl.train.expert_balancing.report import FILE, balance_metrics
 from agent_rl.train.ray_trainer import RayTrainer
 from r3.trace.check import check_folder
 

@@ -17,7 +17,8 @@ pytest.importorskip("torch", reason="torch is not installed (the train extra)")
 import balance_worker as worker
 
 from agent_rl.errors import TrainerError
-from agent_rl.train.balance_report import (
+from agent_rl.train.batching.packing import pack
+from agent_rl.train.expert_balancing.report import (
     FILE,
     BalanceReport,
     PassBalance,
@@ -25,9 +26,8 @@ from agent_rl.train.balance_report import (
     forget_balance,
     write_balance,
 )
-from agent_rl.train.balancing import count_experts, foresee, machines_of
-from agent_rl.train.batching.packing import pack
-from agent_rl.train.route_shares import cut
+from agent_rl.train.expert_balancing.worker import count_experts, foresee, machines_of
+from agent_rl.train.route_sharding import cut
 from r3.shard import ShardSpec
 
 RANKS = 2

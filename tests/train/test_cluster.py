@@ -17,14 +17,14 @@ import pytest
 
 from agent_rl.config import RunConfig, TrainConfig
 from agent_rl.errors import UserError
-from agent_rl.train.cluster import check_ray
+from agent_rl.train.ray_session import check_ray
 from agent_rl.train.ray_trainer import RayTrainer
 
 OWNER = """
 import os
 import sys
 import ray
-from agent_rl.train.cluster import ray_cluster
+from agent_rl.train.ray_session import ray_cluster
 
 @ray.remote(num_cpus=1)
 class Rank:
@@ -42,7 +42,7 @@ with ray_cluster(None, cpus=1):
 SESSIONS = """
 from concurrent.futures import ThreadPoolExecutor
 import ray
-from agent_rl.train.cluster import ray_cluster
+from agent_rl.train.ray_session import ray_cluster
 
 first, second = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
 for starter in (first, second):

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from agent_rl.config import ParallelConfig
 from agent_rl.errors import TrainerError
-from agent_rl.model_facts import ModelFacts
+from agent_rl.models.spec import ModelFacts
 from agent_rl.train.batching.cost import TOKENS, SequenceCost, expert_loads, sequence_cost
-from agent_rl.train.batching.dealing import Deal, deal, differencing, lockstep_ranks
+from agent_rl.train.batching.partition import Deal, deal, differencing, lockstep_ranks
 from r3.routing import Routing
 
 BUDGET = 128

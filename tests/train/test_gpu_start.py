@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from agent_rl.config import ParallelConfig, RunConfig
-from agent_rl.controller.asks import rank_ask
+from agent_rl.controller.cluster_resources import rank_ask
 from agent_rl.errors import TrainerError
-from agent_rl.train.launch import rank_device
-from agent_rl.train.layouts import layer_groups, rank_blocks, straddling
+from agent_rl.train.parallel_checks import layer_groups, rank_blocks, straddling
+from agent_rl.train.ray_launch import rank_device
 
 torch = pytest.importorskip("torch", reason="needs the trainer environment")
 PAPER = ParallelConfig(world_size=32, tensor=4, expert=8)
@@ -26,7 +26,7 @@ def test_a_rank_takes_the_one_gpu_that_it_sees() -> None:
     """torch.cuda.set_device refuses a device without an index."""
     from torch.cuda._utils import _get_device_index
 
-    from agent_rl.train.rank import device_of
+    from agent_rl.train.worker import device_of
 
     assert _get_device_index(device_of("cuda")) == 0
     assert device_of("cpu").type == "cpu"

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from agent_rl.cli import app
 from agent_rl.config import ParallelConfig, RunConfig
 from agent_rl.errors import ConfigError
-from agent_rl.model_facts import ModelFacts
-from agent_rl.train.layouts import (
+from agent_rl.models.spec import ModelFacts
+from agent_rl.train.parallel_checks import (
     check_layout,
     expert_copies,
     layout_problems,

@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs the trainer environment")
 
 from agent_rl.config import Clip, CorrectionConfig, KlConfig, TrainConfig  # noqa: E402
-from agent_rl.objective_facts import OBJECTIVES  # noqa: E402
+from agent_rl.config.objectives import OBJECTIVES  # noqa: E402
 from agent_rl.train.loss.corrections import correction_factors  # noqa: E402
 from agent_rl.train.loss.objectives import kl_penalty, objective_terms  # noqa: E402
 from agent_rl.train.loss.policy_loss import Counts, policy_loss, weighted_cross_entropy  # noqa: E402

@@ -20,7 +20,7 @@ from agent_rl.config import (  # noqa: E402
     KlEstimator,
     TrainConfig,
 )
-from agent_rl.objective_facts import OBJECTIVES, Aggregation, ObjectiveFacts, objective_facts  # noqa: E402
+from agent_rl.config.objectives import OBJECTIVES, Aggregation, ObjectiveFacts, objective_facts  # noqa: E402
 from agent_rl.train.loss.corrections import RATIOS, correction_factors, weight_moments  # noqa: E402
 from agent_rl.train.loss.objectives import (  # noqa: E402
     AGGREGATIONS,
@@ -32,7 +32,7 @@ from agent_rl.train.loss.objectives import (  # noqa: E402
     kl_estimate,
     objective_terms,
 )
-from sandbox import plugins  # noqa: E402
+from sandbox import registry as plugins  # noqa: E402
 
 LENGTHS = (7, 1, 12, 5, 4)
 

@@ -14,7 +14,7 @@ pytest.importorskip("torch", reason="torch is not installed (the train extra)")
 import torch
 
 from agent_rl.config import ParallelConfig
-from agent_rl.train.orders import OptimizerSpec
+from agent_rl.train.requests import OptimizerSpec
 
 pytestmark = pytest.mark.megatron
 
@@ -159,7 +159,7 @@ class Trained:
     """A parameter of 2,048 numbers whose moments are kept in some precision, and what float32 makes of it."""
 
     def __init__(self, precision: torch.dtype) -> None:
-        from agent_rl.train.offload import Held, KeptState
+        from agent_rl.train.optimizer_offload import Held, KeptState
 
         self.weight = torch.nn.Parameter(torch.zeros(2048))
         adam = torch.optim.AdamW([self.weight], lr=1e-3, betas=(0.9, 0.999), weight_decay=0.0, foreach=False)
@@ -198,7 +198,7 @@ def test_moments_in_bfloat16_train_as_those_in_float32_do() -> None:
 
 
 def test_a_second_moment_that_is_rounded_to_the_nearest_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
-    from agent_rl.train import offload
+    from agent_rl.train import optimizer_offload as offload
 
     monkeypatch.setattr(offload, "_rounded", lambda wide, dtype, updates: wide.to(dtype))
     mean, furthest, weights_off = trained_like_float32()
@@ -208,7 +208,7 @@ def test_a_second_moment_that_is_rounded_to_the_nearest_stands_still(monkeypatch
 
 
 def test_rounding_takes_nothing_away_and_leaves_what_bfloat16_has() -> None:
-    from agent_rl.train.offload import _rounded
+    from agent_rl.train.optimizer_offload import _rounded
 
     wide = torch.tensor([0.0, 1.0, -2.5, 1 + 2**-10, -1 - 3 * 2**-10])
     rounded = torch.stack([_rounded(wide.clone(), torch.bfloat16, updates) for updates in range(1024)]).double()
@@ -220,7 +220,7 @@ def test_rounding_takes_nothing_away_and_leaves_what_bfloat16_has() -> None:
 
 def test_an_adam_that_counts_in_its_groups_counts_each_update_once() -> None:
     """As Transformer Engine's does."""
-    from agent_rl.train.offload import Held, KeptState
+    from agent_rl.train.optimizer_offload import Held, KeptState
 
     class CountingAdam:
         def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
@@ -248,8 +248,8 @@ def test_an_adam_that_counts_in_its_groups_counts_each_update_once() -> None:
 
 
 def test_the_rehearsal_counts_memory_that_is_given_back_and_taken_again() -> None:
-    from agent_rl.capacity.hardware import GPUS
-    from agent_rl.rehearsal.ledger import Ledger
+    from agent_rl.dryrun.usage import Ledger
+    from agent_rl.planner.hardware import GPUS
 
     ledger, tensor = Ledger(GPUS["H100 SXM"]), torch.zeros(1024)
     storage = tensor.untyped_storage()

@@ -16,8 +16,8 @@ from agent_rl.config import CorrectionConfig, CorrectionMask, CorrectionWeight, 
 from agent_rl.controller.advantages import samples_of  # noqa: E402
 from agent_rl.controller.preflight import check_lengths  # noqa: E402
 from agent_rl.errors import TrainerError, UserError  # noqa: E402
-from agent_rl.model.shipped import install_model  # noqa: E402
-from agent_rl.model_facts import read_facts  # noqa: E402
+from agent_rl.models.builtin import install_model  # noqa: E402
+from agent_rl.models.spec import read_facts  # noqa: E402
 from agent_rl.train.batching.packing import MicroBatch, pack  # noqa: E402
 from agent_rl.train.loss.corrections import correction_factors  # noqa: E402
 from agent_rl.train.step import _training_input  # noqa: E402

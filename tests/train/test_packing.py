@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_rl.errors import TrainerError
-from agent_rl.train.batching.dealing import deal
 from agent_rl.train.batching.mini_steps import split_step
 from agent_rl.train.batching.packing import pack, pack_weighted
+from agent_rl.train.batching.partition import deal
 from agent_rl.types import Sample
 
 lengths_of = st.lists(st.integers(2, 40), min_size=1, max_size=30)

@@ -25,7 +25,7 @@ from agent_rl.config import (  # noqa: E402
     RunConfig,
     TrainConfig,
 )
-from agent_rl.objective_facts import OBJECTIVES, Aggregation  # noqa: E402
+from agent_rl.config.objectives import OBJECTIVES, Aggregation  # noqa: E402
 from agent_rl.train.batching.mini_steps import split_step  # noqa: E402
 from agent_rl.train.batching.packing import MicroBatch, pack  # noqa: E402
 from agent_rl.train.loss.corrections import correction_factors  # noqa: E402

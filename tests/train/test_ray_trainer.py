@@ -14,8 +14,8 @@ import pytest
 
 from agent_rl.config import RunConfig
 from agent_rl.errors import UserError
-from agent_rl.train.orders import OptimizerSpec
 from agent_rl.train.ray_trainer import RayTrainer
+from agent_rl.train.requests import OptimizerSpec
 from agent_rl.train.sft import SftConfig, SftProgress, sft
 from agent_rl.types import Sample
 

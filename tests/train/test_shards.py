@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_rl.errors import TrainerError
-from agent_rl.train.batching.dealing import deal
+from agent_rl.train.batching.partition import deal
 from agent_rl.train.reports import Differing, RouteCounts, count_routes, differing
-from agent_rl.train.route_shares import (
+from agent_rl.train.route_sharding import (
     RankInfo,
     by_sample,
     count_differing,

@@ -14,8 +14,8 @@ import pytest
 pytest.importorskip("ray", reason="needs the trainer environment")
 
 from agent_rl.errors import TrainerError
-from agent_rl.train import ranks as module
-from agent_rl.train.hf_files import LoadProgress
+from agent_rl.train import worker_group as module
+from agent_rl.train.hf_index import LoadProgress
 
 GIB = 1 << 30
 

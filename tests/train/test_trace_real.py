@@ -14,11 +14,11 @@ import pytest
 
 from agent_rl.config import R3Config, RunConfig, TraceConfig, TrainConfig
 from agent_rl.errors import ConfigError, TrainerError
-from agent_rl.train import hand_out
+from agent_rl.train import dispatch as hand_out
 from agent_rl.train.batching.mini_steps import split_step
-from agent_rl.train.orders import OptimizerSpec, RankOrder, StepOrder
 from agent_rl.train.ray_trainer import RayTrainer
-from agent_rl.train.route_shares import cut, without_routes
+from agent_rl.train.requests import OptimizerSpec, RankOrder, StepOrder
+from agent_rl.train.route_sharding import cut, without_routes
 from agent_rl.train.route_trace import begin_trace
 from agent_rl.types import Sample
 from r3.shard import RouteShard, ShardSpec
@@ -26,7 +26,7 @@ from r3.trace.check import CheckReport, HandOver, check_folder
 from r3.trace.events import STAGES
 
 if TYPE_CHECKING:
-    from agent_rl.train.rank import TrainerRank
+    from agent_rl.train.worker import TrainerRank
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 
@@ -58,7 +58,7 @@ def rank(tiny_moe: Path) -> Iterator[TrainerRank]:
     """A world of one rank in this process, so that faults can be put inside it."""
     import torch
 
-    from agent_rl.train.rank import TrainerRank
+    from agent_rl.train.worker import TrainerRank
 
     threads, listener = torch.get_num_threads(), socket.create_server(("127.0.0.1", 0))
     config = RunConfig(name="test", model=tiny_moe, train=TrainConfig(recompute="full"))
@@ -145,7 +145,7 @@ def test_a_fault_inside_a_rank_is_found(
     rank: TrainerRank, run_config: Config, make_sample: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     method: str, fault: Callable[[Any], Any], hand_over: HandOver, stage: str, layer: int,
 ) -> None:  # fmt: skip
-    from r3.megatron import LayerReplay
+    from r3.megatron_replay import LayerReplay
 
     monkeypatch.setattr(LayerReplay, method, fault(getattr(LayerReplay, method)))
     traced_step(rank, traced(run_config(recompute="full"), tmp_path, 1), samples(make_sample), 1)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from agent_rl.model_facts import ModelFacts
+from agent_rl.models.spec import ModelFacts
 from r3.routing import Routing
 
 SAMPLED_ROWS = 16

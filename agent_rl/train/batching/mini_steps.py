@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from agent_rl.train.batching.cost import TOKENS, SequenceCost, expert_loads
-from agent_rl.train.batching.dealing import deal
+from agent_rl.train.batching.partition import deal
 from agent_rl.types import Sample
 
 
@@ -35,7 +35,7 @@ def split_step(
     """``shares[data_rank][mini_step]``: consecutive samples go to the same mini step, so groups stay together;
     all branches of a trajectory always do.
 
-    Within a mini step they are dealt out by :func:`agent_rl.train.batching.dealing.deal`, which looks at their routes
+    Within a mini step they are dealt out by :func:`agent_rl.train.batching.partition.deal`, which looks at their routes
     where experts are spread over data ranks.
     """
     units = siblings(samples)

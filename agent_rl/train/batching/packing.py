@@ -6,7 +6,7 @@ A worked example: samples of 3 and 2 tokens in one micro-batch (``T`` = 5)::
 
 Axes: ``T`` packed tokens, ``n`` sequences. The log-prob of token i comes from the logits at position i - 1, so the
 first token of every sequence has none and is never trained on. Routes travel beside, already cut for each rank
-(:mod:`agent_rl.train.route_shares`).
+(:mod:`agent_rl.train.route_sharding`).
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from agent_rl.aio import shielded
 from agent_rl.config import TrainConfig
 from agent_rl.train.checkpoint import folder as checkpoint
-from agent_rl.train.ranks import Ranks
+from agent_rl.train.worker_group import Ranks
+from agent_rl.utils.concurrency import shielded
 
 
 class CheckpointDriver:

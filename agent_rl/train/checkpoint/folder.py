@@ -24,9 +24,9 @@ from pathlib import Path
 
 from agent_rl.config import ParallelConfig
 from agent_rl.errors import ConfigError, TrainerError
-from agent_rl.observe.files import disk_error
 from agent_rl.train.checkpoint import pieces
 from agent_rl.train.checkpoint.pieces import PieceReader
+from agent_rl.utils.run_files import disk_error
 
 FORMAT = 2
 _STEP = re.compile(r"step-(\d+)")

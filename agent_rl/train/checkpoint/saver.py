@@ -17,9 +17,9 @@ from typing import IO, Any
 import torch
 
 from agent_rl.errors import TrainerError
-from agent_rl.observe.files import disk_error
 from agent_rl.train.checkpoint.folder import rank_file, rng_file
 from agent_rl.train.checkpoint.pieces import Snapshot, write_pieces
+from agent_rl.utils.run_files import disk_error
 
 
 class RankSaver:

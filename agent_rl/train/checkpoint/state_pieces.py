@@ -16,12 +16,12 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from agent_rl.train.checkpoint.pieces import Part, PieceReader, Snapshot, Stretch
-from agent_rl.train.host_copies import host_tensor
-from agent_rl.train.megatron import hf
-from agent_rl.train.megatron.hf import Cut, Slot
+from agent_rl.train.megatron import hf_weights as hf
+from agent_rl.train.megatron.hf_weights import Cut, Slot
 from agent_rl.train.megatron.model import PolicyModel
 from agent_rl.train.megatron.parallel import Ranks
 from agent_rl.train.optimizer import SLOTS, PolicyOptimizer, StateShard
+from agent_rl.train.pinned_memory import host_tensor
 
 
 class StatePieces:

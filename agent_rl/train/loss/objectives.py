@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from agent_rl.config import Clip, KlConfig, KlEstimator
-from agent_rl.objective_facts import OBJECTIVES, Aggregation, objective_facts
+from agent_rl.config.objectives import OBJECTIVES, Aggregation, objective_facts
 
 LOG_LIMIT = 20.0
 """Log-ratios are cut to +-20 before exp. Beyond it float32 soon overflows, and the gradient of what is then left out or
@@ -70,7 +70,7 @@ def objective_terms(
     objective: str, logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, mask_T: Tensor,
     sequence_T: Tensor, clip: Clip,
 ) -> Terms:  # fmt: skip
-    """The terms of the objective registered as ``objective`` (:mod:`agent_rl.objective_facts`); see the table above.
+    """The terms of the objective registered as ``objective`` (:mod:`agent_rl.config.objectives`); see the table above.
     ``mask_T`` bool, ``sequence_T`` int64, the others floats."""
     # Where the mask is 0 the old log-prob means nothing; an infinite ratio there would turn 0 * inf into NaN.
     log_ratio_T = torch.where(mask_T, logprobs_T - old_logprobs_T, torch.zeros_like(logprobs_T))

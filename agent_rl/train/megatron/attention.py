@@ -17,8 +17,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from agent_rl.train.megatron.kernels import rotary_tables, rotate
-from agent_rl.train.megatron.local_tokens import Layout
 from agent_rl.train.megatron.rotary import Rotary
+from agent_rl.train.megatron.token_sharding import Layout
 from agent_rl.train.megatron.varlen import Attend, Runs
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from agent_rl.config import ParallelConfig
 from agent_rl.errors import TrainerError
-from agent_rl.model_facts import ModelFacts
+from agent_rl.models.spec import ModelFacts
 from agent_rl.train.megatron import varlen
 from agent_rl.train.megatron.moe import Product, grouped_product, one_product_an_expert
 from agent_rl.train.megatron.varlen import Attend, Runs

@@ -23,9 +23,9 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor
 
 from agent_rl.config import LoraConfig
+from agent_rl.train.expert_balancing.borrowed_experts import BalancedExperts
+from agent_rl.train.expert_balancing.moe_layer import BalancedMoELayer, EvenBalancedMoELayer
 from agent_rl.train.megatron.attention import CoreAttention
-from agent_rl.train.megatron.balanced import BalancedMoELayer, EvenBalancedMoELayer
-from agent_rl.train.megatron.borrowed import BalancedExperts
 from agent_rl.train.megatron.kernel_choice import Kernels
 from agent_rl.train.megatron.kernels import rms_norm
 from agent_rl.train.megatron.lora import AdaptedColumn, AdaptedExperts, AdaptedRow

@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from torch import Tensor
 
 from agent_rl.config import LoraConfig
-from agent_rl.train.megatron.hf import Slot, own_experts
+from agent_rl.train.megatron.hf_weights import Slot, own_experts
 from agent_rl.train.megatron.moe import Experts, Product
 from agent_rl.train.megatron.parallel import Ranks
 

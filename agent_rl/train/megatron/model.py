@@ -16,22 +16,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agent_rl.config import LoraConfig, ParallelConfig, Recompute
-from agent_rl.model_facts import ModelFacts, read_facts
-from agent_rl.train.hf_files import LoadProgress
-from agent_rl.train.layouts import shares_optimizer
-from agent_rl.train.megatron import hf
-from agent_rl.train.megatron.balancer import Balancing, ExpertBalancer
+from agent_rl.models.spec import ModelFacts, read_facts
+from agent_rl.train.expert_balancing.plan_feed import Balancing, ExpertBalancer
+from agent_rl.train.hf_index import LoadProgress
+from agent_rl.train.megatron import hf_weights as hf
+from agent_rl.train.megatron.forward_backward import Passes
 from agent_rl.train.megatron.kernel_choice import choose_kernels
 from agent_rl.train.megatron.layers import block_spec
-from agent_rl.train.megatron.local_tokens import shard_spec
 from agent_rl.train.megatron.lora import draw, freeze_base
 from agent_rl.train.megatron.packed_batch import LossFn, PackedBatch, PassOutput, PassPlans, Routes
 from agent_rl.train.megatron.parallel import Ranks, current_ranks
-from agent_rl.train.megatron.passes import Passes
+from agent_rl.train.megatron.token_sharding import shard_spec
 from agent_rl.train.megatron.transformer import transformer_config
+from agent_rl.train.parallel_checks import shares_optimizer
 from agent_rl.train.route_trace import PassTrace
 from agent_rl.weight_sync.adapters import SUFFIX, merge, pack
-from r3.megatron import RouterReplayer
+from r3.megatron_replay import RouterReplayer
 
 
 class HiddenGPT(GPTModel):

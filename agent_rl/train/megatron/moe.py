@@ -78,7 +78,7 @@ OF_A_PASS = (
     *("tokens_per_expert", "reversed_mapping_for_combine"),
 )
 """What a dispatcher holds of a pass: Megatron's all-to-all, allgather and flex (which has a manager for it), and that
-of :mod:`agent_rl.train.megatron.balanced`."""
+of :mod:`agent_rl.train.expert_balancing.moe_layer`."""
 
 
 class ReleasingMoELayer(MoELayer):

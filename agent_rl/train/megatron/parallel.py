@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from agent_rl.config import ParallelConfig
-from agent_rl.train.layouts import parallel_problems, refuse
+from agent_rl.train.parallel_checks import parallel_problems, refuse
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +41,8 @@ class Ranks:
 
 
 def check_parallel(parallel: ParallelConfig) -> None:
-    """Refuse an impossible layout with a ConfigError of one line (:mod:`agent_rl.train.layouts`). Imports no torch."""
+    """Refuse an impossible layout with a ConfigError of one line (:mod:`agent_rl.train.parallel_checks`). Imports no
+    torch."""
     refuse(parallel_problems(parallel))
 
 

@@ -19,7 +19,7 @@ class Rotary:
 
 
 def rotary(head_dim: int, theta: float, yarn: Mapping[str, float] | None) -> Rotary:
-    """The embedding of heads of width ``head_dim``; ``yarn`` as :func:`agent_rl.families.read_config` gives it.
+    """The embedding of heads of width ``head_dim``; ``yarn`` as :func:`agent_rl.models.families.read_config` gives it.
 
     YaRN (arXiv 2309.00071): a pair that turns more than ``beta_fast`` times over the original context keeps its
     frequency, one that turns less than ``beta_slow`` times has it divided by ``factor``, those between are interpolated

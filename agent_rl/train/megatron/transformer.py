@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from agent_rl.config import ParallelConfig, Recompute
-from agent_rl.model_facts import ModelFacts
-from agent_rl.train.layouts import expert_problems, model_problems, recompute_problems, refuse
+from agent_rl.models.spec import ModelFacts
+from agent_rl.train.parallel_checks import expert_problems, model_problems, recompute_problems, refuse
 
 
 def transformer_config(
@@ -23,7 +23,7 @@ def transformer_config(
 ) -> TransformerConfig:
     """Megatron's configuration, with everything off that needs Transformer Engine or Apex.
 
-    Raises ConfigError where the layout does not fit the model (:mod:`agent_rl.train.layouts`).
+    Raises ConfigError where the layout does not fit the model (:mod:`agent_rl.train.parallel_checks`).
     """
     full = recompute == "full"
     modules = tuple(recompute_modules) if recompute == "selective" else ()

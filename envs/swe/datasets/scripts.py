@@ -6,7 +6,7 @@ import hashlib
 import shlex
 from collections.abc import Iterable
 
-from envs.swe.patches import split_patch
+from envs.swe.diff.git_diff import split_patch
 
 START, END = ">>>>> Start Test Output", ">>>>> End Test Output"
 """What swebench finds the tests' output between."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from envs.swe.datasets.scripts import CONDA, eval_script
 from envs.swe.datasets.spec import Row, as_record, given, require, strings
-from envs.swe.patches import reversed_patch
+from envs.swe.diff.git_diff import reversed_patch
 
 PARSER = "swe-smith"
 """The name of SWE-smith's log parser, which reads pytest's lines of progress (:mod:`envs.swe.swebench`)."""

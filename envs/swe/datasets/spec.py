@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from envs.swe.patches import patched_paths
+from envs.swe.diff.git_diff import patched_paths
 
 Row = Mapping[str, Any]
 

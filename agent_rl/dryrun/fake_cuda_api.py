@@ -1,0 +1,94 @@
+"""Answers what Python asks of CUDA in a process that has none. For a rehearsed rank's process alone."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from agent_rl.dryrun.usage import Ledger
+from agent_rl.train.megatron.cpu import Stream, without_compile
+
+
+def install(ledger: Ledger) -> None:
+    """Must come before anything of ``megatron.core`` is imported, which it does."""
+    _patch_torch(ledger)
+    tensor: Any = torch.Tensor
+    storage: Any = torch.UntypedStorage
+    resize = storage.resize_
+
+    def resized(self: Any, size: int) -> None:
+        resize(self, size)
+        ledger.resized(self)
+
+    storage.resize_ = resized
+    tensor.record_stream = lambda self, stream: None
+    with without_compile(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        importlib.import_module("megatron.core")
+        importlib.import_module("megatron.core.optimizer")
+        importlib.import_module("megatron.core.models.gpt")
+    from megatron.core.jit import disable_jit_fuser
+    from megatron.core.tensor_parallel import random
+
+    disable_jit_fuser()
+    for name, function in (("_get_cuda_rng_state", _state), ("_set_cuda_rng_state", _set_state)):
+        setattr(random, name, function)
+
+
+class WaitingStream(Stream):
+    """A stream, or an event, of which ``ledger`` hears when the host waits for it."""
+
+    def __init__(self, ledger: Ledger, *_: object, **__: object) -> None:
+        self._ledger = ledger
+
+    def synchronize(self) -> None:
+        """See torch's."""
+        self._ledger.waited()
+
+    def elapsed_time(self, _end: object) -> float:
+        """See torch's. No time is known."""
+        return 0.0
+
+
+def _state(*_: Any, **__: Any) -> torch.Tensor:
+    return torch.zeros(16, dtype=torch.uint8)
+
+
+def _set_state(*_: Any, **__: Any) -> None:
+    """No random number is drawn."""
+
+
+def _patch_torch(ledger: Ledger) -> None:
+    cuda: Any = torch.cuda
+    runtime: Any = torch._C
+    stream = functools.partial(WaitingStream, ledger)
+    current = stream()
+    runtime._cuda_setDevice = lambda index: None  # torch.cuda.set_device itself stays, with its checks
+    cuda._lazy_init = lambda: None
+    cuda.is_available, cuda.device_count, cuda.current_device = _true, lambda: 1, lambda: 0
+    cuda.get_device_capability = lambda *_: (9, 0)
+    cuda.Stream = cuda.Event = stream
+    cuda.current_stream = cuda.default_stream = lambda *_, **__: current
+    cuda.stream = lambda *_, **__: contextlib.nullcontext()
+    cuda.synchronize = lambda *_, **__: ledger.waited()
+    cuda.empty_cache = _set_state
+    cuda.get_rng_state, cuda.set_rng_state, cuda.manual_seed = _state, _set_state, _set_state
+    cuda.cudart = functools.partial(SimpleNamespace, cudaHostRegister=_lock(ledger), cudaHostUnregister=lambda _: 0)
+
+
+def _true() -> bool:
+    return True
+
+
+def _lock(ledger: Ledger) -> Any:
+    def register(start: int, size: int, flags: int) -> int:
+        ledger.pinned += size
+        return 0
+
+    return register

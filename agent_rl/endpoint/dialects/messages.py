@@ -1,0 +1,205 @@
+"""Anthropic's Messages: ``POST /v1/messages``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import orjson
+
+from agent_rl.endpoint.messages import (
+    Ask,
+    Loose,
+    Refusal,
+    Reply,
+    bounded,
+    joined,
+    minted,
+    offered,
+    read_body,
+    refuse_unless,
+)
+from agent_rl.rollout.conversation_tree import ChatMessage
+from tools import ToolCall
+
+_STOPS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
+_BILLING = "x-anthropic-billing-header"
+_THINKING = ("thinking", "redacted_thinking")
+
+
+class _Message(Loose):
+    role: str
+    content: Any = ""
+
+
+class _Tool(Loose):
+    name: str = ""
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    defer_loading: bool | None = None
+
+
+class _Request(Loose):
+    messages: list[_Message]
+    model: str = ""
+    max_tokens: int | None = None
+    system: Any = None
+    tools: list[_Tool] | None = None
+    tool_choice: dict[str, Any] | None = None
+    stream: bool | None = None
+
+
+class Messages:
+    """See :class:`agent_rl.endpoint.messages.Dialect`. Tools that the API's own servers would run are not offered;
+    those whose loading is deferred are described where a result refers to them."""
+
+    def read(self, body: bytes) -> Ask:
+        asked = read_body(_Request, body)
+        refuse_unless((asked.tool_choice or {}).get("type", "auto") == "auto", "a forced tool_choice")
+        usable = [tool for tool in asked.tools or () if tool.input_schema is not None]
+        tools = {tool.name: offered(tool.name, tool.description, tool.input_schema) for tool in usable}
+        later = {tool.name: tools.pop(tool.name) for tool in usable if tool.defer_loading}
+        system = _system(asked.system)
+        messages = [ChatMessage("system", system)] if system else []
+        for at, message in enumerate(asked.messages):
+            messages += _messages(message, later, f"messages.{at}")
+        return Ask(
+            messages, list(tools.values()), bounded(asked.max_tokens), bool(asked.stream), asked.model,
+            later=list(later.values()),
+        )  # fmt: skip
+
+    def reply(self, reply: Reply) -> dict[str, Any]:
+        return {
+            **_head(reply),
+            "content": _content(reply),
+            "stop_reason": _STOPS[reply.finish],
+            "stop_sequence": None,
+            "usage": _usage(reply, reply.sampled_tokens),
+        }
+
+    def events(self, reply: Reply, ask: Ask) -> Iterator[bytes]:
+        start = {**_head(reply), "content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(reply, 0)}
+        yield _event("message_start", message=start)
+        for index, block in enumerate(_content(reply)):
+            empty, deltas = _in_deltas(block)
+            yield _event("content_block_start", index=index, content_block=empty)
+            for delta in deltas:
+                yield _event("content_block_delta", index=index, delta=delta)
+            yield _event("content_block_stop", index=index)
+        stop = {"stop_reason": _STOPS[reply.finish], "stop_sequence": None}
+        yield _event("message_delta", delta=stop, usage=_usage(reply, reply.sampled_tokens))
+        yield _event("message_stop")
+
+    def refusal(self, refusal: Refusal) -> dict[str, Any]:
+        kinds = {"key": "authentication_error", "large": "request_too_large"}
+        text = refusal.text
+        if refusal.kind == "full":
+            text = f"prompt is too long: {refusal.tokens} tokens > {refusal.most} maximum"
+        return {"type": "error", "error": {"type": kinds.get(refusal.kind, "invalid_request_error"), "message": text}}
+
+
+def _system(system: Any) -> str:
+    """The system prompt without the block that changes from request to request for the bill."""
+    if isinstance(system, list):
+        system = [b for b in system if not (isinstance(b, dict) and str(b.get("text", "")).startswith(_BILLING))]
+    return joined(system, ("text",), "system")
+
+
+def _messages(message: _Message, later: Mapping[str, Any], where: str) -> list[ChatMessage]:
+    if message.role == "system":
+        return [ChatMessage("system", joined(message.content, ("text",), where))]
+    if message.role not in ("user", "assistant"):
+        raise Refusal("bad", f"{where}.role: {message.role!r}, expected user or assistant")
+    content = message.content
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
+        raise Refusal("bad", f"{where}.content: neither text nor a list of blocks")
+    return [_assistant(blocks, where)] if message.role == "assistant" else _user(blocks, later, where)
+
+
+def _user(blocks: list[dict[str, Any]], later: Mapping[str, Any], where: str) -> list[ChatMessage]:
+    """A message for each result of a tool, and one for the texts between two of those."""
+    found: list[ChatMessage] = []
+    texts: list[dict[str, Any]] = []
+    for block in [*blocks, {"type": "end"}]:
+        if block.get("type") in ("tool_result", "end"):
+            if texts:
+                found.append(ChatMessage("user", joined(texts, ("text",), where)))
+                texts = []
+            if block["type"] == "tool_result":
+                content = _described(block.get("content"), later)
+                found.append(ChatMessage("tool", joined(content, ("text",), f"{where}.tool_result")))
+        else:
+            texts.append(block)
+    return found
+
+
+def _described(content: Any, later: Mapping[str, Any]) -> Any:
+    """The content of a result, references to tools replaced by what these are."""
+    if not isinstance(content, list):
+        return content
+    referred = [
+        b.get("tool_name") if isinstance(b, dict) and b.get("type") == "tool_reference" else None for b in content
+    ]
+    return [
+        block if name is None else {"type": "text", "text": orjson.dumps(later.get(str(name), name)).decode()}
+        for block, name in zip(content, referred, strict=True)
+    ]
+
+
+def _assistant(blocks: list[dict[str, Any]], where: str) -> ChatMessage:
+    used = [block for block in blocks if block.get("type") == "tool_use"]
+    thought = [block for block in blocks if block.get("type") in _THINKING]
+    rest = [block for block in blocks if block.get("type") not in ("tool_use", *_THINKING)]
+    if not all(isinstance(block.get("input"), dict) and isinstance(block.get("name"), str) for block in used):
+        raise Refusal("bad", f"{where}.tool_use: without a name, or its input is no object")
+    identifiers = [block.get("id") for block in used] + [block.get("signature") for block in thought]
+    return ChatMessage(
+        "assistant",
+        joined(rest, ("text",), where),
+        tuple(ToolCall(block["name"], block["input"]) for block in used),
+        "".join(str(block.get("thinking", "")) for block in thought),
+        minted(*(each for each in identifiers if isinstance(each, str))),
+    )
+
+
+def _content(reply: Reply) -> list[dict[str, Any]]:
+    spoken = reply.spoken
+    blocks: list[dict[str, Any]] = []
+    if spoken.reasoning:
+        blocks.append({"type": "thinking", "thinking": spoken.reasoning, "signature": reply.id})
+    if spoken.text or not spoken.calls:
+        blocks.append({"type": "text", "text": spoken.text})
+    for number, call in enumerate(spoken.calls):
+        use = {"id": reply.call_id(number, "toolu"), "name": call.name, "input": dict(call.arguments)}
+        blocks.append({"type": "tool_use", **use})
+    return blocks
+
+
+def _in_deltas(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """A block as a stream begins it, and what fills it."""
+    if block["type"] == "thinking":
+        thinking = {"type": "thinking_delta", "thinking": block["thinking"]}
+        signed = {"type": "signature_delta", "signature": block["signature"]}
+        return {**block, "thinking": "", "signature": ""}, [thinking, signed]
+    if block["type"] == "text":
+        return {**block, "text": ""}, [{"type": "text_delta", "text": block["text"]}]
+    written = orjson.dumps(block["input"]).decode()
+    return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": written}]
+
+
+def _head(reply: Reply) -> dict[str, Any]:
+    return {"id": f"msg_{reply.id}", "type": "message", "role": "assistant", "model": reply.model}
+
+
+def _usage(reply: Reply, sampled: int) -> dict[str, Any]:
+    return {
+        "input_tokens": reply.prompt_tokens - reply.cached_tokens,
+        "output_tokens": sampled,
+        "cache_read_input_tokens": reply.cached_tokens,
+        "cache_creation_input_tokens": 0,
+    }
+
+
+def _event(kind: str, **data: Any) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (kind.encode(), orjson.dumps({"type": kind, **data}))

@@ -1,0 +1,1 @@
+"""What a model is: its family, its sizes, and where it lies."""

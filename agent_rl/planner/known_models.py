@@ -1,0 +1,62 @@
+"""Shapes of well-known models, for planning a run before its checkpoint is on the machine. A folder that is there is
+read instead.
+
+From the ``config.json`` on the Hugging Face hub (https://huggingface.co/Qwen/<name>/blob/main/config.json).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from agent_rl.errors import UserError
+from agent_rl.models.spec import ModelFacts, read_facts
+
+_QWEN3_MOE = {
+    "model_type": "qwen3_moe",
+    "norm_topk_prob": True,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "head_dim": 128,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "vocab_size": 151936,
+}
+_30B = _QWEN3_MOE | {
+    "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48,
+    "num_attention_heads": 32, "max_position_embeddings": 40960,
+}  # fmt: skip
+_235B = _QWEN3_MOE | {
+    "hidden_size": 4096, "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_hidden_layers": 94,
+    "num_attention_heads": 64, "max_position_embeddings": 40960,
+}  # fmt: skip
+_LONG = {"max_position_embeddings": 262144}
+
+CONFIGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "Qwen3-30B-A3B": _30B,
+        "Qwen3-30B-A3B-Base": _30B | {"max_position_embeddings": 32768},
+        "Qwen3-30B-A3B-Instruct-2507": _30B | _LONG,
+        "Qwen3-30B-A3B-Thinking-2507": _30B | _LONG,
+        "Qwen3-Coder-30B-A3B-Instruct": _30B | _LONG,
+        "Qwen3-235B-A22B": _235B,
+        "Qwen3-235B-A22B-Instruct-2507": _235B | _LONG,
+        "Qwen3-235B-A22B-Thinking-2507": _235B | _LONG,
+    }
+)
+KNOWN: Mapping[str, ModelFacts] = MappingProxyType({name: ModelFacts.of(config) for name, config in CONFIGS.items()})
+
+
+def planned_model(folder: Path) -> ModelFacts:
+    """The facts of the checkpoint in ``folder``, or of the known model of its name. Raises UserError, one line."""
+    if (folder / "config.json").is_file():
+        return read_facts(folder)
+    if folder.name in KNOWN:
+        return KNOWN[folder.name]
+    raise UserError(
+        f"model: {folder} is no folder with a config.json, and no model is known by the name {folder.name!r}; known: "
+        + ", ".join(KNOWN)
+    )

@@ -1,0 +1,122 @@
+"""Metrics of one rollout: ``reward/*`` and ``rollout/*``, registered in agent_rl/monitoring/metrics.py."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+
+from agent_rl.rollout.group import Rollout
+from agent_rl.rollout.route_audit import audit_metrics
+from agent_rl.types import Group, StopReason, Trajectory
+from r3.routing import SpanKind
+
+
+def rollout_metrics(rollout: Rollout) -> dict[str, float]:
+    """The metrics of one global step's groups; empty where every group was dropped."""
+    trajectories = [trajectory for group in rollout.groups for trajectory in group.trajectories]
+    failures = sum(g.infrastructure_failures for g in rollout.groups) + sum(len(d.errors) for d in rollout.dropped)
+    metrics: dict[str, float] = {
+        "rollout/infrastructure_failures": failures,
+        "rollout/groups_dropped": len(rollout.dropped),
+    }
+    if not trajectories:
+        return metrics
+    if any(trajectory.routing is not None for trajectory in trajectories):
+        metrics["r3/missing_token_fraction"] = missing_token_fraction(trajectories)
+        metrics["r3/recomputed_token_fraction"] = recomputed_token_fraction(trajectories)
+        metrics |= audit_metrics(trajectories)
+    metrics |= _reward_metrics(rollout.groups, trajectories) | _work_metrics(rollout, trajectories)
+    return metrics | harness_metrics([trajectory for trajectory in trajectories if trajectory.harness])
+
+
+def harness_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """``harness/*`` of the trajectories that an agent program drove; empty where none did."""
+    if not trajectories:
+        return {}
+    shared = sum(branch.shared for trajectory in trajectories for branch in trajectory.branches)
+    total = sum(trajectory.total_tokens for trajectory in trajectories)
+    return {
+        "harness/branches": _mean(len(trajectory.branches) for trajectory in trajectories),
+        "harness/inflation": total / max(1, total - shared),
+        **{
+            f"harness/{count}": float(sum(trajectory.harness[count] for trajectory in trajectories))
+            for count in ("rewrites", "retries", "echo_differs")
+        },
+    }
+
+
+def missing_token_fraction(trajectories: Iterable[Trajectory]) -> float:
+    """Share of the tokens whose routes a trainer replays that the engine sent no routes of."""
+    counts = [(trajectory.routes_missing, trajectory.routes_needed) for trajectory in trajectories]
+    return sum(missing for missing, _ in counts) / max(1, sum(needed for _, needed in counts))
+
+
+def recomputed_token_fraction(trajectories: Iterable[Trajectory]) -> float:
+    """Share of the sampled tokens whose rows are of a request that was retracted: perhaps not those sampled with."""
+    rows = sampled = 0
+    for trajectory in trajectories:
+        sampled += trajectory.sampled_tokens
+        for branch in trajectory.branches:
+            for span in branch.routing.spans if branch.routing else ():
+                rows += (span.stop - span.start) * (span.kind is SpanKind.RECOMPUTED)
+    return rows / max(1, sampled)
+
+
+def _reward_metrics(groups: Sequence[Group], trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    rewards = [reward_of(trajectory) for trajectory in trajectories]
+    uniform = [len({reward_of(t) for t in group.trajectories}) == 1 for group in groups]
+    return {
+        "reward/mean": statistics.fmean(rewards),
+        "reward/std": statistics.pstdev(rewards),
+        "reward/pass_rate": _mean(trajectory.resolved for trajectory in trajectories),
+        "reward/groups_uniform": _mean(uniform),
+        "rollout/suspected_hacks": sum(bool(trajectory.suspected_hack) for trajectory in trajectories),
+    }
+
+
+def _work_metrics(rollout: Rollout, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    sampled = sum(turn.completion_tokens for turn in turns)
+    tokens = sum(trajectory.total_tokens for trajectory in trajectories)
+    metrics = {
+        "rollout/trajectories": float(len(trajectories)),
+        "rollout/turns_mean": len(turns) / len(trajectories),
+        "rollout/tokens_mean": tokens / len(trajectories),
+        "rollout/sampled_tokens_mean": sampled / len(trajectories),
+        "rollout/parse_failures": float(sum(turn.parse_failure is not None for turn in turns)),
+        "rollout/retractions": float(sum(turn.retractions for turn in turns)),
+        "rollout/generate_seconds_mean": _mean(turn.generate_seconds for turn in turns),
+        "rollout/tool_seconds_mean": _mean(turn.tool_seconds for turn in turns),
+        "rollout/grade_seconds_mean": _mean(trajectory.grade_seconds for trajectory in trajectories),
+    }
+    for reason in StopReason:
+        if not reason.infrastructure:
+            metrics[f"rollout/stop/{reason}"] = _mean(trajectory.stop is reason for trajectory in trajectories)
+    return metrics | _speeds(trajectories, rollout.seconds)
+
+
+def _speeds(trajectories: Sequence[Trajectory], seconds: float) -> dict[str, float]:
+    """Tokens a second of the episodes that were run in these ``seconds``; those of an earlier start were not."""
+    run = [trajectory for trajectory in trajectories if not trajectory.recovered]
+    recovered = {"time/rollout_recovered": 1 - len(run) / len(trajectories)} if len(run) < len(trajectories) else {}
+    if not run:
+        return recovered
+    sampled = sum(
+        turn.completion_tokens for trajectory in run for turn in trajectory.turns[trajectory.replayed_turns :]
+    )
+    return recovered | {
+        "rollout/tokens_per_second": sum(trajectory.total_tokens for trajectory in run) / seconds,
+        "rollout/sampled_tokens_per_second": sampled / seconds,
+    }
+
+
+def reward_of(trajectory: Trajectory) -> float:
+    """The reward of a trajectory in a group. Raises ValueError where it has none: such a one must not get there."""
+    if trajectory.reward is None:
+        raise ValueError(f"a trajectory of {trajectory.task_id} ({trajectory.stop}) is in a group without a reward")
+    return trajectory.reward
+
+
+def _mean(values: Iterable[float]) -> float:
+    values = list(values)
+    return statistics.fmean(values) if values else 0.0

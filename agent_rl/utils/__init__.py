@@ -1,0 +1,1 @@
+"""Helpers that every part may use: concurrency, HTTP, files of a run."""

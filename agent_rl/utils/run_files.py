@@ -1,0 +1,29 @@
+"""Files of a run: written atomically, so that a killed run leaves nothing half-written; and a full disk in one line."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from agent_rl.errors import AgentRlError, TrainerError, UserError
+from r3.atomic_write import replacing, write_atomic
+
+__all__ = ["disk_error", "read_json", "replacing", "write_atomic", "write_json"]
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_atomic(path, orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY) + b"\n")
+
+
+def read_json(path: Path) -> Any:
+    return orjson.loads(path.read_bytes())
+
+
+def disk_error(path: Path, error: OSError) -> AgentRlError:
+    """Why ``path`` could not be written, in one line: a UserError where the disk is full, else a TrainerError."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return UserError(f"{path}: no room on the disk; make some, set runs_dir, or lower train.keep_checkpoints")
+    return TrainerError(f"{path}: could not be written: {error.strerror or error}")

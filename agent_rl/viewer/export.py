@@ -1,0 +1,125 @@
+"""A run's page as files: one HTML file that opens without a server, or a folder for a web server of static files.
+
+Both hold what the served page would ask for: every page but trajectories, and the trajectories that
+:func:`picked` names. The HTML file holds each resource gzipped, and asks for nothing from anywhere.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import html
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import orjson
+
+from agent_rl.errors import UserError
+from agent_rl.utils.run_files import replacing, write_atomic
+
+STATIC = Path(__file__).parent / "static"
+_SERVED = b'<meta name="agent-rl-source" content="api">'
+_STYLE = b'<link rel="stylesheet" href="app.css">\n'
+_SCRIPT = b'<script src="app.js" defer></script>\n'
+
+
+class Source(Protocol):
+    """What is exported: :class:`agent_rl.viewer.api.Resources`."""
+
+    def read(self, path: str) -> Mapping[str, Any]:
+        """A resource."""
+        ...
+
+    def body(self, path: str) -> bytes:
+        """The same as JSON."""
+        ...
+
+    def pages(self) -> Iterator[str]:
+        """Every resource but those of single trajectories and of the running step."""
+        ...
+
+
+def export(source: Source, out: Path, trajectories: int) -> int:
+    """Write the page to ``out``, one file if it ends in ``.html``, with so many trajectories of each run at least.
+
+    Returns the bytes written. Raises UserError for a folder that holds something.
+    """
+    held = {run["run"]: picked(source, run["run"], trajectories) for run in source.read("runs")["runs"]}
+    singles = (path for run, ids in held.items() for path in _singles(source, run, ids))
+    bodies = ((path, source.body(path)) for path in chain(source.pages(), singles))
+    listed = ("exported", orjson.dumps({"notes": [], "trajectories": held}, option=orjson.OPT_NON_STR_KEYS))
+    write = _write_file if out.suffix == ".html" else _write_folder
+    return write(out, chain([listed], bodies))
+
+
+def picked(source: Source, run: int, count: int) -> list[str]:
+    """At least ``count`` trajectories of a run, where it has them: whole groups, those with the largest gap between
+    trainer and engine first, then the newest."""
+    columns = source.read(f"{run}/trajectories")["columns"]
+    gaps = np.nan_to_num(np.array(columns["worst_native_gap"], np.float64))
+    groups: dict[tuple[str, int], list[int]] = {}
+    for row, group in enumerate(zip(columns["n"], columns["group"], strict=True)):
+        groups.setdefault(group, []).append(row)
+    chosen: list[str] = []
+    for rows in sorted(groups.values(), key=lambda rows: (max(gaps[row] for row in rows), rows[0]), reverse=True):
+        if len(chosen) >= count:
+            break
+        chosen += [columns["id"][row] for row in rows]
+    return chosen
+
+
+def _singles(source: Source, run: int, ids: Sequence[str]) -> Iterator[str]:
+    """The paths of trajectories, and of the layers of each of their branches."""
+    columns = source.read(f"{run}/trajectories")["columns"]
+    branches = dict(zip(columns["id"], columns["branches"], strict=True))
+    for id in ids:
+        yield f"{run}/t/{id}"
+        yield from (f"{run}/routes/{id}{f'.{branch}' if branch else ''}/map" for branch in range(branches[id]))
+
+
+def _write_folder(out: Path, bodies: Iterator[tuple[str, bytes]]) -> int:
+    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+        raise UserError(f"--export {out}: there is something already; name a new folder, or a file ending in .html")
+    size = 0
+    for path, body in bodies:
+        file = out / "data" / f"{path}.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        size += file.write_bytes(body)
+    for name in ("app.js", "app.css"):
+        shutil.copyfile(STATIC / name, out / name)
+    page = (STATIC / "index.html").read_bytes().replace(_SERVED, _SERVED.replace(b"api", b"folder"))
+    write_atomic(out / "index.html", page)
+    return size
+
+
+def _write_file(out: Path, bodies: Iterator[tuple[str, bytes]]) -> int:
+    # Within a script element, only its own end tag ends it; in JavaScript's strings the two spellings are the same.
+    script = (STATIC / "app.js").read_bytes().replace(b"</script", b"<\\/script")
+    style = (STATIC / "app.css").read_bytes()
+    head = _policy(script, style) + _SERVED.replace(b"api", b"embedded")
+    page = (STATIC / "index.html").read_bytes().replace(_SERVED, head).replace(_SCRIPT, b"")
+    before, _, after = page.replace(_STYLE, b"<style>" + style + b"</style>\n").partition(b"</body>")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(out) as temporary, temporary.open("wb") as file:
+        file.write(before)
+        for path, body in bodies:
+            packed = base64.b64encode(gzip.compress(body, mtime=0))
+            file.write(
+                b'<script type="application/gzip" id="data:%b">%b</script>\n' % (html.escape(path).encode(), packed)
+            )
+        return file.tell() + file.write(b"<script>" + script + b"</script>\n</body>" + after)
+
+
+def _policy(script: bytes, style: bytes) -> bytes:
+    """The page may run and apply what is written into it, and load nothing."""
+    script_hash, style_hash = (base64.b64encode(hashlib.sha256(text).digest()) for text in (script, style))
+    rules = b"default-src 'none'; script-src 'sha256-%b'; style-src 'sha256-%b'; img-src data:" % (
+        script_hash,
+        style_hash,
+    )
+    return b'<meta http-equiv="Content-Security-Policy" content="%b">\n' % rules

@@ -1,0 +1,105 @@
+"""The step that is under way: the episodes of it that have ended, from its journal."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from agent_rl.errors import AgentRlError
+from agent_rl.rollout.framed_log import frames_of
+from agent_rl.rollout.records import row_of_encoded
+from agent_rl.rollout.step_index import sizes
+from agent_rl.viewer.index import file_stamp
+
+
+def stamp(folder: Path) -> str:
+    """Changes as episodes end."""
+    path = _newest(folder)
+    return "" if path is None else f"{path.name}-{file_stamp(path)}"
+
+
+@dataclass(slots=True)
+class _Journal:
+    """What was read of a journal, up to byte ``end``."""
+
+    path: Path | None = None
+    header: bytes = b""
+    end: int = 0
+    episodes: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def take(self, payload: bytes) -> None:
+        """Take up a frame after the header: a line of JSON and, of an episode that ended or a turn, its bytes."""
+        line, _, encoded = payload.partition(b"\n")
+        if encoded and b'"turn"' not in line:
+            try:
+                self.episodes.append(_episode(row_of_encoded(encoded, str(self.path))))
+            except AgentRlError as error:
+                self.notes.append(str(error))
+
+
+class Running:
+    """The episodes of a run's newest journal. What was read before is not read again: a journal holds all arrays.
+    Threads may share it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._journal = _Journal()
+        self._reading = threading.Lock()
+
+    def episodes(self) -> dict[str, Any]:
+        """In the order they ended. An end that is being written is left out."""
+        path = _newest(self._folder)
+        if path is None:
+            return {"step": None, "episodes": [], "expected": None, "notes": ["no step is under way"]}
+        with self._reading:
+            self._read_on(path)
+            found, notes = list(self._journal.episodes), list(self._journal.notes)
+        step = int(path.stem.removeprefix("step-"))
+        return {"step": step, "episodes": found, "expected": _expected(self._folder), "notes": notes}
+
+    def _read_on(self, path: Path) -> None:
+        with path.open("rb") as file:
+            frames = frames_of(file)
+            header, end = next(frames, (b"", 0))
+            known = self._journal
+            if (path, header) != (known.path, known.header) or os.fstat(file.fileno()).st_size < known.end:
+                self._journal = known = _Journal(path, header, end)
+            file.seek(known.end)
+            for payload, known.end in frames:
+                known.take(payload)
+
+
+def _newest(folder: Path) -> Path | None:
+    """The journal of the newest step, where that step has no trajectories yet; None too where the folder goes away."""
+    try:
+        newest = max((folder / "journal").glob("step-*.journal"), default=None)
+        written = [] if newest is None else list((folder / "trajectories").glob(f"{newest.stem}.jsonl*"))
+    except OSError:
+        return None
+    return None if written else newest
+
+
+def _episode(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "task": row["task_id"],
+        **{name: row[name] for name in ("reward", "resolved", "stop", "seconds")},
+        "turns": len(row["turns"]),
+        **sizes(row),
+        "began": row.get("began") or None,
+    }
+
+
+def _expected(folder: Path) -> int | None:
+    """Episodes of a step, unless further ones are drawn."""
+    try:
+        rollout = yaml.safe_load((folder / "config.yaml").read_text())["rollout"]
+        return int(rollout["tasks_per_step"]) * int(rollout["group_size"])
+    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError):
+        return None

@@ -1,0 +1,174 @@
+"""The page and its resources over HTTP, for the browsers of this machine alone.
+
+::
+
+    GET /            index.html, app.js, app.css: the built files of agent_rl/viewer/static
+    GET /api/PATH    a resource of agent_rl.viewer.api as JSON
+    GET /api/changes the paths of resources whose files changed, as server-sent events
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import orjson
+import uvicorn
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import MutableHeaders
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from agent_rl.errors import UserError
+
+HOST = "127.0.0.1"
+STATIC = Path(__file__).parent / "static"
+FILES = {"/": "index.html", "/app.js": "app.js", "/app.css": "app.css"}
+POLL_SECONDS = 0.4
+HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "cross-origin-resource-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "cache-control": "no-store",
+}
+
+
+class Source(Protocol):
+    """What the page shows: :class:`agent_rl.viewer.api.Resources`. Its methods block on the disk."""
+
+    def body(self, path: str, query: Mapping[str, str]) -> bytes:
+        """A resource as JSON; one that cannot be had is an object whose ``error`` is an object."""
+        ...
+
+    def stamps(self) -> Mapping[str, str]:
+        """A stamp for each resource whose files may change; it changes with them."""
+        ...
+
+
+class Changes:
+    """Looks at the stamps of a source, and tells everyone who listens which resources have others than before."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._listeners: set[asyncio.Queue[list[str]]] = set()
+
+    async def watch(self) -> None:
+        """Look again and again while someone listens, until cancelled. Who is the first to listen hears of all that
+        changed since the last look."""
+        before = await run_in_threadpool(self._source.stamps)
+        while True:
+            await asyncio.sleep(POLL_SECONDS)
+            if not self._listeners:
+                continue
+            now = await run_in_threadpool(self._source.stamps)
+            if paths := affected(before, now):
+                for listener in self._listeners:
+                    listener.put_nowait(paths)
+            before = now
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Server-sent events: a comment at once, then a list of paths for each change. A browser whose connection was
+        cut tries again after a second."""
+        listener: asyncio.Queue[list[str]] = asyncio.Queue()
+        self._listeners.add(listener)
+        try:
+            yield b": listening\nretry: 1000\n\n"
+            while True:
+                yield b"data: " + orjson.dumps(await listener.get()) + b"\n\n"
+        finally:
+            self._listeners.discard(listener)
+
+
+def affected(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """The resources whose stamps differ, with the lists that are made of them."""
+    changed = {path for path in before.keys() | now.keys() if before.get(path) != now.get(path)}
+    for path in tuple(changed):
+        run, _, kind = path.partition("/")
+        if kind in ("run", "metrics") or kind.startswith("steps/"):  # the list of runs has the last step, and Pass@1
+            changed |= {"runs", f"{run}/run"}
+        if kind.startswith("steps/"):
+            changed |= {f"{run}/trajectories", f"{run}/loads/{kind.removeprefix('steps/')}"}
+    return sorted(changed)
+
+
+class Guarded:
+    """Every answer gets the headers that keep a page from loading or sending anything elsewhere."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(HEADERS)
+            await send(message)
+
+        await self._app(scope, receive, with_headers)
+
+
+def application(source: Source) -> Starlette:
+    """The ASGI application. A request that names another host is refused, so no page from elsewhere can read a run."""
+    changes = Changes(source)
+
+    async def events(request: Request) -> Response:
+        return StreamingResponse(changes.events(), media_type="text/event-stream")
+
+    async def resource(request: Request) -> Response:
+        query = dict(request.query_params)
+        body = await run_in_threadpool(source.body, request.path_params["path"], query)
+        return Response(body, status_code=_status(body), media_type="application/json")
+
+    async def file(request: Request) -> Response:
+        return FileResponse(STATIC / FILES[request.url.path])
+
+    @contextlib.asynccontextmanager
+    async def watching(_app: Starlette) -> AsyncIterator[None]:
+        task = asyncio.create_task(changes.watch(), name="view-changes")
+        yield
+        task.cancel()
+
+    routes = [
+        *(Route(path, file) for path in FILES),
+        Route("/api/changes", events),
+        Route("/api/{path:path}", resource),
+    ]
+    hosts = Middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"], www_redirect=False)
+    return Starlette(routes=routes, lifespan=watching, middleware=[Middleware(Guarded), hosts])
+
+
+def _status(body: bytes) -> int:
+    """404 for what is not there. A failure is a short answer: long ones are not read for it."""
+    if len(body) > 4096:
+        return 200
+    error = orjson.loads(body).get("error")
+    return 404 if isinstance(error, dict) and error["kind"] in ("absent", "unknown") else 200
+
+
+def listen(port: int) -> socket.socket:
+    """A socket on this machine's own address; 0 is a free port. Raises UserError where the port is taken."""
+    opened = socket.socket(proto=socket.IPPROTO_TCP)  # named: asyncio then waits for no acknowledgement
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        opened.bind((HOST, port))
+        opened.listen()  # who comes before the server has started waits
+    except OSError as error:
+        opened.close()
+        raise UserError(f"--port {port}: {error.strerror}; name another, or 0 for one that is free") from None
+    return opened
+
+
+def web_server(source: Source) -> uvicorn.Server:
+    """The server; ``run(sockets=[...])`` serves until Ctrl-C, or until its ``should_exit`` is set."""
+    # Nothing is lost by ending answers at once, and those of /api/changes would never end.
+    return uvicorn.Server(uvicorn.Config(application(source), log_level="critical", timeout_graceful_shutdown=0))

@@ -1,0 +1,242 @@
+/** The resources that the page reads: those of agent_rl/viewer/api.py. */
+
+export interface Failure {
+  kind: "absent" | "damaged" | "unknown";
+  text: string;
+}
+
+export interface Answer {
+  notes: string[];
+}
+
+export interface RunLine {
+  run: number;
+  name: string;
+  folder: string;
+  kind: string;
+  steps: number;
+  total: number | null;
+  state: string;
+  pass_at_1: [number, number, number] | null;
+  guard: number;
+}
+
+export interface Runs extends Answer {
+  runs: RunLine[];
+}
+
+export interface Evaluation {
+  key: string;
+  n: string | null;
+  step: number;
+  decoding: string;
+  pass_at_1: number | null;
+  interval: [number, number] | null;
+  graded: number;
+  tasks: number;
+  ungraded: number;
+  infrastructure_failures: number;
+  seconds: number | null;
+  stops: Record<string, number>;
+}
+
+export interface Run extends Answer {
+  name: string;
+  folder: string;
+  kind: string;
+  state: string;
+  steps: number;
+  total: number | null;
+  model: string | null;
+  config: Record<string, unknown>;
+  facts: Record<string, number | null>;
+  format: number | null;
+  filed: string[];
+  detail: string[];
+  evaluations: Evaluation[];
+  guard: { step: number; event: string; text: string }[];
+  resumes: number[];
+  summary: Record<string, unknown> | null;
+}
+
+export interface Metrics extends Answer {
+  steps: number[];
+  time: (number | null)[];
+  sampled_tokens: (number | null)[];
+  columns: Record<string, (number | null)[]>;
+  help: Record<string, string>;
+  units: Record<string, string>;
+}
+
+export interface Columns {
+  id: string[];
+  n: string[];
+  step: number[];
+  group: number[];
+  task: string[];
+  reward: (number | null)[];
+  resolved: boolean[];
+  stop: string[];
+  turns: number[];
+  tokens: number[];
+  sampled: number[];
+  hacks: number[];
+  fate: (string | null)[];
+  advantage: (number | null)[];
+  branches: number[];
+  versions: number[];
+  seconds: number[];
+  began: (number | null)[];
+  worst_gap: (number | null)[];
+  worst_native_gap: (number | null)[];
+}
+
+export interface Index extends Answer {
+  total: number;
+  found: number;
+  columns: Columns;
+}
+
+export interface Step extends Answer {
+  n: string;
+  step: number;
+  columns: Columns;
+  groups: { group: number; task: string; infrastructure_failures: number; members: string[]; trained: boolean }[];
+}
+
+export interface Turn {
+  branch: number;
+  message: number | null;
+  observation_message: number | null;
+  tool: string | null;
+  arguments: Record<string, unknown>;
+  parse_failure: string | null;
+  text: string;
+  observation: string;
+  span: [number, number] | null;
+  prompt_tokens: number;
+  completion_tokens: number;
+  observation_tokens: number;
+  cached_tokens: number;
+  retractions: number;
+  weight_version: string;
+  began: number | null;
+  generate_seconds: number;
+  tool_seconds: number;
+}
+
+export interface Detail {
+  gap: (number | null)[];
+  native_gap: (number | null)[] | null;
+  entropy: (number | null)[] | null;
+  flags: number[];
+  differs: number[] | null;
+  native_differs: number[] | null;
+}
+
+export interface Branch {
+  parent: number | null;
+  shared: number;
+  cause: string;
+  tokens: number[];
+  pieces: string[] | null;
+  sampled: [number, number][];
+  versions: [number, number, string][];
+  logprobs: (number | null)[];
+  detail: Detail | null;
+}
+
+export interface Trajectory extends Answer {
+  id: string;
+  n: string;
+  step: number;
+  group: number;
+  siblings: string[];
+  task: string;
+  env: string;
+  reward: number | null;
+  resolved: boolean;
+  stop: string;
+  error: string;
+  fate: string | null;
+  advantage: number | null;
+  hacks: string[];
+  patch: string;
+  tests: Record<string, string>;
+  test_log: string;
+  times: {
+    began: number | null;
+    queue: number | null;
+    start: number | null;
+    grade_began: number | null;
+    grade: number | null;
+    total: number | null;
+  };
+  messages: { role: string; content: string }[];
+  turns: Turn[];
+  branches: Branch[];
+}
+
+export interface RouteMap extends Answer {
+  id: string;
+  layers: number;
+  rows: number;
+  differs: [number, number][] | null;
+  native_differs: [number, number][] | null;
+}
+
+export interface Routes extends Answer {
+  from: number;
+  to: number;
+  rows: number;
+  layers: number;
+  experts: number[][][];
+  present: boolean[];
+  differs: number[][] | null;
+  native_differs: number[][] | null;
+}
+
+export interface Loads extends Answer {
+  n: string;
+  layers: number;
+  num_experts: number;
+  loads: number[][] | null;
+}
+
+export interface Outcome {
+  task_id: string;
+  repo: string;
+  graded: number;
+  resolved: number;
+  infrastructure_failures: number;
+  suspected_hacks: number;
+  stops: string[];
+  turns_mean: number | null;
+  error: string;
+  id: string | null;
+}
+
+export interface EvaluationPage extends Evaluation, Answer {
+  outcomes: Outcome[];
+}
+
+export interface Live extends Answer {
+  step: number | null;
+  episodes: {
+    task: string;
+    reward: number | null;
+    resolved: boolean;
+    stop: string;
+    turns: number;
+    tokens: number;
+    sampled: number;
+    seconds: number;
+    began: number | null;
+  }[];
+  expected: number | null;
+}
+
+/** Which trajectories an export holds, by the run's number. */
+export interface Exported extends Answer {
+  trajectories: Record<string, string[]>;
+}

@@ -1,0 +1,137 @@
+"""The environment of mathematical problems: one question, one turn, one answer that is right or wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from envs.context import EnvContext
+from envs.math.families import LEVELS
+from envs.math.generator import SPLITS, generate
+from envs.math.grader import Grader
+from envs.math.records import Problem, Problems, read_problems
+from envs.rows import is_one_data_set, of_split
+from envs.types import Grade, Message, Task, TaskRecordError
+from tools import FunctionToolSet, ToolResult, ToolSet
+
+INSTRUCTION = r"Reason step by step. Write the final answer as \boxed{...} at the end."
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class MathsEpisode:
+    """A question that waits for its answer. Implements :class:`envs.types.Dialogue`."""
+
+    problem: Problem
+    grader: Grader
+    turn: str | None = None
+    tools: ToolSet = field(default_factory=lambda: FunctionToolSet(()))
+
+    @property
+    def messages(self) -> Sequence[Message]:
+        """The row's own messages, or the question and how it is to be answered."""
+        asked = {"role": "user", "content": f"{self.problem.question}\n\n{INSTRUCTION}"}
+        return self.problem.messages or (asked,)
+
+    async def hear(self, text: str) -> ToolResult:
+        """Take the turn; it ends the episode."""
+        self.turn = text
+        return ToolResult("", submitted=True)
+
+    async def grade(self) -> Grade:
+        """Reward 1 for the right answer and 0 for any other turn; the log says why."""
+        verdict = await self.grader.verdict(self.problem.answer, self.turn)
+        status = "PASSED" if verdict.right else "FAILED"
+        return Grade(float(verdict.right), verdict.right, tests={"answer": status}, log=verdict.reason)
+
+
+class MathsEnvironment:
+    """Problems with one right answer, asked in one turn, without tools or boxes.
+
+    Without ``path`` they are generated from ``seed``: ``train_tasks`` and ``heldout_tasks`` of the ``levels`` 1 (easy)
+    to 5. ``path`` is a file of rows (JSONL, JSON, Parquet), a folder with one a split, or a data set's folder or name
+    on the Hugging Face hub; ``data_split``, ``heldout``, ``limit`` and ``skip_broken`` are as in the environment swe.
+    Rows that ask and answer the same are one problem. Raises MathsUnavailableError where math-verify is not installed.
+    """
+
+    boxes = False
+
+    def __init__(
+        self,
+        context: EnvContext,
+        path: str | Path | None = None,
+        *,
+        data_split: str | None = None,
+        heldout: int | None = None,
+        limit: int | None = None,
+        skip_broken: bool = False,
+        train_tasks: int = 640,
+        heldout_tasks: int = 256,
+        seed: int = 0,
+        levels: Sequence[int] = tuple(LEVELS),
+    ) -> None:
+        if not isinstance(levels, Sequence) or not levels or not all(level in LEVELS for level in levels):
+            raise TaskRecordError(f"environment maths: levels is {levels!r}; right would be some of {[*LEVELS]}")
+        self._path = None if path is None else Path(path)
+        self._data_split, self._heldout, self._limit, self._skip_broken = data_split, heldout, limit, skip_broken
+        self._counts = {"train": train_tasks, "heldout": heldout_tasks}
+        self._seed, self._levels = seed, tuple(levels)
+        self._grader = Grader()
+        self._read: dict[str, Problems] = {}
+        self._tasks: dict[str, list[Task]] = {}
+
+    @property
+    def name(self) -> str:
+        return "maths"
+
+    async def prepare(self, *splits: str) -> None:
+        """Generate or read the problems of ``splits`` (both, if none is named). Raises as :meth:`tasks`."""
+        for split in splits or SPLITS:
+            await asyncio.to_thread(self.tasks, split)
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        """The tasks of ``split``. Raises ``TaskRecordError`` for a broken row, and for a split or level that there is
+        not."""
+        if split not in self._tasks:
+            problems = self._generated(split) if self._path is None else self._of_rows(self._path, split)
+            self._tasks[split] = [Task(problem.id, self.name, problem.model_dump()) for problem in problems]
+        return self._tasks[split]
+
+    @asynccontextmanager
+    async def start(self, task: Task) -> AsyncIterator[MathsEpisode]:
+        """Nothing is opened: the episode is its question."""
+        yield MathsEpisode(Problem.model_validate(task.record), self._grader)
+
+    def gold(self, task: Task) -> str:
+        """No patch: :meth:`solution` has the answer."""
+        return ""
+
+    def solution(self, task: Task) -> Sequence[str]:
+        """The answer, boxed."""
+        return [rf"\boxed{{{task.record['answer']}}}"]
+
+    def _generated(self, split: str) -> Sequence[Problem]:
+        if split not in SPLITS:
+            raise TaskRecordError(f"environment maths has no split {split!r}; it has {', '.join(SPLITS)}")
+        try:
+            return generate(split, self._counts[split], self._seed, self._levels)
+        except ValueError as error:
+            raise TaskRecordError(f"environment maths: {error}") from None
+
+    def _of_rows(self, path: Path, split: str) -> Sequence[Problem]:
+        problems = of_split(path, split, self._heldout, self._problems, whole=is_one_data_set(path))
+        return problems[: self._limit]
+
+    def _problems(self, source: str) -> Sequence[Problem]:
+        if source not in self._read:
+            found = read_problems(source, self._grader, split=self._data_split, skip_broken=self._skip_broken)
+            if found.broken or found.repeated:
+                counts = len(found.problems), found.repeated, len(found.broken)
+                _log.warning("%s: %d problems; left out: %d rows that repeat one, %d broken rows", source, *counts)
+            self._read[source] = found
+        return self._read[source].problems

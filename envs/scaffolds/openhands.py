@@ -1,0 +1,34 @@
+"""OpenHands' CodeAct agent on SWE-bench, with a model that writes its calls as text.
+
+The prompts are what github.com/SWE-Gym/OpenHands at e644a2ca (OpenHands 0.13.1) makes of its system prompt, the
+descriptions of its tools, its example and ``get_instruction`` of ``evaluation/swe_bench/run_infer.py``, with the task's
+folder in the place of OpenHands' own and of the repository's below it. Tools: :mod:`tools.openhands`.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from types import MappingProxyType
+
+from envs.scaffold import Interface, shipped_text
+from envs.types import Message
+from tools import Style, ToolCall
+from tools.openhands import openhands_tools
+
+
+def opening(statement: str, workdir: str, style: Style) -> tuple[Message, Message]:
+    system, user = (shipped_text(f"openhands-{role}.txt").replace("{workdir}", workdir) for role in ("system", "user"))
+    user = user.replace("{name}", posixpath.basename(workdir)).replace("{statement}", statement)
+    return {"role": "system", "content": system}, {"role": "user", "content": user}
+
+
+OPENHANDS = Interface(
+    name="openhands",
+    opening=opening,
+    tools=openhands_tools,
+    shell=lambda cmd: ToolCall("execute_bash", {"command": cmd}),
+    submit=ToolCall("finish", {}),
+    observation_role="user",
+    fixed=MappingProxyType({"tool_format": "openhands", "describe_tools": False}),
+    defaults=MappingProxyType({"tool_timeout": 300.0, "max_parse_failures": None}),
+)

@@ -1,0 +1,1 @@
+"""Programs for maintainers: they build the shipped tasks."""

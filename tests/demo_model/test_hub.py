@@ -1,0 +1,142 @@
+"""Models by their hub id, from a stand-in hub on this machine: fetched in two goes, found offline, refused."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from aiohttp import web
+
+from agent_rl.config.builtin import MODELS
+
+COMMIT = "c0ffee" * 6 + "c0ff"
+FILES = {
+    **{path.name: path.read_bytes() for path in MODELS["tiny-moe"].iterdir() if path.is_file()},
+    "model.safetensors": bytes(24 << 20),  # the hub's client writes pieces of 10 MiB
+    "pytorch_model.bin": b"the same weights in another form",
+}
+FETCH = """
+import sys
+from pathlib import Path
+from agent_rl.errors import UserError
+from agent_rl.models.hub import fetch
+try:
+    print(fetch(Path(sys.argv[1]), "model"))
+except UserError as error:
+    sys.exit(str(error))
+"""
+
+
+@dataclass
+class Hub:
+    """``ranges`` and ``sent``: of the requests for files, the first byte asked for and the bytes given."""
+
+    url: str = ""
+    cut: set[str] = field(default_factory=set)
+    ranges: dict[str, list[int]] = field(default_factory=dict)
+    sent: int = 0
+
+    async def info(self, request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        if name == "gated":
+            return web.json_response({"error": "gated"}, status=403, headers={"X-Error-Code": "GatedRepo"})
+        if name != "tiny":
+            return web.json_response({"error": "no such"}, status=404, headers={"X-Error-Code": "RepoNotFound"})
+        if request.match_info["revision"] not in ("main", COMMIT):
+            return web.json_response({"error": "no such"}, status=404, headers={"X-Error-Code": "RevisionNotFound"})
+        return web.json_response({"id": "acme/tiny", "sha": COMMIT, "siblings": [{"rfilename": at} for at in FILES]})
+
+    async def file(self, request: web.Request) -> web.StreamResponse:
+        name = request.match_info["file"]
+        start = int((re.findall(r"bytes=(\d+)-", request.headers.get("range", "")) or ["0"])[0])
+        data = FILES[name][start:]
+        headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{name}"', "Content-Length": str(len(data))}
+        if request.method == "HEAD":
+            return web.Response(headers=headers)
+        self.ranges.setdefault(name, []).append(start)
+        answer = web.StreamResponse(status=206 if start else 200, headers=headers)
+        await answer.prepare(request)
+        whole = name not in self.cut
+        part = data if whole else data[: len(data) // 2]
+        self.sent += len(part)
+        await answer.write(part)
+        if not whole:
+            self.cut.remove(name)
+            await asyncio.sleep(0)
+            request.transport.close()  # the connection breaks
+        return answer
+
+
+@asynccontextmanager
+async def hub(cut: set[str]) -> AsyncIterator[Hub]:
+    served = Hub(cut=cut)
+    app = web.Application()
+    app.router.add_get("/api/models/{owner}/{name}/revision/{revision}", served.info)
+    app.router.add_route("*", "/{owner}/{name}/resolve/{revision}/{file}", served.file)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    served.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    try:
+        yield served
+    finally:
+        await runner.cleanup()
+
+
+async def fetched(name: str, url: str, home: Path, **more: str) -> tuple[int, str, str]:
+    """The exit code, output and error of a process that fetches ``name``."""
+    environment = {**os.environ, "HF_ENDPOINT": url, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1", **more}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", FETCH, name, stdout=-1, stderr=-1, env=environment, cwd=Path(__file__).parents[2]
+    )
+    out, error = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode is not None
+    return process.returncode, out.decode().strip(), error.decode().strip()
+
+
+async def test_a_model_is_fetched_once_over_a_broken_connection_and_found_offline(tmp_path: Path) -> None:
+    async with hub({"model.safetensors"}) as served:
+        code, _, error = await fetched("acme/tiny", served.url, tmp_path)
+        assert (code, error.splitlines()[-1].endswith("start again, it goes on where it stopped")) == (1, True), error
+        code, folder, bars = await fetched("acme/tiny", served.url, tmp_path)
+        assert code == 0, bars
+        assert "model.safetensors" in bars or "Fetching" in bars, "it says how far it is"
+        for name in ("config.json", "tokenizer.json", "model.safetensors"):
+            assert (Path(folder) / name).read_bytes() == FILES[name]
+        assert not (Path(folder) / "pytorch_model.bin").exists()
+        first, second = served.ranges["model.safetensors"]
+        assert first == 0 < second, "it went on where it was"
+        sent = served.sent
+        assert (await fetched(f"acme/tiny@{COMMIT}", served.url, tmp_path))[:2] == (0, folder)
+        assert served.sent == sent, "what is cached is not fetched again"
+    assert (await fetched("acme/tiny", served.url, tmp_path))[:2] == (0, folder), "the hub is gone"
+    (Path(folder) / "model.safetensors").unlink()
+    code, _, error = await fetched("acme/tiny", served.url, tmp_path, HF_HUB_OFFLINE="1")
+    assert (code, error) == (
+        1, f"model: acme/tiny: its copy in the cache lacks model.safetensors ({folder}): fetch it with a network",
+    )  # fmt: skip
+
+
+async def test_what_the_hub_does_not_give_is_one_line(tmp_path: Path) -> None:
+    async with hub(set()) as served:
+        url = served.url
+        names = ("acme/other", "acme/gated", "acme/tiny@v9")
+        answers = [(await fetched(name, url, tmp_path))[2] for name in names]
+    assert answers == [
+        f"model: acme/other: no folder here, and {url} has no such model, or wants a token that may read it (HF_TOKEN)",
+        f"model: acme/gated: no folder here, and {url} gives it only to those who accepted its terms: do so, and set "
+        "HF_TOKEN",
+        f"model: acme/tiny@v9: no folder here, and {url} has no revision v9 of it",
+    ]
+    code, _, error = await fetched("acme/tiny", url, tmp_path)
+    assert (code, error) == (
+        1,
+        f"model: acme/tiny: no folder here, not in the cache ({tmp_path}/hub), and {url} cannot be reached: name a "
+        "folder, or fetch it where there is a network (hf download acme/tiny)",
+    )

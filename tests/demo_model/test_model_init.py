@@ -1,0 +1,74 @@
+"""The structured initial weights do what they are built for."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from agent_rl.demo_model.init import SHAPES, TinyMoe, initial_weights, save_checkpoint
+from agent_rl.demo_model.warmup import WARMUPS, _keep_only
+from agent_rl.errors import UserError
+from agent_rl.models.builtin import FILES, install_model
+from agent_rl.utils.folder_lock import LOCK, hold_folder
+
+
+def test_the_same_seed_gives_the_same_weights() -> None:
+    sizes = TinyMoe()
+    first, second, other = (initial_weights(sizes, seed) for seed in (1, 1, 2))
+    name = "model.layers.2.mlp.experts.3.down_proj.weight"
+    assert all(np.array_equal(first[key], second[key]) for key in first)
+    assert not np.array_equal(first[name], other[name])
+    assert sum(weight.size for weight in first.values()) == 2_102_912
+
+
+def test_the_papers_shape_has_as_many_experts_as_qwen3_30b_a3b() -> None:
+    weights = initial_weights(SHAPES["paper"], 0)
+    assert weights["model.layers.7.mlp.gate.weight"].shape == (128, 128)
+    assert 2 * sum(weight.size for weight in weights.values()) < 15_000_000, "bytes in bfloat16"
+
+
+def test_a_warm_up_goes_on_only_from_its_own_settings(tmp_path: Path) -> None:
+    with hold_folder(tmp_path):
+        _keep_only(tmp_path, WARMUPS["paper"])
+        (tmp_path / "checkpoints" / "step-000100").mkdir(parents=True)
+        (tmp_path / "demonstrations.json").write_text("[]")
+        _keep_only(tmp_path, WARMUPS["paper"])
+        assert (tmp_path / "checkpoints" / "step-000100").exists()
+        _keep_only(tmp_path, replace(WARMUPS["paper"], seed=1))
+        assert {path.name for path in tmp_path.iterdir()} == {LOCK, "settings.json"}
+
+
+@pytest.mark.megatron
+def test_the_checkpoint_loads_and_the_induction_heads_find_what_followed_before(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch", reason="needs the trainer environment (torch)")
+    transformers = pytest.importorskip("transformers", reason="needs the trainer environment (transformers)")
+    sizes = TinyMoe()
+    save_checkpoint(tmp_path, initial_weights(sizes, 0), sizes, eos=2, pad=0)
+    model, info = transformers.Qwen3MoeForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values()), info
+    model = model.float().eval()
+    sequence = torch.randperm(1000)[:60] + 10
+    tokens = torch.cat([sequence, sequence])[None]
+    with torch.no_grad():
+        logits = model(tokens).logits[0, 60:-1]
+    ranks = (logits > logits.gather(1, tokens[0, 61:, None])).sum(-1)
+    assert ranks.float().median() <= 5, "the token that followed before should be among the likeliest of 1,024"
+
+
+def test_an_unfinished_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="holds no complete model"):
+        install_model(tmp_path)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_shipped_model_is_installed_once_and_has_its_sizes(tmp_path: Path, shape: str) -> None:
+    out = tmp_path / "models" / shape
+    assert install_model(out, f"{shape}-moe")
+    assert {path.name for path in out.iterdir()} == set(FILES)
+    assert json.loads((out / "config.json").read_text()) == SHAPES[shape].config(eos=2, pad=0)
+    assert not install_model(out, f"{shape}-moe")

@@ -1,0 +1,233 @@
+"""Rehearses ranks in one process after another, each a fork of one that has imported everything, some with a fault that
+was mended once put back. Reads (fault, job) pairs as pickle on standard input, writes records, a line each."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from agent_rl.dryrun.fake_device import load_guard
+from agent_rl.dryrun.job import RankJob, RankRecord
+from agent_rl.planner.hardware import GPUS
+
+
+def main() -> None:
+    pairs: list[tuple[str, RankJob]] = pickle.load(sys.stdin.buffer)
+    load_guard(pairs[0][1].library)
+    from agent_rl.dryrun.rank import Stage
+
+    stage = Stage.set_up(GPUS["H100 SXM"])
+    import agent_rl.train.megatron.model
+    import agent_rl.train.worker  # noqa: F401
+
+    for fault, job in pairs:
+        sys.stdout.buffer.write(_forked(fault, job, stage).dump() + b"\n")
+
+
+def _forked(fault: str, job: RankJob, stage: Any) -> RankRecord:
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        from agent_rl.dryrun.rank import rehearse
+
+        try:
+            FAULTS[fault]()
+            with os.fdopen(write, "wb") as out:
+                out.write(rehearse(job, stage).dump())
+        except Exception:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as answer:
+        data = answer.read()
+    os.waitpid(child, 0)
+    return RankRecord.load(data)
+
+
+def _device_without_index() -> None:
+    import torch
+
+    from agent_rl.train import worker as rank
+
+    rank.device_of = lambda kind: torch.device(kind)
+
+
+def _gates_are_kept() -> None:
+    """Megatron's dispatcher holds the gates of a pass, and by their graph what the pass kept."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    from agent_rl.train.megatron.moe import ReleasingMoELayer
+
+    replaced: Any = ReleasingMoELayer
+    replaced.postprocess = MoELayer.postprocess
+
+
+def _maps_are_kept() -> None:
+    """Of what a dispatcher makes in a pass, the gates alone are let go."""
+    from agent_rl.train.megatron import moe
+
+    _any(moe).OF_A_PASS = moe.OF_A_PASS[:2]
+
+
+def _router_on_the_host() -> None:
+    """Megatron makes a router's weights on the default device."""
+    import torch
+    from megatron.core.transformer.moe.router import Router
+
+    plain, replaced = Router.__init__, _any(Router)
+
+    def made(self: Any, *args: Any, **options: Any) -> None:
+        with torch.device("cpu"):
+            plain(self, *args, **options)
+
+    replaced.__init__ = made
+
+
+def _pinned_in_powers_of_two() -> None:
+    import torch
+
+    from agent_rl.train.checkpoint import state_pieces
+
+    _any(state_pieces).host_tensor = lambda count, dtype, pinned: torch.empty(count, dtype=dtype, pin_memory=pinned)
+
+
+def _adam_of_transformer_engine() -> None:
+    """No fault: an Adam that counts its updates in its groups, from the first one on, and keeps moments alone."""
+    import torch
+    from megatron.core import optimizer
+
+    class GroupAdam(torch.optim.AdamW):
+        def __init__(self, params: Any, *, adam_w_mode: bool, **options: Any) -> None:
+            super().__init__(params, **options)
+
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                group["step"] = group.get("step", 0) + 1
+                for parameter in group["params"]:
+                    state = self.state[parameter]
+                    state["exp_avg"].add_(parameter.grad)
+                    parameter.sub_(state["exp_avg"])
+
+    _any(optimizer).Adam, _any(optimizer).USING_PYTORCH_OPTIMIZER = GroupAdam, False
+
+
+def _updates_read_where_there_are_none() -> None:
+    """A checkpoint before the first update reads ``step`` of a state that has moments alone."""
+    from agent_rl.train import optimizer
+
+    def updates(adam: Any) -> int:
+        for group in adam.param_groups:
+            if "step" in group:
+                return int(group["step"])
+        return next(int(state["step"]) for state in adam.state.values())
+
+    _adam_of_transformer_engine()
+    _any(optimizer).updates_made = updates
+
+
+def _chunks_of_a_cpu() -> None:
+    from agent_rl.train.megatron import logprobs
+
+    _any(logprobs).CHUNK_LOGITS = {"cuda": 1 << 24}
+
+
+def _engines_of_one_rank() -> None:
+    from agent_rl.weight_sync import receivers
+
+    _any(receivers)._ranks = lambda url, info: 1
+
+
+def _broadcast_in_the_way() -> None:
+    """NCCL makes its communicator in the first broadcast, and waits there for an engine that refused."""
+    from agent_rl.dryrun import rank
+    from agent_rl.weight_sync import publisher
+
+    class Now:
+        def __init__(self, call: Callable[[], Any]) -> None:
+            self._answer = call()
+
+        def done(self) -> bool:
+            return True
+
+        def result(self) -> Any:
+            return self._answer
+
+    plain = rank.StandInEngines
+    _any(rank).StandInEngines = lambda *given, **more: plain(*given, **more, seconds=1.0)
+    _any(publisher)._Threaded = Now
+
+
+def _group_destroyed_within_a_broadcast() -> None:
+    import torch
+
+    from agent_rl.weight_sync.publisher import WeightPublisher
+
+    _any(WeightPublisher)._destroy = lambda self, group: torch.distributed.destroy_process_group(group)
+
+
+def _table_on_the_host() -> None:
+    """Rotary tables are not moved to the GPU."""
+    import torch
+
+    from agent_rl.train.megatron import attention
+
+    plain = attention.rotary_tables
+    _any(attention).rotary_tables = lambda positions, rotary: tuple(
+        torch.zeros(table.shape) for table in plain(positions, rotary)
+    )
+
+
+def _experts_out_of_line() -> None:
+    """Operands of the grouped product that don't begin every row at a multiple of 16 bytes."""
+    import torch.nn.functional as functional
+
+    plain = functional.grouped_mm
+
+    def odd(left: Any, right: Any, **options: Any) -> Any:
+        wide = left.new_zeros(left.shape[0], left.shape[1] + 1)[:, :-1]
+        return plain(wide, right, **options)
+
+    _any(functional).grouped_mm = odd
+
+
+def _a_wait_more() -> None:
+    from agent_rl.train.megatron.moe import Experts
+
+    plain = Experts.forward
+
+    def forward(self: Any, tokens: Any, *rest: Any) -> Any:
+        tokens.sum().item()
+        return plain(self, tokens, *rest)
+
+    _any(Experts).forward = forward
+
+
+def _any(thing: Any) -> Any:
+    return thing
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    "none": lambda: None,
+    "Transformer Engine's Adam": _adam_of_transformer_engine,
+    "a device without an index": _device_without_index,
+    "gates are kept": _gates_are_kept,
+    "maps are kept": _maps_are_kept,
+    "a router on the host": _router_on_the_host,
+    "memory pinned in powers of two": _pinned_in_powers_of_two,
+    "updates read where there are none": _updates_read_where_there_are_none,
+    "chunks of a CPU": _chunks_of_a_cpu,
+    "engines of one rank": _engines_of_one_rank,
+    "a broadcast in the way": _broadcast_in_the_way,
+    "a group destroyed within a broadcast": _group_destroyed_within_a_broadcast,
+    "a table on the host": _table_on_the_host,
+    "experts out of line": _experts_out_of_line,
+    "a wait more": _a_wait_more,
+}
+
+
+if __name__ == "__main__":
+    main()

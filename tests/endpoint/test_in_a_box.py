@@ -1,0 +1,90 @@
+"""A program in a task's own box: it reaches the endpoint without a network, its files stay out of the patch, and the
+box that grades has neither them nor the socket."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from agent_rl.config import HarnessConfig
+from agent_rl.endpoint.episode import BOX_GATEWAY, BOX_HARNESS
+from agent_rl.endpoint.server import Gateway
+from agent_rl.render import ChatRenderer
+from agent_rl.types import StopReason
+from envs.context import EnvContext
+from envs.swe.sandboxes import box_spec
+from sandbox import Sandbox, SandboxBackend, SandboxPool, SandboxSpec, open_backend
+
+pytestmark = pytest.mark.bubblewrap
+PROGRAMS = Path(__file__).parent / "programs"
+
+
+class Watched(SandboxPool):
+    """Keeps the specs of the boxes that it starts."""
+
+    def __init__(self, backend: SandboxBackend, **bounds: int) -> None:
+        super().__init__(backend, **bounds)
+        self.specs: list[SandboxSpec] = []
+
+    async def start(self, spec: SandboxSpec) -> Sandbox:
+        self.specs.append(spec)
+        return await super().start(spec)
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[Watched]:
+    watched = Watched(open_backend("bubblewrap", run_id="harness"), max_execs=1)
+    yield watched
+    await watched.close()
+
+
+async def test_a_program_in_the_box(
+    gateway: Gateway, renderer: ChatRenderer, kit: SimpleNamespace, pool: Watched
+) -> None:
+    # Commands of other boxes go on meanwhile, although the pool runs one at a time.
+    other = await pool.start(box_spec(EnvContext(backend=pool), kit.RECORD, None))
+    waiting, beside = asyncio.Event(), asyncio.Event()
+
+    async def before(number: int) -> None:
+        waiting.set()
+        await beside.wait()
+
+    engine = kit.Saying(renderer, [kit.call("ls")], before)
+    run = f"echo changed > new.txt; touch $HOME/.state; python3 {BOX_HARNESS}/talk.py ends"
+    harness = HarnessConfig(command=run, folder=PROGRAMS)
+    driving = asyncio.create_task(kit.drive(gateway, renderer, engine, harness, pool))
+    await waiting.wait()
+    assert (await other.exec("true", timeout=10)).ok
+    beside.set()
+    trajectory = await driving
+    assert (trajectory.stop, trajectory.error) == (StopReason.SUBMITTED, "")
+    assert len(trajectory.turns) == 3
+    assert trajectory.patch.count("diff --git") == 1
+    assert "b/new.txt" in trajectory.patch
+    binds = [set(spec.ro_binds.values()) & {BOX_GATEWAY, BOX_HARNESS} for spec in pool.specs[1:]]
+    assert binds[0] == {BOX_GATEWAY, BOX_HARNESS}
+    assert len(binds) > 1
+    assert not any(binds[1:])
+
+
+async def test_a_box_without_python_is_told(
+    gateway: Gateway, renderer: ChatRenderer, kit: SimpleNamespace, pool: Watched
+) -> None:
+    harness = HarnessConfig(command="true", env={"PATH": "/nowhere"})
+    trajectory = await kit.drive(gateway, renderer, kit.Saying(renderer, ["x"]), harness, pool)
+    assert (trajectory.stop, trajectory.reward) == (StopReason.HARNESS_FAILURE, None)
+    assert "python3" in trajectory.error
+
+
+@pytest.mark.parametrize("killing", ["kill -9 -1", "pkill -9 -f bridge.py"])
+async def test_a_policy_that_kills_all_in_its_box_is_graded(
+    gateway: Gateway, renderer: ChatRenderer, kit: SimpleNamespace, pool: Watched, killing: str
+) -> None:
+    """The program, or its way to the endpoint: no failure of the infrastructure, which would be run again."""
+    harness = HarnessConfig(command=f"python3 {BOX_HARNESS}/talk.py obeys", folder=PROGRAMS)
+    trajectory = await kit.drive(gateway, renderer, kit.Saying(renderer, [kit.call(killing)]), harness, pool)
+    assert (trajectory.stop, trajectory.reward) == (StopReason.PROGRAM_FAILED, 0.0)

@@ -1,0 +1,123 @@
+"""Agent programs as their makers publish them, in a task's box without a network: one branch, tokens as sampled."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from agent_rl.config import HarnessConfig
+from agent_rl.config.loader import load_config
+from agent_rl.endpoint.server import Gateway
+from agent_rl.render import ChatRenderer
+from agent_rl.types import BranchCause, StopReason, Trajectory
+from sandbox import SandboxPool, open_backend
+from tools import ToolCall, tool_format
+
+ROOT = Path(__file__).parents[2]
+AGENTS = Path(os.environ.get("AGENT_RL_AGENTS", ROOT / ".cache" / "agents"))
+MINI = "mini-swe-agent", "mini-swe-agent"
+CLAUDE = "claude-code", "node_modules/@anthropic-ai/claude-code-linux-x64"
+CODEX = "codex", "node_modules/@openai/codex-linux-x64/vendor/x86_64-unknown-linux-musl"
+CONTEXT = 200_000  # the shipped tokenizer has 1,024 tokens: prompts are long
+
+pytestmark = pytest.mark.bubblewrap
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[SandboxPool]:
+    opened = SandboxPool(open_backend("bubblewrap", run_id="programs"))
+    yield opened
+    await opened.close()
+
+
+def harness(name: str, folder: str) -> HarnessConfig:
+    """The shipped config's, with the program from where the tests have it."""
+    found = load_config(ROOT / "configs" / f"harness-{name}.yaml").rollout.harness
+    assert found is not None
+    return found.model_copy(update={"folder": AGENTS / folder})
+
+
+def calling(*calls: tuple[str, dict[str, object]]) -> str:
+    return "\n".join(tool_format("hermes").render(ToolCall(name, arguments)) for name, arguments in calls)
+
+
+def check(trajectory: Trajectory, engine: object, said: list[str], renderer: ChatRenderer) -> None:
+    """One branch; what was sampled is in it as sampled, and nothing else is trained; each row came once."""
+    assert (trajectory.stop, trajectory.error) == (StopReason.SUBMITTED, "")
+    assert [turn.text for turn in trajectory.turns] == said
+    assert len(trajectory.branches) == 1
+    assert trajectory.harness == {"rewrites": 0, "retries": 0, "echo_differs": 0}
+    sampled = [token for text in said for token in [*renderer._encoder.encode(text), renderer.end_of_turn_id]]
+    assert trajectory.tokens[trajectory.loss_mask].tolist() == sampled
+    assert engine.scripted.rows_sent == len(trajectory.tokens) - 1
+    assert trajectory.routes_missing == 0
+    assert "b/made.txt" in trajectory.patch
+
+
+@pytest.mark.skipif(not (AGENTS / MINI[1]).is_dir(), reason="mini-swe-agent is not installed (make agents)")
+async def test_mini_swe_agent(
+    gateway: Gateway, renderer: ChatRenderer, kit: SimpleNamespace, pool: SandboxPool
+) -> None:
+    said = [
+        "<think>\nlook\n</think>\n\nFirst I look. " + calling(("bash", {"command": "ls"})),
+        calling(("bash", {"command": "echo 'a b' >made.txt"}), ("bash", {"command": "cat made.txt"})),
+        "Done. " + calling(("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"})),
+    ]
+    engine = kit.Saying(renderer, said)
+    trajectory = await kit.drive(gateway, renderer, engine, harness(*MINI), pool, max_tokens=CONTEXT)
+    check(trajectory, engine, said, renderer)
+    assert "a b" in trajectory.turns[1].observation
+
+
+@pytest.mark.exhaustive
+async def test_claude_code(gateway: Gateway, renderer: ChatRenderer, kit: SimpleNamespace, pool: SandboxPool) -> None:
+    """It gives the edit's arguments further ones, and offers the tool that it found from then on."""
+    said = [
+        "<think>\nlook\n</think>\n\nFirst I look. " + calling(("Bash", {"command": "ls", "description": "Lists"})),
+        calling(
+            ("Bash", {"command": "echo 'a b' >made.txt", "description": "Writes"}),
+            ("Bash", {"command": "cat made.txt", "description": "Reads"}),
+        ),
+        calling(("ToolSearch", {"query": "select:WebFetch", "max_results": 1})),
+        calling(("Edit", {"file_path": "/testbed/none", "old_string": "a", "new_string": "b"})),
+        "<think>\nso\n</think>\n\nDone.",
+    ]
+    engine = kit.Saying(renderer, said)
+    trajectory = await kit.drive(gateway, renderer, engine, harness(*CLAUDE), pool, max_tokens=CONTEXT)
+    check(trajectory, engine, said, renderer)
+    assert "a b" in trajectory.turns[1].observation
+    assert '"name":"WebFetch"' in trajectory.turns[2].observation
+    assert "File does not exist" in trajectory.turns[3].observation
+
+
+@pytest.mark.exhaustive
+async def test_claude_code_with_a_sub_agent(
+    gateway: Gateway, renderer: ChatRenderer, kit: SimpleNamespace, pool: SandboxPool
+) -> None:
+    agent = {"description": "look", "prompt": "say hi", "subagent_type": "general-purpose", "run_in_background": False}
+    said = [calling(("Agent", agent)), "hi", "Done."]
+    engine = kit.Saying(renderer, said)
+    trajectory = await kit.drive(gateway, renderer, engine, harness(*CLAUDE), pool, max_tokens=CONTEXT)
+    assert (trajectory.stop, [turn.text for turn in trajectory.turns]) == (StopReason.SUBMITTED, said)
+    assert [branch.cause for branch in trajectory.branches] == [BranchCause.START, BranchCause.TOOLS]
+    assert [renderer.decode(branch.tokens[branch.loss_mask].tolist()) for branch in trajectory.branches] == [
+        said[0] + said[2],
+        said[1],
+    ]
+
+
+@pytest.mark.exhaustive
+async def test_codex(gateway: Gateway, renderer: ChatRenderer, kit: SimpleNamespace, pool: SandboxPool) -> None:
+    said = [
+        "<think>\nlook\n</think>\n\nFirst I look. " + calling(("exec_command", {"cmd": "ls"})),
+        calling(("exec_command", {"cmd": "echo 'a b' | tee made.txt"}), ("exec_command", {"cmd": "pwd"})),
+        "<think>\nso\n</think>\n\nDone.",
+    ]
+    engine = kit.Saying(renderer, said)
+    trajectory = await kit.drive(gateway, renderer, engine, harness(*CODEX), pool, max_tokens=CONTEXT)
+    check(trajectory, engine, said, renderer)
+    assert "a b" in trajectory.turns[1].observation

@@ -1,0 +1,116 @@
+"""The commands ``agent-rl serve`` and ``agent-rl eval --harness``, over an engine that says what it is given."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from agent_rl.cli import app
+from agent_rl.commands.serve import run_serve, served
+from agent_rl.config.loader import load_config
+from agent_rl.controller import rollout_runtime as world
+from agent_rl.endpoint.episode import environment
+from agent_rl.endpoint.server import Gateway
+from agent_rl.engine.generation_gate import TurnGate
+from agent_rl.errors import UserError
+from agent_rl.render import ChatRenderer
+from tools import ToolCall, tool_format
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+PROGRAM = Path(__file__).parent / "programs" / "quickstart_agent.py"
+
+
+@pytest.fixture
+def submitting(monkeypatch: pytest.MonkeyPatch, renderer: ChatRenderer, kit: SimpleNamespace) -> None:
+    """The commands open an engine that submits at once."""
+    engine = kit.Saying(renderer, [tool_format("xml").render(ToolCall("finish", {"command": "submit"}))])
+
+    @asynccontextmanager
+    async def opened(config: Any, model: Path, facts: Any, *rest: Any, **options: Any) -> AsyncIterator[Any]:
+        async def info() -> Any:
+            return SimpleNamespace(dtype="float32")
+
+        engine.facts, engine.gate, engine.urls, engine.info = facts, TurnGate(), ["scripted"], info
+        yield engine
+
+    monkeypatch.setattr(world, "open_engine", opened)
+
+
+@pytest.mark.bubblewrap
+def test_eval_with_a_program(tmp_path: Path, submitting: None, kit: SimpleNamespace) -> None:
+    program = shlex.join([sys.executable, str(PROGRAM)])
+    options = ["--harness", program, "--tasks", "1", "--out", str(tmp_path / "out")]
+    overrides = [f"model={kit.MODEL}", f"runs_dir={tmp_path}", "env.options.heldout_tasks=1"]
+    result = CliRunner().invoke(app, ["eval", str(QUICKSTART), *options, *overrides])
+    assert result.exit_code == 0, result.output
+    (outcome,) = json.loads((tmp_path / "out" / "report.json").read_text())["outcomes"]
+    assert (outcome["stops"], outcome["turns_mean"], outcome["error"]) == (["submitted"], 1.0, "")
+
+
+def test_a_program_that_is_not_there_is_told_before_anything_starts(kit: SimpleNamespace) -> None:
+    overrides = [f"model={kit.MODEL}", "rollout.harness={command: ./agent, folder: agents/none}"]
+    result = CliRunner().invoke(app, ["eval", str(QUICKSTART), *overrides])
+    assert isinstance(result.exception, UserError)
+    assert str(result.exception) == (
+        "rollout.harness.folder: agents/none: no such folder; install the agent program there first"
+    )
+
+
+def test_a_program_is_not_driven_by_another_policy() -> None:
+    result = CliRunner().invoke(app, ["eval", str(QUICKSTART), "--harness", "true", "--policy", "gold"])
+    assert isinstance(result.exception, UserError)
+    assert str(result.exception) == "--harness: a program asks the config's model; leave --policy gold out"
+
+
+@pytest.mark.bubblewrap
+async def test_serve_prints_where_it_answers(
+    tmp_path: Path, submitting: None, kit: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = load_config(QUICKSTART, [f"model={kit.MODEL}", f"runs_dir={tmp_path}"])
+    serving, printed = asyncio.create_task(run_serve(config, port=0)), ""
+    try:
+        async with asyncio.timeout(20):
+            while "export AGENT_RL_MODEL" not in printed:
+                assert not serving.done()
+                await asyncio.sleep(0.01)
+                printed += capsys.readouterr().out
+        env = dict(line.split("export ")[1].split("=", 1) for line in printed.splitlines() if "export " in line)
+        async with httpx.AsyncClient() as client:
+            body = {"model": env["AGENT_RL_MODEL"], "messages": [{"role": "user", "content": "u"}]}
+            answer = await client.post(f"{env['OPENAI_BASE_URL']}/chat/completions", json=body)
+        assert "submit" in answer.json()["choices"][0]["message"]["content"]
+    finally:
+        serving.cancel()
+        await asyncio.wait({serving})
+
+
+async def test_the_printed_environment_leads_to_the_model(
+    gateway: Gateway, renderer: ChatRenderer, kit: SimpleNamespace
+) -> None:
+    config = load_config(QUICKSTART, [])
+    async with served(gateway, kit.Saying(renderer, ["hello"]), kit.rendering(renderer), config, 4000) as session:
+        env = environment(session.key, gateway.port)
+        headers = {"authorization": f"Bearer {env['OPENAI_API_KEY']}"}
+        async with httpx.AsyncClient(headers=headers) as client:
+            for _ in range(config.rollout.max_turns + 1):
+                body = {"model": env["AGENT_RL_MODEL"], "messages": [{"role": "user", "content": "u"}]}
+                answer = await client.post(f"{env['OPENAI_BASE_URL']}/chat/completions", json=body)
+                assert answer.json()["choices"][0]["message"]["content"] == "hello"
+
+
+async def test_an_answer_is_sent_at_once(gateway: Gateway) -> None:
+    """Its body waited 40 ms for the program to acknowledge its head."""
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.port}") as client:
+        seconds = sorted([(await client.get("/v1/models")).elapsed.total_seconds() for _ in range(20)])
+    assert seconds[5] < 0.03  # a connection's first answers are acknowledged at once

@@ -1,0 +1,358 @@
+"""The viewer's page in a real browser: every page, keyboard and names, light and dark, hostile text, changes, exports.
+
+``AGENT_RL_SCREENSHOTS=docs/view`` keeps the pictures of the documentation there.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pytest
+from playwright.sync_api import BrowserContext, Page, expect
+from view_pages import eventually, opened
+from view_samples import SampleRun, SampleSource, Served
+
+from agent_rl.rollout.records import read_trajectories, step_stem
+from agent_rl.rollout.token_details import read_detail
+from agent_rl.viewer.api import Resources
+from agent_rl.viewer.export import export
+
+pytestmark = pytest.mark.browser
+
+HOSTILE = "</script><img src=x onerror=alert(1)>\x1b[31m\u202eevil\u2066\x00\ud800 & <b>bold</b>"
+SHOWN = "</script><img src=x onerror=alert(1)>␛[31m⎕evil⎕␀⎕ & <b>bold</b>"
+"""The same with a sign in place of each character that would not be seen or would reorder the others."""
+CAPTURED = Path(__file__).parent.parent / "captured" / "quickstart"
+PAGES = {
+    "curves": "#/",
+    "trajectories": "#/trajectories/0",
+    "trajectory": "#/t/0/1-3?by=native_gap",
+    "group": "#/group/0/1/0",
+    "step": "#/step/0/1",
+}
+
+
+CAPTURED_PAGES = {
+    "curves": "#/",
+    "trajectories": "#/trajectories/0?sort=-worst_native_gap",
+    "trajectory": "#/t/0/2-61?by=logprob&token=160",
+    "group": "#/group/0/2/0",
+    "step": "#/step/0/2",
+    "evaluation": "#/eval/0/step-6%2Fsampled",
+}
+
+
+OTHER = SampleRun(
+    "without-replay", metrics=6, config={"name": "without-replay", "model": "dense", "train": {"lr": 2e-4}}
+)
+TWO_RUNS = SampleSource(SampleRun(), OTHER)
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with Served(TWO_RUNS) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def captured() -> Iterator[str]:
+    """The address of a real run: two steps and an evaluation of a quickstart of six steps."""
+    with Served(Resources([Path(os.path.relpath(CAPTURED))])) as server:  # its pictures show no one's folders
+        yield server.address
+
+
+NAMELESS = """() => [...document.querySelectorAll("button, a, input, select, canvas, [tabindex='0']")]
+    .filter((e) => !e.closest("[aria-hidden]"))
+    .filter((e) => !(e.ariaLabel || e.title || e.labels?.length || e.textContent.trim())).map((e) => e.outerHTML)"""
+PAPER = {"light": "rgb(253, 253, 251)", "dark": "rgb(21, 23, 27)"}
+
+
+@pytest.mark.parametrize("name", CAPTURED_PAGES)
+def test_every_page_in_light_and_dark_with_names(page: Page, captured: str, name: str, tmp_path: Path) -> None:
+    folder = Path(os.environ.get("AGENT_RL_SCREENSHOTS", tmp_path))
+    folder.mkdir(parents=True, exist_ok=True)
+    opened(page, captured, CAPTURED_PAGES[name])
+    expect(page.locator("main :is(canvas, table, .text, article ol)").first).to_be_visible()
+    expect(page.get_by_text("Reading …")).to_have_count(0)
+    expect(page.get_by_role("status").filter(has_text="live")).to_be_visible()
+    page.wait_for_timeout(100)  # colours and curves are drawn after the texts
+    assert page.evaluate(NAMELESS) == []
+    assert page.locator("h1").count() == 1
+    for scheme, paper in PAPER.items():
+        page.emulate_media(color_scheme=scheme)
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == paper
+        assert len(page.screenshot(path=folder / f"{name}-{scheme}.png")) > 10_000
+
+
+def test_the_token_with_the_largest_gap_and_its_layer_in_four_clicks(page: Page, captured: str) -> None:
+    details = {(step, k): read_detail(step_stem(CAPTURED, step), k) for step in (1, 2) for k in range(96)}
+    gaps = {at: np.abs(detail.native_gap) for at, detail in details.items() if detail and detail.native_gap is not None}
+    step, k = max(gaps, key=lambda at: gaps[at].max())
+    sampled = read_trajectories(CAPTURED, step)[k // 8].trajectories[k % 8].loss_mask.nonzero()[0]
+    token = int(sampled[gaps[step, k].argmax()])
+    differs = details[step, k].native_differs
+    layers = differs.layers[token - 1].nonzero()[0]
+
+    opened(page, captured)
+    page.get_by_role("link", name="Trajectories", exact=True).click()
+    page.get_by_role("button", name="gap without replay").click()
+    page.locator("tbody a").first.click()
+    page.get_by_role("button", name="Largest gap without replay").click()
+    panel = page.get_by_role("complementary", name="Token")
+    expect(panel.locator("h2")).to_contain_text(f"Token {token} ")
+    expect(panel.locator("[data-value=native_layers]")).to_have_text(", ".join(map(str, layers)) or "none")
+    shown = float(panel.locator("[data-value=native_gap]").inner_text())
+    assert abs(shown) == pytest.approx(float(gaps[step, k].max()), rel=1e-3)
+    assert page.url.endswith(f"#/t/0/{step}-{k}?by=native_gap&token={token}")
+
+
+READ_TOKENS = """async (tokens) => {
+    const read = (name) => document.querySelector(`[data-value=${name}]`)?.textContent;
+    const rows = [];
+    for (const token of tokens) {
+        location.hash = location.hash.replace(/[?].*/, `?token=${token}`);
+        await new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
+        const names = ["sampled", "native_layers", "layers", "version", "logprob", "gap", "native_gap"];
+        rows.push([document.querySelector("aside h2").textContent.split(" ")[1], ...names.map(read)]);
+    }
+    return rows;
+}"""
+
+
+def test_a_hundred_tokens_are_what_the_files_hold(page: Page, captured: str) -> None:
+    """A hundred that were sampled, and some that were not."""
+    rng = np.random.default_rng(0)
+    checked, groups = 0, read_trajectories(CAPTURED, 2)
+    for k in rng.permutation([k for k in range(96) if read_detail(step_stem(CAPTURED, 2), k)]).tolist():
+        if checked >= 100:
+            break
+        one, detail = groups[k // 8].trajectories[k % 8], read_detail(step_stem(CAPTURED, 2), k)
+        sampled, shown = one.loss_mask.nonzero()[0], (~one.loss_mask).nonzero()[0][1:]
+        places = rng.permutation(len(sampled))[:25]
+        tokens = [*sampled[places].tolist(), *rng.permutation(shown)[:5].tolist()]
+        checked += len(places)
+        opened(page, captured, f"#/t/0/2-{k}?token=1")
+        expect(page.locator("[data-value=native_layers]")).to_be_visible()
+        expect(page.get_by_text("Layers x tokens")).to_be_visible()
+        rows = page.evaluate(READ_TOKENS, tokens)
+        differing = detail.native_differs.layers, detail.differs.layers
+        for token, row in zip(tokens, rows, strict=True):
+            layers = [", ".join(map(str, found[token - 1].nonzero()[0])) or "none" for found in differing]
+            assert row[:4] == [f"{token}", "yes" if one.loss_mask[token] else "no", *layers]
+        for place, row in zip(places, rows, strict=False):  # the sampled ones come first
+            (version,) = {span.version for span in one.versions if span.start <= sampled[place] < span.stop}
+            assert row[4] == version
+            values = one.logprobs[sampled[place]], detail.gap[place], detail.native_gap[place]
+            assert [float(text) for text in row[5:]] == pytest.approx([float(value) for value in values], rel=6e-3)
+        assert {tuple(row[4:]) for row in rows[len(places) :]} == {(None,) * 4}
+
+
+def test_tokens_are_coloured_without_an_element_each(page: Page, served: Served) -> None:
+    opened(page, served.address, "#/t/0/1-3?by=native_gap")
+    count = "[...CSS.highlights].filter(([name, h]) => name.startsWith('bin-') && h.size).length"
+    eventually(page, f"{count} > 2")
+    assert page.locator(".tokens .text *").count() == 0
+    page.get_by_label("Colour tokens by").select_option("mask")
+    eventually(page, "CSS.highlights.get('bin-0').size === 3 && CSS.highlights.get('bin-15').size === 0")
+
+
+def test_by_keyboard_alone(page: Page, served: Served) -> None:
+    """To the list, to a trajectory, from token to token, and back out."""
+    opened(page, served.address)
+    page.get_by_role("link", name="Trajectories", exact=True).focus()
+    page.keyboard.press("Enter")
+    page.get_by_role("button", name="gap with replay").focus()
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("columnheader", name="gap with replay")).to_have_attribute("aria-sort", "descending")
+    page.locator("tbody a").first.focus()
+    page.keyboard.press("Enter")
+    page.get_by_role("group", name="Text of the trajectory").focus()
+    for key in ("ArrowRight", "ArrowRight", "ArrowRight", "ArrowLeft"):
+        page.keyboard.press(key)
+    expect(page.locator("aside h2")).to_contain_text("Token 1 ")
+    page.keyboard.press("Escape")
+    expect(page.locator("aside")).to_contain_text("Click a token")
+
+
+def test_a_click_selects_the_token_below_it(page: Page, served: Served) -> None:
+    opened(page, served.address, "#/t/0/1-3")
+    page.locator(".prompt .text").click(position={"x": 16, "y": 14})
+    expect(page.locator("aside h2")).to_contain_text("Token 0 ")
+    assert page.evaluate("CSS.highlights.get('selected').priority > CSS.highlights.get('bin-15').priority")
+
+
+def test_filters_and_order_stay_in_the_address(page: Page, served: Served) -> None:
+    opened(page, served.address, "#/trajectories/0?step=2..3&sort=-worst_gap")
+    expect(page.locator(".count")).to_have_text("16 of 48 trajectories")
+    page.get_by_role("combobox", name="resolved", exact=True).select_option("true")
+    page.get_by_role("textbox", name="turns", exact=True).fill("4..")
+    expect(page.locator(".count")).to_have_text("0 of 48 trajectories")
+    page.get_by_role("textbox", name="turns", exact=True).fill("many")
+    expect(page.get_by_role("textbox", name="turns", exact=True)).to_have_attribute("aria-invalid", "true")
+    assert "resolved=true" in page.url
+    page.get_by_role("link", name="Clear").click()
+    expect(page.locator(".count")).to_have_text("48 of 48 trajectories")
+
+
+@pytest.mark.parametrize("text", ["0.25..0.75", "0.1..", "..0.55", "-1..12", "0.75"])
+def test_a_filter_takes_numbers_of_any_length(page: Page, served: Served, text: str) -> None:
+    opened(page, served.address, f"#/trajectories/0?worst_native_gap={text}")
+    low, dots, high = text.partition("..")
+    least, most = float(low or "-inf"), float(high or "inf") if dots else float(low)
+    kept = sum(least <= gap <= most for gap in SampleRun().columns["worst_native_gap"])
+    expect(page.locator(".count")).to_have_text(f"{kept} of 48 trajectories")
+    expect(page.get_by_role("textbox", name="worst gap without replay")).to_have_attribute("aria-invalid", "false")
+
+
+def test_a_step_without_loads_says_so_and_shows_its_groups(page: Page, captured: str) -> None:
+    opened(page, captured, "#/step/0/eval-6-sampled")
+    expect(page.get_by_text("no loads were kept")).to_be_visible()
+    expect(page.get_by_role("region", name="Table of groups").get_by_role("row").nth(1)).to_be_visible()
+
+
+def test_runs_with_other_metrics_are_laid_over_each_other(page: Page, served: Served) -> None:
+    opened(page, served.address)
+    expect(page.get_by_role("group", name="reward/mean")).to_contain_text("quickstart 0.")
+    expect(page.get_by_role("group", name="reward/mean")).to_contain_text("without-replay 0.")
+    expect(page.get_by_role("group", name="extra_0/metric_1")).to_contain_text("last")
+    expect(page.get_by_role("row", name="train.lr")).to_contain_text("0.0002")
+    expect(page.get_by_role("row", name="model")).to_contain_text("dense")
+    page.get_by_role("checkbox", name="without-replay").uncheck()
+    expect(page.get_by_role("group", name="extra_0/metric_1")).to_have_count(0)
+    page.get_by_role("combobox", name="by", exact=True).select_option("time")
+    expect(page.get_by_role("group", name="reward/mean").locator("canvas")).to_be_visible()
+
+
+class Rewards(SampleSource):
+    """1,000 steps whose rewards are ``rewards`` where it has one; the guard said nothing."""
+
+    def __init__(self, rewards: Mapping[int, float | None]) -> None:
+        super().__init__(SampleRun(steps=1000, groups=0, resumes=()))
+        self._rewards = rewards
+
+    def read(self, path: str, query: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
+        found = super().read(path, query)
+        if path == "0/metrics":
+            column = found["columns"]["reward/mean"]
+            column[:] = [self._rewards.get(step, reward) for step, reward in enumerate(column, 1)]
+        return {**found, "guard": []} if path == "0/run" else found
+
+
+DRAWN = """(canvas) => {
+    const { width, height } = canvas;
+    const { data } = canvas.getContext("2d").getImageData(0, 0, width, height);
+    const blue = (x, y) => data[4 * (y * width + x) + 2] > data[4 * (y * width + x)] + 60;
+    const columns = (from, to) => [...Array(width).keys()].filter((x) => {
+        for (let y = from; y < to; y++) if (blue(x, y)) return true;
+    });
+    return [columns(0, height), columns(0, height / 2)];
+}"""
+
+
+def drawn(context: BrowserContext, rewards: Mapping[int, float | None]) -> tuple[list[int], list[int]]:
+    """The columns of pixels that a narrow chart of ``rewards`` fills, and those that it fills in its upper half."""
+    with Served(Rewards(rewards)) as server:
+        page = opened(context.new_page(), server.address, "#/?metric=reward/mean")
+        canvas = page.get_by_role("group", name="reward/mean").locator("canvas")
+        page.set_viewport_size({"width": 420, "height": 860})
+        expect(canvas).to_be_visible()
+        eventually(page, "document.querySelector('.chart canvas').width < 400")
+        every, high = canvas.evaluate(DRAWN)
+        context.close()
+    assert len(every) > 250
+    assert every == list(range(every[0], every[-1] + 1))
+    return every, high
+
+
+def test_a_curve_of_more_points_than_pixels_is_whole(context: BrowserContext) -> None:
+    every, high = drawn(context, {500: 5.0})
+    assert len(high) < 6
+    assert abs(np.mean(high) - np.mean([every[0], every[-1]])) < 3
+
+
+def test_a_curve_of_more_points_than_pixels_leads_straight_over_a_gap(context: BrowserContext) -> None:
+    """The first column after the gap reached up to the last value before it."""
+    before, gap = dict.fromkeys(range(1, 401), 1.0), dict.fromkeys(range(401, 600))
+    _, high = drawn(context, {**before, **gap, **dict.fromkeys(range(600, 1001), 0.0)})
+    assert high == list(range(high[0], high[-1] + 1))
+
+
+def test_a_finished_step_shows_and_the_place_stays(context: BrowserContext) -> None:
+    source = SampleSource(SampleRun(groups=8))
+    with Served(source) as server:
+        page = opened(context.new_page(), server.address, "#/trajectories/0?stop=submitted")
+        other = opened(context.new_page(), server.address)  # hears by way of the first
+        expect(page.get_by_role("status").filter(has_text="live")).to_be_visible()
+        page.locator(".table").evaluate("(e) => (e.scrollTop = 900)")
+        before = page.locator(".count").inner_text()
+        source.runs[0] = SampleRun(groups=8, steps=7)
+        source.revisions |= {"0/steps/7": "new", "0/metrics": "new", "0/run": "new"}
+        expect(page.locator(".count")).not_to_have_text(before, timeout=2000)
+        expect(other.locator(".runs")).to_contain_text("7 of 7 steps")
+        assert page.locator(".table").evaluate("(e) => e.scrollTop") == 900
+        assert "stop=submitted" in page.url
+        context.close()  # before the server goes: a page would complain of the lost connection
+
+
+def test_a_tab_that_takes_over_reads_what_nobody_heard_of(context: BrowserContext) -> None:
+    source = SampleSource(SampleRun())
+    with Served(source) as server:
+        first, second = (opened(context.new_page(), server.address) for _ in range(2))
+        for page in (first, second):
+            expect(page.get_by_role("status").filter(has_text="live")).to_be_visible()
+        source.runs[0] = SampleRun(steps=7)  # no stamp changes: the server tells of nothing
+        first.close()
+        expect(second.locator(".runs")).to_contain_text("7 of 7 steps")
+        context.close()
+
+
+def test_episodes_of_the_running_step_show(context: BrowserContext) -> None:
+    episode = {"task": "mini-1", "reward": 1.0, "resolved": True, "stop": "submitted", "turns": 2, "tokens": 90}
+    source = SampleSource(SampleRun(live=[{**episode, "sampled": 30, "seconds": 1.5, "began": 1.7e9}]))
+    with Served(source) as server:
+        page = opened(context.new_page(), server.address, "#/trajectories/0")
+        expect(page.get_by_text("Step 7 is running: 1 episode of 8 ended, 1 resolved")).to_be_visible()
+        context.close()
+
+
+def test_hostile_text_is_shown_and_does_nothing(page: Page, tmp_path: Path) -> None:
+    """From an export: its file must hold such text too."""
+    export(SampleSource(SampleRun(steps=1, groups=1, hostile=HOSTILE)), tmp_path / "run.html", 4)
+    page.on("dialog", lambda dialog: pytest.fail("a script of the text ran"))
+    for place in PAGES.values():
+        opened(page, (tmp_path / "run.html").as_uri(), place)
+        expect(page.get_by_text(SHOWN).first).to_be_attached()
+        assert page.locator("img, main b:text-is('bold')").count() == 0
+        assert not page.evaluate("/[\\u0000\\u001b\\u202e\\u2066\\ud800-\\udfff]/.test(document.body.innerText)")
+
+
+EXPORTED = {
+    **CAPTURED_PAGES,
+    "trajectory": "#/t/0/2-61?by=native_gap",  # of a single token the lists of experts are left out
+    "group": "#/group/0/2/7",
+}
+OPENS = "; this export opens 16 of them"
+
+
+def test_an_export_shows_the_same_text_and_asks_for_nothing(
+    context: BrowserContext, captured: str, tmp_path: Path
+) -> None:
+    export(Resources([Path(os.path.relpath(CAPTURED))]), tmp_path / "run.html", 16)
+    file = (tmp_path / "run.html").as_uri()
+    pages, asked = {address: context.new_page() for address in (captured, file)}, set[str]()
+    pages[file].on("request", lambda request: asked.add(request.url.partition("#")[0]))
+    for place in EXPORTED.values():
+        for address, page in pages.items():
+            opened(page, address, place)
+            expect(page.locator("main :is(canvas, table, .text, article ol)").first).to_be_visible()
+            expect(page.get_by_text("Reading …")).to_have_count(0)
+        ends = time.monotonic() + 5
+        while len(texts := {page.locator("main").text_content().replace(OPENS, "") for page in pages.values()}) > 1:
+            assert time.monotonic() < ends, texts  # some parts come later
+    assert asked == {file}

@@ -1,0 +1,493 @@
+"""What the viewer's page reads: right to the token, and one clear line for whatever a run's folder lacks."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+from view_runs import EXPERTS, GROUPS, LAYERS, branched, damage, episode, evaluation, write_run, write_step
+
+from agent_rl.errors import UserError
+from agent_rl.monitoring.metrics_log import MetricsLog
+from agent_rl.rollout.framed_log import as_frame
+from agent_rl.rollout.jsonl_zst import read_rows
+from agent_rl.rollout.records import (
+    encode_trajectory,
+    read_trajectories,
+    rows_path,
+    step_stem,
+    write_trajectories,
+)
+from agent_rl.rollout.token_details import details_path, read_detail
+from agent_rl.types import (
+    BranchCause,
+    Fate,
+    Group,
+    StopReason,
+    Verdict,
+)
+from agent_rl.viewer.api import Resources
+from agent_rl.viewer.index import Index
+from tests.trajectories import trajectory
+
+CAPTURED = Path(__file__).parent.parent / "captured"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "demo")
+
+
+def read(folder: Path, path: str, **query: str) -> dict[str, Any]:
+    """A resource of the only run, through JSON."""
+    answer: dict[str, Any] = json.loads(Resources([folder]).body(f"0/{path}", query))
+    assert isinstance(answer["notes"], list)
+    return answer
+
+
+def error(folder: Path, path: str, **query: str) -> str:
+    found = read(folder, path, **query)["error"]
+    assert "\n" not in found["text"]
+    return f"{found['kind']}: {found['text']}"
+
+
+def test_a_run_is_told_as_a_whole(run: Path) -> None:
+    found = read(run, "run")
+    assert (found["kind"], found["state"], found["steps"], found["total"]) == ("train", "stopped", 2, 4)
+    assert found["filed"] == ["1", "2", "eval-2-sampled"]
+    assert (found["detail"], found["resumes"], found["format"]) == (["1", "2"], [1], 3)
+    assert found["facts"] == {"group_size": 2, "moe_layers": LAYERS, "num_experts": EXPERTS, "top_k": 2}
+    (line,) = json.loads(Resources([run]).body("runs"))["runs"]
+    assert (line["name"], line["pass_at_1"], line["guard"]) == ("demo", [0.5, 0.1, 0.9], 0)
+
+
+def test_metrics_are_read_without_a_look_at_the_trajectories(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look takes 10 ms for 1,000 steps, and the curves wait for it."""
+    looks = list[Path]()
+    monkeypatch.setattr(Index, "refresh", lambda index: looks.append(index.folder))
+    resources = Resources([run])
+    for path, count in (("0/metrics", 0), ("0/live", 0), ("runs", 1), ("0/run", 2)):
+        resources.read(path)
+        assert len(looks) == count
+
+
+def test_a_row_of_metrics_that_is_being_written_is_no_step_yet(run: Path) -> None:
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 3, "rew')
+    assert Resources([run]).read("runs")["runs"][0]["steps"] == read(run, "run")["steps"] == 2
+
+
+def test_metrics_are_columns(run: Path) -> None:
+    found = read(run, "metrics")
+    assert (found["steps"], found["columns"]["reward/mean"], found["sampled_tokens"]) == ([1, 2], [0.25, 0.5], [42, 84])
+    assert found["units"]["reward/mean"] == "reward"
+    assert all(time > 1.7e9 for time in found["time"])
+
+
+def test_events_of_the_guard_are_shown_up_to_a_damaged_line(run: Path) -> None:
+    (run / "guard.jsonl").write_text('{"step": 2, "event": "warn", "text": "k3"}\n[1]\n')
+    found = read(run, "run")
+    assert found["guard"] == [{"step": 2, "event": "warn", "text": "k3"}]
+    assert "guard.jsonl, line 2: damaged; shown up to there" in found["notes"]
+
+
+def test_a_trajectory_is_right_to_the_token(run: Path) -> None:
+    for number in range(2 * GROUPS):
+        found = read(run, f"t/1-{number}")
+        whole = read_trajectories(run, 1)[number // 2].trajectories[number % 2]
+        (branch,) = found["branches"]
+        assert branch["tokens"] == whole.tokens.tolist()
+        assert branch["sampled"] == [[5, 9], [11, 14]]
+        assert branch["versions"] == [[5, 9, "6"], [11, 14, "7"]]
+        assert np.array_equal(np.array(branch["logprobs"], np.float32), whole.logprobs[whole.loss_mask])
+        assert (branch["detail"] is None) == (number > 1)
+        if number < 2:
+            kept = read_detail(step_stem(run, 1), number)
+            assert kept is not None
+            assert kept.native_differs is not None
+            for name, values in (("gap", kept.gap), ("native_gap", kept.native_gap), ("entropy", kept.entropy)):
+                assert np.array_equal(np.array(branch["detail"][name], np.float16), values)  # type: ignore[arg-type]
+            assert branch["detail"]["native_differs"] == kept.native_differs.numbers.tolist()
+            assert branch["detail"]["differs"] == [0] * 14
+            assert branch["detail"]["flags"] == kept.flags.tolist()
+
+
+def test_a_trajectory_tells_its_story(run: Path) -> None:
+    found = read(run, "t/1-3")
+    assert (found["fate"], found["siblings"], found["task"]) == ("uniform", ["1-2", "1-3"], "task-1")
+    assert found["messages"][2]["content"] == "a.py\n[1 turn left]"
+    assert [(turn["message"], turn["observation_message"], turn["span"]) for turn in found["turns"]] == [
+        (1, 2, [5, 9]),
+        (3, None, [11, 14]),
+    ]
+    times = {"began": 1.8e9, "queue": 0.0, "start": 0.5, "grade_began": 1.5, "grade": 0.5, "total": 2.0}
+    assert (found["times"], found["tests"], found["test_log"]) == (times, {"t": "PASSED"}, "log\n")
+    assert any("all rewards of its group are equal" in note for note in found["notes"])
+
+
+def test_routes_are_those_of_the_records(run: Path) -> None:
+    routing = read_trajectories(run, 2)[0].trajectories[1].routing
+    assert routing is not None
+    found = read(run, "routes/2-1", **{"from": "3", "to": "9"})
+    assert found["experts"] == routing.experts[3:9].tolist()
+    kept = read_detail(step_stem(run, 2), 1)
+    assert kept is not None
+    assert kept.native_differs is not None
+    assert kept.native_differs.layers is not None
+    assert found["native_differs"] == [np.flatnonzero(row).tolist() for row in kept.native_differs.layers[3:9]]
+    assert (found["spans"][0]["start"], found["spans"][0]["stop"], found["rows"]) == (3, 9, 14)
+    mapped = read(run, "routes/2-1/map")
+    assert mapped["native_differs"] == np.argwhere(kept.native_differs.layers).tolist()
+    assert (mapped["differs"], mapped["layers"], mapped["rows"]) == ([], LAYERS, 14)
+    loads = np.array(read(run, "loads/2")["loads"])
+    assert (loads.shape, loads.sum()) == ((LAYERS, EXPERTS), 6 * 13 * LAYERS * 2)
+
+
+@pytest.mark.parametrize(
+    ("query", "found"),
+    [
+        ({"n": "1"}, 6), ({"step": "2..9"}, 7), ({"task": "task-1"}, 4), ({"fate": "trained,uniform"}, 8),
+        ({"resolved": "true"}, 7), ({"reward": "..0.5"}, 6), ({"turns": "2"}, 12), ({"worst_gap": "0.0.."}, 4),
+        ({"worst_gap": "9.."}, 0), ({"stop": "max_turns"}, 0), ({"n": "1", "resolved": "false"}, 3),
+    ],
+)  # fmt: skip
+def test_trajectories_are_filtered(run: Path, query: dict[str, str], found: int) -> None:
+    answer = read(run, "trajectories", **query)
+    assert (answer["total"], answer["found"]) == (13, found)
+    assert all(len(column) == found for column in answer["columns"].values())
+
+
+def test_trajectories_are_sorted_and_cut(run: Path) -> None:
+    answer = read(run, "trajectories", sort="-worst_native_gap", limit="3", offset="1")
+    every = read(run, "trajectories")["columns"]["worst_native_gap"]
+    wanted = sorted((gap for gap in every if gap is not None), reverse=True)
+    assert (answer["found"], answer["columns"]["worst_native_gap"]) == (13, wanted[1:4])
+    assert read(run, "trajectories", sort="task", limit="1")["columns"]["task"] == ["a"]
+    for query in ({"color": "red"}, {"turns": "many"}, {"sort": "x"}, {"limit": "-1"}):
+        assert error(run, "trajectories", **query).startswith("unknown: ")
+
+
+def test_a_step_has_its_groups(run: Path) -> None:
+    found = read(run, "steps/1")
+    assert [group["trained"] for group in found["groups"]] == [True, False, False]
+    assert found["groups"][1]["members"] == ["1-2", "1-3"]
+
+
+def test_an_evaluation_leads_to_its_trajectories(run: Path) -> None:
+    found = read(run, "eval/step-2/sampled")
+    assert [(one["task_id"], one["resolved"], one["id"]) for one in found["outcomes"]] == [("a", 1, "eval-2-sampled-0")]
+    assert read(run, "t/eval-2-sampled-0")["task"] == "a"
+
+
+def test_stamps_change_with_the_files(run: Path) -> None:
+    resources = Resources([run])
+    before = resources.stamps()
+    write_step(run, 3)
+    after = resources.stamps()
+    assert {path for path in after if after[path] != before.get(path)} == {"0/steps/3"}
+    assert json.loads(resources.body("0/run"))["filed"] == ["1", "2", "3", "eval-2-sampled"]
+    (run / "trajectories" / "step-000003.jsonl.zst").unlink()
+    assert resources.stamps().keys() == before.keys()
+    assert json.loads(resources.body("0/trajectories"))["total"] == 13
+    assert {"0/steps/2", "0/eval/step-2/sampled", "runs"} <= set(resources.pages())
+
+
+def test_the_running_step_shows_its_episodes(run: Path) -> None:
+    (run / "journal").mkdir()
+    journal = run / "journal" / "step-000003.journal"
+    whole = episode(0)
+    branched = replace(whole, further=(replace(whole.branches[0], parent=0, cause=BranchCause.RETRY),))
+    first, second = (b'{"position": 0}\n' + encode_trajectory(one) for one in (branched, episode(1)))
+    turn = as_frame(b'{"position": 1, "episode": "a", "turn": 0}\nof an episode that did not end')
+    parts = as_frame(b"{}"), as_frame(first), as_frame(b'{"batch": [0]}\n'), turn, as_frame(second)[:-5]
+    journal.write_bytes(b"".join(parts))
+    found = read(run, "live")
+    assert (found["step"], found["expected"], [one["task"] for one in found["episodes"]]) == (3, 6, ["task-0"])
+    assert [(one["tokens"], one["sampled"]) for one in found["episodes"]] == [(28, 14)]
+    assert found["notes"] == []
+    write_step(run, 3)
+    assert read(run, "live")["step"] is None
+
+
+def test_a_journal_is_read_on_from_where_it_was_read_to(run: Path) -> None:
+    """Its first episode is damaged after it was read: to read it again would end there."""
+    (run / "journal").mkdir()
+    journal = run / "journal" / "step-000003.journal"
+    first, second = (as_frame(b"{}\n" + encode_trajectory(episode(number))) for number in (0, 2))
+    resources = Resources([run])
+
+    def tasks() -> list[str]:
+        return [one["task"] for one in resources.read("0/live")["episodes"]]
+
+    journal.write_bytes(as_frame(b"{}") + first + second[:9])
+    assert tasks() == ["task-0"]
+    journal.write_bytes(as_frame(b"{}") + b"\0" * len(first) + second)
+    assert tasks() == ["task-0", "task-1"]
+    journal.write_bytes(as_frame(b'{"weights": "other"}') + second)
+    assert tasks() == ["task-1"]
+
+
+# What a folder may lack, or hold in a state that nobody wished for.
+
+
+def test_a_run_killed_in_the_middle_shows_what_it_has(run: Path) -> None:
+    """A kill between the arrays and the rows of a step: the step is not there yet."""
+    write_step(run, 3)
+    (run / "trajectories" / "step-000003.jsonl.zst").unlink()
+    assert read(run, "run")["filed"] == ["1", "2", "eval-2-sampled"]
+    assert error(run, "steps/3") == f"absent: {run}: no trajectories of 3"
+
+
+def test_a_resumed_run_forgets_and_finds_again(run: Path) -> None:
+    resources = Resources([run])
+    assert resources.read("0/t/2-0")["error"] == ""
+    for path in (run / "trajectories").glob("step-000002.*"):
+        path.unlink()
+    assert resources.read("0/t/2-0")["error"]["kind"] == "absent"
+    write_step(run, 2)
+    assert resources.read("0/t/2-0")["error"] == ""
+
+
+def test_a_run_without_routes_says_so(run: Path) -> None:
+    """A dense model's is filed alike: it has no routes, and no layers that could differ."""
+    for step in (1, 2):
+        write_step(run, step, routes=False)
+    assert error(run, "routes/1-0") == "absent: 1-0: its routes were not kept"
+    assert any("no loads were kept" in note for note in read(run, "loads/1")["notes"])
+    assert read(run, "run")["facts"]["moe_layers"] is None
+    seen = read(run, "t/1-0")["branches"][0]["detail"]
+    assert len(seen["native_gap"]) == 7
+    assert (seen["differs"], seen["native_differs"]) == (None, None)
+
+
+def test_a_run_without_detail_says_so(run: Path) -> None:
+    write_step(run, 1, details=False)
+    found = read(run, "t/1-0")
+    assert found["branches"][0]["detail"] is None
+    assert any("observe.token_detail was off" in note for note in found["notes"])
+    assert read(run, "routes/1-0")["native_differs"] is None
+    assert "error" not in read(run, "routes/1-0/map")
+
+
+def test_a_run_of_format_2_is_shown() -> None:
+    assert any("written in format 2" in note for note in read(CAPTURED, "run")["notes"])
+    found = read(CAPTURED, "t/1-3")
+    assert len(found["branches"][0]["tokens"]) == 177
+    assert found["times"]["began"] is None
+    assert read(CAPTURED, "trajectories")["total"] == 32
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("trajectories/step-000001.jsonl.zst", "t/1-0"),
+        ("trajectories/step-000001.safetensors", "t/1-0"),
+        ("trajectories/step-000001.safetensors", "routes/1-0"),
+        ("trajectories/step-000001.train.safetensors", "t/1-0"),
+        ("trajectories/step-000001.train.safetensors", "loads/1"),
+        ("trajectories/step-000001.index.json.zst", "trajectories"),
+        ("metrics.jsonl", "metrics"),
+        ("state.json", "run"),
+        ("config.yaml", "run"),
+    ],
+)
+def test_a_file_that_was_cut_off_is_one_line(run: Path, name: str, path: str) -> None:
+    damage(run / name)
+    if name == "config.yaml":
+        (run / name).write_text("a: [")
+    found = read(run, path)
+    lines = [found["error"]["text"]] if isinstance(found.get("error"), dict) else found["notes"]
+    if "index" in name:
+        assert (found["total"], lines) == (13, [])  # it is made again of the rows
+        return
+    assert any(Path(name).name.split(".")[0] in line and "\n" not in line for line in lines), lines
+    everything = Resources([run])
+    assert all("Traceback" not in json.dumps(everything.read(page), default=str) for page in everything.pages())
+
+
+def test_routes_that_were_damaged_are_one_line(run: Path) -> None:
+    path = run / "trajectories" / "step-000001.safetensors"
+    tensors = load_file(path)
+    tensors["00000/routes"][40] ^= 1
+    save_file(tensors, path)
+    assert "checksum" in error(run, "routes/1-0")
+
+
+def test_a_run_without_a_tokenizer_shows_numbers(run: Path) -> None:
+    found = read(run, "t/1-0")
+    assert found["branches"][0]["pieces"] is None
+    assert any("no tokenizer.json" in note for note in found["notes"])
+    (run / "tokenizer.json").write_text("{}")
+    assert any("tokens are shown as numbers" in note for note in read(run, "t/1-0")["notes"])
+
+
+def test_tokens_have_their_texts(run: Path) -> None:
+    from agent_rl.config.builtin import MODELS
+
+    shutil.copy(MODELS["tiny-moe"] / "tokenizer.json", run)
+    pieces = read(run, "t/1-0")["branches"][0]["pieces"]
+    assert len(pieces) == 14
+    assert "".join(pieces)
+
+
+def test_metrics_that_are_no_numbers_are_gaps(run: Path) -> None:
+    log = MetricsLog(run)
+    log.append(3, {"reward/mean": float("nan"), "train/loss": float("inf")})
+    log.close()
+    found = read(run, "metrics")
+    assert found["columns"]["reward/mean"] == [0.25, 0.5, None]
+    assert found["columns"]["train/loss"] == [None, None, None]
+    assert "train/loss: not a number in step 3" in found["notes"]
+
+
+def test_infrastructure_failures_only(tmp_path: Path) -> None:
+    failed = replace(trajectory(0.0, stop=StopReason.SANDBOX_FAILURE), reward=None)
+    write_trajectories(tmp_path, 0, [Group("t", (failed,), 4)])
+    assert read(tmp_path, "trajectories")["columns"]["reward"] == [None]
+    assert read(tmp_path, "steps/0")["groups"][0]["infrastructure_failures"] == 4
+    assert any("infrastructure failures only" in note for note in read(tmp_path, "run")["notes"])
+
+
+def test_the_folder_of_an_evaluation_is_shown(tmp_path: Path) -> None:
+    folder = evaluation(tmp_path)
+    found = read(folder, "run")
+    assert (found["kind"], found["state"], found["evaluations"][0]["pass_at_1"]) == ("eval", "stopped", 1.0)
+    assert read(folder, "trajectories", hacks="1..")["columns"]["task"] == ["a/b"]
+    solved, failed = read(folder, "t/eval-0"), read(folder, "t/eval-1")
+    assert (solved["test_log"], len(solved["turns"]), solved["branches"]) == ("log\n", 2, [])
+    assert (failed["error"], failed["turns"]) == ("SandboxError: gone", [])
+    assert [one["id"] for one in read(folder, "eval/eval")["outcomes"]] == ["eval-0", "eval-1"]
+    resources = Resources([folder])
+    before = resources.stamps()
+    (folder / "report.json").write_text("{}")
+    after = resources.stamps()
+    assert {path for path in after if after[path] != before[path]} == {"0/steps/eval", "0/eval/eval"}
+    (folder / "results.jsonl").write_text("nonsense\n")
+    assert any("no result of an evaluation" in note for note in read(folder, "run")["notes"])
+
+
+def test_a_folder_that_is_read_only_is_not_written_to(run: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    everything = Resources([run])
+    for page in everything.pages():
+        assert "error" not in everything.read(page)
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+
+
+def test_a_folder_that_is_deleted_while_it_is_viewed_is_one_line(run: Path) -> None:
+    resources = Resources([run])
+    pages = [*resources.pages(), "0/t/1-0", "0/live"]
+    shutil.rmtree(run)
+    resources.stamps()
+    for page in pages[1:]:
+        assert resources.read(page)["error"] == {"kind": "absent", "text": f"{run}: it is gone"}
+    assert resources.read("runs")["runs"][0]["state"] == "empty"
+
+
+def test_an_empty_folder_is_a_run_without_anything(tmp_path: Path) -> None:
+    found = read(tmp_path, "run")
+    assert (found["kind"], found["state"], found["filed"]) == ("empty", "empty", [])
+    assert read(tmp_path, "metrics")["notes"] == ["no step has ended yet"]
+    with pytest.raises(UserError, match="no folder"):
+        Resources([tmp_path / "absent"])
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["", "x", "9/run", "0", "0/", "0/foo", "0/t/1", "0/t/1-x", "0/t/..-1", "0/steps/../1", "0/routes/1-0/x", "0/t"],
+)
+def test_a_path_that_leads_nowhere_is_one_line(run: Path, path: str) -> None:
+    assert Resources([run]).read(path)["error"]["kind"] in ("unknown", "absent")
+
+
+def test_hostile_text_is_json(tmp_path: Path) -> None:
+    hostile = "</script>\x00\x1b[31m\u202e\ud800"
+    turn = replace(episode(0).turns[0], text=hostile, arguments={"n": 10**30, hostile: [hostile]})
+    odd = replace(episode(0), turns=(turn,), task_id=hostile, patch=hostile)
+    write_trajectories(tmp_path, 1, [Group(hostile, (odd,))])
+    found = read(tmp_path, "t/1-0")
+    assert found["turns"][0]["arguments"]["n"] == str(10**30)
+    assert found["patch"].endswith("?")
+    assert "error" not in read(tmp_path, "trajectories")
+
+
+def test_each_branch_has_its_own_turns_detail_and_routes(tmp_path: Path) -> None:
+    """The second branch shares 5 tokens with the first, and samples other 7 after 7."""
+    folder = branched(tmp_path)
+    found = read(folder, "t/1-0")
+    assert [turn["branch"] for turn in found["turns"]] == [0, 0, 1]
+    root, retry = found["branches"]
+    assert (root["parent"], root["cause"], len(root["tokens"])) == (None, "start", 14)
+    assert (retry["parent"], retry["shared"], retry["cause"], retry["sampled"]) == (0, 5, "rewrite", [[7, 14]])
+    assert retry["versions"] == [[7, 14, "7"]]
+    assert read(folder, "trajectories", branches="2..")["columns"]["tokens"] == [28]
+    (whole,) = read_trajectories(folder, 1)[0].trajectories
+    for number, name in enumerate(("1-0", "1-0.1")):
+        kept, routing = read_detail(step_stem(folder, 1), 0, number), whole.branches[number].routing
+        assert kept is not None
+        assert kept.native_differs is not None
+        assert kept.native_differs.layers is not None
+        assert routing is not None
+        assert np.array_equal(np.array(found["branches"][number]["detail"]["native_gap"], np.float16), kept.native_gap)  # type: ignore[arg-type]
+        assert read(folder, f"routes/{name}/map")["native_differs"] == np.argwhere(kept.native_differs.layers).tolist()
+        assert read(folder, f"routes/{name}")["experts"] == routing.experts.tolist()
+    for name in ("1-0.2", "1-0.x"):
+        assert error(folder, f"routes/{name}/map") == f"absent: {name}: 1-0 has 2 branches, numbered from 0"
+
+
+def test_a_trajectory_of_no_turn(tmp_path: Path) -> None:
+    bare = replace(trajectory(0.0), loss_mask=np.zeros(5, bool), logprobs=np.zeros(5, np.float32), versions=())
+    write_trajectories(tmp_path, 1, [Group("t", (bare,))], verdicts=[Verdict(Fate.EMPTY, 0.0)], details={})
+    (branch,) = read(tmp_path, "t/1-0")["branches"]
+    assert (branch["sampled"], branch["versions"], branch["logprobs"], branch["detail"]) == ([], [], [], None)
+
+
+def test_a_running_run_is_known_by_its_process(run: Path) -> None:
+    import socket
+
+    lock: Callable[[int], object] = lambda pid: (run / ".lock").write_text(  # noqa: E731
+        json.dumps({"pid": pid, "host": socket.gethostname()})
+    )
+    lock(os.getpid())
+    assert read(run, "run")["state"] == "running"
+    (run / ".lock").write_text(json.dumps({"pid": os.getpid(), "host": "elsewhere"}))
+    assert read(run, "run")["state"] == "stopped"
+    assert details_path(step_stem(run, 1)).is_file()
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@pytest.fixture(scope="module")
+def row(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("fuzzed")
+    write_step(folder, 1)
+    return folder, next(read_rows(rows_path(step_stem(folder, 1))))
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_any_row_is_shown_or_is_one_line(row: tuple[Path, dict[str, Any]], data: st.DataObject) -> None:
+    folder, whole = row
+    key = data.draw(st.sampled_from(sorted(whole)))
+    changed = {**whole, key: data.draw(JSON)}
+    path = folder / "trajectories" / "step-000002.jsonl"
+    path.write_text(json.dumps(changed) + "\n")
+    shutil.copy(folder / "trajectories" / "step-000001.safetensors", path.with_suffix(".safetensors"))
+    resources = Resources([folder])
+    for page in ("runs", "0/run", "0/trajectories", "0/steps/2", "0/t/2-0", "0/routes/2-0", "0/routes/2-0/map"):
+        assert resources.body(page)
