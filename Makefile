@@ -42,7 +42,7 @@ docs: ## Build the documentation into site/; a dead link or anchor fails
 	@echo "==> docs: open site/index.html"
 
 bench: setup ## Run the benchmarks and print their ratios
-	@for bench in tests/bench/bench_*.py; do echo "== $$bench"; $(VENV)/python $$bench || exit 1; done
+	@for bench in benchmarks/bench_*.py; do echo "== $$bench"; $(VENV)/python $$bench || exit 1; done
 
 view-build: ## Build the viewer's page from its sources (needs Node)
 	@cd agent_rl/viewer/web && npm ci --silent && npm run --silent build -- $(VIEW_OUT)

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import import_graph
 import pytest
+from support import import_graph
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("sandbox", "tools", "envs", "r3", "agent_rl")

@@ -31,7 +31,7 @@ def steps(target: str) -> str:
         ("test", "agent_rl.bootstrap agents", "-m pytest"),
         ("quickstart", "agent_rl.bootstrap", "agent-rl train"),
         ("quickstart", "agent-rl setup", "agent-rl train"),
-        ("bench", "agent_rl.bootstrap", "tests/bench"),
+        ("bench", "agent_rl.bootstrap", "benchmarks"),
         ("docs", "agent_rl.bootstrap docs", "sphinx-build"),
     ],
 )

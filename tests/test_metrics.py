@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from trajectories import trajectory
+from support.trajectories import trajectory
 
 from agent_rl.config import MAX_STALENESS, Clip, GuardConfig
 from agent_rl.controller.advantages import samples_of

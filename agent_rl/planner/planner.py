@@ -46,7 +46,7 @@ CUDA_BYTES = 3 * GIB
 RANK_PROCESS, ENGINE_PROCESS, DRIVER_PROCESS = int(0.6 * GIB), int(2.1 * GIB), int(0.5 * GIB)
 """Host memory of a process that holds nothing yet, measured on a CPU."""
 GLIBC_SLACK = {"full": 1.5, "selective": 0.5, "none": 0.5}
-"""Freed memory that glibc keeps on a CPU, over what comes and goes at the peak (tests/bench/bench_plan.py): more does
+"""Freed memory that glibc keeps on a CPU, over what comes and goes at the peak (benchmarks/bench_plan.py): more does
 where layers are run again."""
 STATE_BYTES = 12
 """A parameter in a checkpoint: Adam's two moments and the master weight, float32 whatever the training's precision."""

@@ -2,7 +2,7 @@
 
 Two faces of the same rules: :class:`AsyncHttp` for the loop, :class:`BlockingHttp` for the threads of a trainer's rank.
 The loop's is aiohttp: httpx's pool goes through all of its connections at every request, which at 1,024 in flight costs
-a loop seven times the ideal time (``tests/bench/bench_http.py``). The threads' is urllib3: a weight update makes seven
+a loop seven times the ideal time (``benchmarks/bench_http.py``). The threads' is urllib3: a weight update makes seven
 calls in a row, and each takes 1 ms less than by httpx.
 """
 

@@ -16,7 +16,7 @@ from r3.balance.ranks import Slots, level, place
 
 EVEN = 101
 """The fullest rank's load, in percent of the mean, up to which borrowing costs a pass more than it saves
-(tests/bench/bench_balance_step.py)."""
+(benchmarks/bench_balance_step.py)."""
 
 
 def transport(counts: Ints, grid: Grid, *, link_slots: int, within_machine: bool) -> Plans:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from trajectories import trajectory
+from support.trajectories import trajectory
 
 from agent_rl.config import RunConfig
 from agent_rl.controller.advantages import samples_of

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from pipeline_run import Deaths, Life, run_config
+from support.pipeline_run import Deaths, Life, run_config
 
 from agent_rl.controller import train
 from agent_rl.controller.placement import Rooms

@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 import pytest
-from local_server import serving
+from support.local_server import serving
 
 from tools import ToolCall
 from tools.formats import tool_format

@@ -190,7 +190,7 @@ def test_every_setting_has_its_curve(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def matrix() -> ModuleType:
-    path = ROOT / "tests" / "bench" / "run_matrix.py"
+    path = ROOT / "benchmarks" / "run_matrix.py"
     source = importlib.util.spec_from_file_location("run_matrix", path)
     assert source is not None
     assert source.loader is not None

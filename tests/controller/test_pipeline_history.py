@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from trajectories import trajectory
+from support.trajectories import trajectory
 
 from agent_rl.commands.ledger import ledger
 from agent_rl.controller.async_rollout.ledger_file import NAME, History, StepRow, faults, gaps, read_history

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pipeline_run import POINTS, TASKS, TURN_POINTS, Deaths, Life, run_config
+from support.pipeline_run import POINTS, TASKS, TURN_POINTS, Deaths, Life, run_config
 
 from agent_rl.config import RunConfig
 from agent_rl.controller.async_rollout.ledger_file import faults, gaps, read_history
@@ -156,7 +156,7 @@ async def test_steps_whose_every_group_is_uniform_go_on_without_an_update(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dynamic: bool
 ) -> None:
     """With dynamic sampling each draws as many tasks as it may, and is then short of all."""
-    monkeypatch.setattr("pipeline_run._reward", lambda task, number: 0.0)
+    monkeypatch.setattr("support.pipeline_run._reward", lambda task, number: 0.0)
     config = run_config(tmp_path, depth=1, steps=4, dynamic_sampling={"enabled": dynamic, "max_draws": 2})
     await lived(config, [Deaths("episode", 5), Deaths("begun", 3)])
     check_whole(config.run_dir, steps=4)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from trajectories import trajectory
+from support.trajectories import trajectory
 
 from agent_rl.controller.async_rollout.spill import filled, shelving
 from agent_rl.controller.journal import Journal

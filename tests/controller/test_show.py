@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from trajectories import trajectory
+from support.trajectories import trajectory
 
 from agent_rl.commands.show import show
 from agent_rl.errors import UserError

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from evaluations import eval_report
+from support.evaluations import eval_report
 
 from agent_rl.config import RunConfig, TrainConfig
 from agent_rl.controller.state import RunState

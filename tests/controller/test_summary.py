@@ -8,8 +8,8 @@ import math
 from pathlib import Path
 
 import pytest
-from evaluations import eval_report
 from rich.console import Console
+from support.evaluations import eval_report
 
 from agent_rl.config import RunConfig
 from agent_rl.controller.skipped_updates import why_idle

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-import import_graph
-from doc_pages import ROOT
+from support import import_graph
+from support.doc_pages import ROOT
 from test_architecture import BASE, INSIDE_AGENT_RL
 
 PAGE = (ROOT / "docs/architecture.md").read_text()

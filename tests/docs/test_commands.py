@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import doc_pages as pages
 import pytest
 import typer
-from doc_pages import ROOT
+from support import doc_pages as pages
+from support.doc_pages import ROOT
 from traced_step import Layout, trace_step
 
 from agent_rl.cli import app
@@ -171,19 +171,19 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
         "agent-rl model init OUT --shape paper --from-scratch",
     ),
     "trains for hours, or needs such runs: tests/controller/test_figures.py draws small ones": (
-        "python tests/bench/run_matrix.py configs/paper-small.yaml --seeds 0 1 2 --minutes 200",
-        "python tests/bench/run_matrix.py configs/paper-small.yaml train.mini_steps=1 --seeds 0 1 2 --minutes 200",
-        "python tests/bench/run_matrix.py configs/paper-small.yaml name=paper-long train.steps=60 eval.every=20 "
+        "python benchmarks/run_matrix.py configs/paper-small.yaml --seeds 0 1 2 --minutes 200",
+        "python benchmarks/run_matrix.py configs/paper-small.yaml train.mini_steps=1 --seeds 0 1 2 --minutes 200",
+        "python benchmarks/run_matrix.py configs/paper-small.yaml name=paper-long train.steps=60 eval.every=20 "
         "--settings off r3 --seeds 0 1 2 3 --minutes 300",
-        "python tests/bench/run_matrix.py configs/paper-small.yaml name=paper-long train.steps=60 eval.every=20 "
+        "python benchmarks/run_matrix.py configs/paper-small.yaml name=paper-long train.steps=60 eval.every=20 "
         "train.mini_steps=1 --seeds 0 1 2 --minutes 500",
-        "python tests/bench/run_matrix.py configs/paper-small.yaml name=paper-long train.steps=60 eval.every=20 "
+        "python benchmarks/run_matrix.py configs/paper-small.yaml name=paper-long train.steps=60 eval.every=20 "
         "--settings r2 tis gspo gspo-r3 --seeds 0 1 2 --minutes 400",
-        "python tests/bench/run_matrix.py configs/paper-small.yaml name=paper-long-slow train.steps=60 eval.every=20 "
+        "python benchmarks/run_matrix.py configs/paper-small.yaml name=paper-long-slow train.steps=60 eval.every=20 "
         "train.lr=7.5e-5 --settings off --seeds 0 --minutes 60",
-        "python tests/bench/run_matrix.py configs/paper-small.yaml --seeds 0 --settings "
+        "python benchmarks/run_matrix.py configs/paper-small.yaml --seeds 0 --settings "
         "r3 off old-logprob-only update-only sampled-only alternate-layers ahead fresh-only shifted",
-        "python tests/bench/run_matrix.py configs/quickstart.yaml train.mini_steps=4 train.steps=12 eval.tasks=0 "
+        "python benchmarks/run_matrix.py configs/quickstart.yaml train.mini_steps=4 train.steps=12 eval.tasks=0 "
         "--seeds 0 --settings "
         "r3 off old-logprob-only update-only sampled-only alternate-layers ahead fresh-only shifted",
         "agent-rl r3 figures runs/paper-small-off-4-0 runs/paper-small-r3-4-0 --out runs/figures",
@@ -208,13 +208,13 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
         "agent-rl train service.yaml",
     ),
     "measures for minutes": (
-        "python tests/bench/bench_balance_step.py --rounds 4 --tokens 4096",
-        "python tests/bench/bench_balance.py",
-        "python tests/bench/bench_codec.py",
-        "python tests/bench/bench_step.py --rounds 9",
-        "python tests/bench/bench_view.py",
-        "python tests/bench/kills.py --kills 50",
-        "python tests/bench/own_tasks.py --out OUT",
+        "python benchmarks/bench_balance_step.py --rounds 4 --tokens 4096",
+        "python benchmarks/bench_balance.py",
+        "python benchmarks/bench_codec.py",
+        "python benchmarks/bench_step.py --rounds 9",
+        "python benchmarks/bench_view.py",
+        "python benchmarks/kill_runs.py --kills 50",
+        "python benchmarks/own_tasks.py --out OUT",
     ),
     "runs tests, which would run this one": (
         "python -m pytest tests/rollout -q",
@@ -273,7 +273,7 @@ def read_python(arguments: list[str]) -> None:
     if arguments[0] != "-m":
         source = ROOT / arguments[0]
     elif arguments[1] == "pytest":
-        assert all((ROOT / word).exists() for word in arguments if word.startswith("tests"))
+        assert all((ROOT / word).exists() for word in arguments if word.startswith(("tests", "benchmarks")))
         return
     else:
         spec = importlib.util.find_spec(arguments[1])

@@ -6,9 +6,9 @@ import ast
 import tomllib
 from collections.abc import Iterable, Iterator
 
-import doc_pages as pages
 import pytest
 import yaml
+from support import doc_pages as pages
 
 PAGE = pages.ROOT / "CONTRIBUTING.md"
 

@@ -7,8 +7,8 @@ import re
 import subprocess
 from pathlib import Path
 
-import doc_pages as pages
 import pytest
+from support import doc_pages as pages
 
 FILE = re.compile(r"^(?:[\w.-]+/)*(?:[\w-]+\.(?:py|yaml|jinja)|[\w.-]+/)$")
 """A code span that is the path of a file or, with a slash at its end, of a folder."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-import doc_pages as pages
 import pytest
+from support import doc_pages as pages
 
 from agent_rl.config.loader import load_config
 

@@ -15,11 +15,11 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import doc_pages as pages
 import pytest
 import yaml
-from doc_pages import ROOT, Block
 from pydantic import BaseModel
+from support import doc_pages as pages
+from support.doc_pages import ROOT, Block
 
 from agent_rl.config import RunConfig
 from agent_rl.config.loader import load_config

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rehearsed_ranks import config_of, write_model
+from support.dryrun_ranks import config_of, write_model
 
 from agent_rl.config import RunConfig
 from agent_rl.dryrun import run

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rehearsed_ranks import config_of, rehearsed, write_30b, write_model
+from support.dryrun_ranks import config_of, rehearsed, write_30b, write_model
 
 from agent_rl.config import RunConfig
 from agent_rl.dryrun.job import RankRecord

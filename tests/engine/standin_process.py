@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import orjson
-from local_server import serving
+from support.local_server import serving
 
 
 async def main(port: int, folder: Path, host: str = "127.0.0.1") -> None:

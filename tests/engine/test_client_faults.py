@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
-from local_server import Handler, serving
+from support.local_server import Handler, serving
 
 from agent_rl.config import EngineConfig
 from agent_rl.engine.factory import check_engines, open_engine

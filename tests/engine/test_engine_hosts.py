@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ray_nodes import kill_node, ray_node
 from standin_sglang import make_interpreter
+from support.ray_nodes import kill_node, ray_node
 from test_keeper import FACTS as DENSE_BELOW
 from test_keeper import SAMPLE
 

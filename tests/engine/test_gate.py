@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
-from local_server import serving
-from loop_clock import LoopClock
+from support.local_server import serving
+from support.loop_clock import LoopClock
 
 from agent_rl.config import EngineConfig
 from agent_rl.engine.generation_gate import TurnGate

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
-from local_server import serving
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
+from support.local_server import serving
 
 from agent_rl.config import EngineConfig
 from agent_rl.engine.sglang import SGLangEngine

@@ -12,9 +12,9 @@ import httpx
 import numpy as np
 import pytest
 from engine_proxy import Fault, proxy
-from routing_rows import slice_rows
 from server_control import idle, tell
-from trajectories import trajectory
+from support.routing_rows import slice_rows
+from support.trajectories import trajectory
 
 from agent_rl.config import EngineConfig, GuardConfig, R3Config
 from agent_rl.engine.sglang import SGLangEngine

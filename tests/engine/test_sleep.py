@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
-from local_server import serving
 from standin_sglang import make_interpreter
+from support.local_server import serving
 
 from agent_rl.config import EngineConfig, RunConfig
 from agent_rl.engine import supervisor as keeping

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from local_server import serving
+from support.local_server import serving
 from test_weight_sync import FileTrainer, OneBitOff, Setting, setting_of, torch
 
 from agent_rl.config import EngineConfig

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from local_server import serving
 from server_control import idle, load
+from support.local_server import serving
 
 from agent_rl.config import EngineConfig
 from agent_rl.engine.sglang import SGLangEngine

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from support.contexts import context_of
 
 from envs import EnvContext
 from envs.swe import SweEnvironment, SweEpisode, diff_files, grade_patch, read_jsonl
@@ -15,7 +16,6 @@ from envs.swe.adjudication import read_run
 from envs.swe.reward_hacks import FORCE_PASSES, PATCH_PYTEST, forge_summary
 from envs.swe.sandboxes import box_spec, run_tests
 from sandbox import SandboxSpec
-from tests.contexts import context_of
 
 BUILT = Path(__file__).parents[2] / ".cache/tasks/real.jsonl"
 pytestmark = [

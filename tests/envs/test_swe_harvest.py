@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from local_server import serving
+from support.local_server import serving
 
 from envs import EnvContext
 from envs.swe.records import SweRecord

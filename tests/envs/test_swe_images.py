@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
-import containers
 import pytest
+from support import containers
 from typer.testing import CliRunner
 
 from agent_rl.cli import app

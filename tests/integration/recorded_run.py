@@ -31,8 +31,8 @@ from agent_rl.engine.http import AsyncHttp
 from agent_rl.engine.load import EngineLoad
 from agent_rl.model_facts import read_facts
 from agent_rl.observe.display import Display
-from journal_rows import read_journal
 from numpy.typing import NDArray
+from support.journal_rows import read_journal
 
 from agent_rl.config import RunConfig
 from agent_rl.controller.state import RunState

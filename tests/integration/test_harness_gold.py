@@ -26,7 +26,7 @@ from r3.payload import RouteLayout
 from tools import tool_format
 
 ROOT = Path(__file__).parents[2]
-PROGRAM = ROOT / "tests" / "gateway" / "programs" / "quickstart_agent.py"
+PROGRAM = ROOT / "tests" / "endpoint" / "programs" / "quickstart_agent.py"
 
 LAYOUT = RouteLayout(2, (0, 1), 32, 2)
 pytestmark = [pytest.mark.bubblewrap, pytest.mark.exhaustive]

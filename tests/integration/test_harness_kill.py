@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from journal_rows import read_journal
 from killed_run import Life
 from marked import processes
+from support.journal_rows import read_journal
 
 from agent_rl.controller.async_rollout.ledger_file import faults, gaps, read_history
 from agent_rl.endpoint.server import FOLDER
@@ -24,7 +24,7 @@ from agent_rl.monitoring.metrics_log import read_metrics
 
 pytestmark = [pytest.mark.megatron, pytest.mark.bubblewrap, pytest.mark.exhaustive, pytest.mark.timeout(1200)]
 
-PROGRAMS = Path(__file__).parents[1] / "gateway" / "programs"
+PROGRAMS = Path(__file__).parents[1] / "endpoint" / "programs"
 GROUP = 2
 
 

@@ -21,7 +21,7 @@ from agent_rl.rollout.episode import EpisodeRules, run_episode
 from agent_rl.types import Trajectory
 
 ROOT = Path(__file__).parents[2]
-PROGRAM = ROOT / "tests" / "gateway" / "programs" / "quickstart_agent.py"
+PROGRAM = ROOT / "tests" / "endpoint" / "programs" / "quickstart_agent.py"
 TASKS = 256
 
 pytestmark = [pytest.mark.sglang, pytest.mark.bubblewrap, pytest.mark.exhaustive]

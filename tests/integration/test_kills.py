@@ -1,5 +1,7 @@
-"""Killed at chosen points, a run goes on as if it never had been: bit for bit. ``tests/bench/kills.py`` takes many more
-points, at random."""
+"""Killed at chosen points, a run goes on as if it never had been: bit for bit.
+
+``benchmarks/kill_runs.py`` takes many more points, at random.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from journal_rows import read_journal
 from killed_run import Life, broken, episodes, exact, settled, step_saved, write_config
 from marked import kill_rank
+from support.journal_rows import read_journal
 
 from agent_rl.controller.async_rollout.ledger_file import faults, gaps, read_history
 from agent_rl.models.builtin import install_model

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from integration_run import Run, wait
-from journal_rows import read_journal
 from killed_run import exact
 from marked import kill_rank
 from safetensors.numpy import load_file
+from support.journal_rows import read_journal
 
 from agent_rl.monitoring.metrics_log import read_metrics
 from agent_rl.rollout.records import read_trajectories, step_stem

@@ -116,7 +116,7 @@ def _in_a_graph() -> list[Tensor]:
 @pytest.mark.timeout(600)
 def test_8192_tokens_train_in_little_memory(tmp_path: Path) -> None:
     """In a process of its own, it takes 183 MiB on top of the model. One head's attention matrix would be 256 MiB."""
-    script = Path(__file__).parents[1] / "bench" / "bench_long.py"
+    script = Path(__file__).parents[2] / "benchmarks" / "bench_long.py"
     command = [sys.executable, str(script), "--point", "--lengths", "8192", "--model", "small"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=550)
     assert json.loads(done.stdout.strip().splitlines()[-1])["bytes"] < 300 << 20

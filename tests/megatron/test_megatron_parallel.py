@@ -13,7 +13,7 @@ import layout_matrix as matrix
 import numpy as np
 import torch
 from layout_matrix import RUNS, TWO_RANKS
-from whole_pieces import whole_parameters, whole_part
+from support.checkpoint_pieces import whole_parameters, whole_part
 
 from agent_rl.train.checkpoint import folder as checkpoint
 

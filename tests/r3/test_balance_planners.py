@@ -12,12 +12,12 @@ from balance_grids import grids, skewed_counts
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from support.balance_workloads import REGIMES, Pass, skewed_steps
 
 from r3.balance import Grid, Options, PlanError, Plans, plan_pass
 from r3.balance.baselines import eplb, eplb_around_homes
 from r3.balance.cost import Cost, borrowed, busiest_link, imbalance, links, machine_floor, rank_load
 from r3.balance.plan import Ints
-from r3.balance.skews import REGIMES, Pass, skewed_steps
 from r3.balance.transport import EVEN
 
 seeds = st.integers(0, 2**32 - 1)
@@ -99,7 +99,7 @@ def test_links_are_what_quotas_send(grid: Grid, seed: int) -> None:
 
 def test_the_same_counts_give_the_same_plans_in_another_process_with_other_threads_and_hashes() -> None:
     code = (
-        "from r3.balance import Grid, Options, plan_pass; from r3.balance.skews import *;"
+        "from r3.balance import Grid, Options, plan_pass; from support.balance_workloads import *;"
         "grid = Grid(128, 16, 4, tuple(rank // 8 for rank in range(16)));"
         "counts = next(skewed_steps(REGIMES['main'], grid, Pass(2, 3), 0));"
         "expected = counts.sum(axis=(0, 2));"

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 from balance_grids import grids, skewed_counts
 from hypothesis import given
 from hypothesis import strategies as st
+from support.balance_workloads import REGIMES, Pass, captured, skewed_steps
 
+from benchmarks.balance_stages import Stages, pour, staged, update_within_machine
 from r3.balance import Grid, Options, Plans, plan_pass
 from r3.balance.cost import busiest_link, imbalance, machine_floor, rank_load
 from r3.balance.expert_placement import measured_home
 from r3.balance.plan import Ints
-from r3.balance.skews import REGIMES, Pass, skewed_steps
-from r3.balance.stages import Stages, pour, staged, update_within_machine
 
 seeds = st.integers(0, 2**32 - 1)
 EP16 = Grid(128, 16, 10, tuple(rank // 8 for rank in range(16)))
@@ -100,19 +99,6 @@ def test_plans_on_measured_homes_are_even_too() -> None:
         plans.check()
         floor = machine_floor(grid, counts) if within else 1.0
         assert np.quantile(imbalance(rank_load(plans)) / floor, 0.95) <= 1.005
-
-
-def captured(ranks: int) -> Ints:
-    """``[M, 4, R, 8]``: four trajectories a rank and micro-batch, of 64 that the quickstart's model sampled.
-
-    The file holds their tokens by trajectory, layer and expert, uint8 ``[64, 4, 8]``, counted from the routes that
-    ``agent-rl rollout configs/quickstart.yaml`` archived for 8 tasks in groups of 8.
-    """
-    found = np.load(Path(__file__).parent / "quickstart_counts.npy").astype(np.int32)
-    rng, parts = np.random.default_rng(0), []
-    for _ in range(20):
-        parts.append(found[rng.permutation(64)].reshape(-1, ranks, 4, *found.shape[1:]).sum(axis=2, dtype=np.int32))
-    return np.concatenate(parts).swapaxes(1, 2)
 
 
 @pytest.mark.parametrize(("ranks", "before", "worst"), [(2, 1.15, 1.005), (4, 1.3, 1.07)])

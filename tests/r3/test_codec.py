@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from routing_rows import encode_payload
+from support.routing_rows import encode_payload
 
 from r3.payload import RouteLayout, decode_payload, extract_payload, narrow
 from r3.routing import RoutingError, check_experts

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from routing_rows import concat, slice_rows
+from support.routing_rows import concat, slice_rows
 
 from r3.routing import Routing, RoutingError, Span, SpanKind, validate
 from r3.stitch import RouteStitcher

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.contexts import context_of
 
 from envs import EnvContext, Grade, TaskRecordError
 from envs.swe import SweRecord, diff_files, grade_patch
@@ -17,7 +18,6 @@ from envs.swe.isolate import isolate
 from envs.swe.records import parse_record
 from envs.swe.sandboxes import box_spec, run_apart, run_tests
 from sandbox import SandboxPool, SandboxSpec
-from tests.contexts import context_of
 from tests.redteam.attack import held
 
 pytestmark = pytest.mark.redteam

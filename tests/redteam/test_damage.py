@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from support.contexts import context_of
 
 from envs import EnvContext, Grade
 from envs.mini import generate, to_record
 from envs.swe import SweRecord, diff_files, start_episode
 from sandbox import SandboxSpec
 from sandbox.docker.backend import DEFAULT_IMAGE
-from tests.contexts import context_of
 from tests.envs.conftest import BROKEN, FIXED, TESTS
 from tests.redteam.attack import held
 from tools import ToolCall

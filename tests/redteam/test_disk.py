@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.contexts import used_backend_of
 
 from envs import EnvContext
 from envs.swe import SweRecord, diff_files, start_episode
@@ -25,7 +26,6 @@ from sandbox.docker.box import DockerBox
 from sandbox.docker.disk import Written
 from sandbox.docker.engine import connect
 from sandbox.types import OVERGROWN
-from tests.contexts import used_backend_of
 from tests.envs.images import SYSTEM, folder_image
 from tests.redteam.attack import held
 

@@ -7,10 +7,10 @@ import time
 from collections.abc import AsyncIterator
 
 import pytest
+from support.contexts import used_backend_of
 
 from sandbox import SandboxBackend, SandboxSpec
 from sandbox.output_throttle import Toll
-from tests.contexts import used_backend_of
 from tests.redteam.attack import held
 
 pytestmark = [pytest.mark.redteam]

@@ -8,15 +8,15 @@ import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-import containers
 import pytest
+from support import containers
+from support.contexts import context_of
 
 from envs import EnvContext
 from envs.swe import SweRecord, diff_files, start_episode
 from envs.swe.diff.git_diff import patched_paths
 from sandbox import ImagePolicy, SandboxSpec, SandboxStartError, SandboxUnavailableError, open_backend
 from sandbox.docker.engine import connect
-from tests.contexts import context_of
 from tests.envs.images import GIT_WITH_A_FUTURE, SYSTEM, folder_image
 from tests.redteam.attack import held
 

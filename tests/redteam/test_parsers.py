@@ -14,6 +14,7 @@ import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
+from support.trajectories import trajectory
 
 from agent_rl.commands.show import show
 from agent_rl.errors import AgentRlError
@@ -37,7 +38,6 @@ from envs.swe.integrity import Witness
 from envs.swe.pytest_log import count_summaries, judge, parse_summary
 from tests.envs.conftest import BROKEN, FIXED
 from tests.redteam.attack import held
-from tests.trajectories import trajectory
 
 pytestmark = pytest.mark.redteam
 fuzz = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from support.contexts import context_of
 
 from envs import EnvContext
 from envs.swe import SweRecord, diff_files, grade_patch, start_episode
@@ -19,7 +20,6 @@ from envs.swe.pytest_log import judge
 from envs.swe.sandboxes import box_spec, run_tests
 from sandbox import SandboxFileError, SandboxSpec
 from sandbox.docker.backend import DEFAULT_IMAGE
-from tests.contexts import context_of
 from tests.envs.conftest import BROKEN, FIXED, TESTS
 from tests.redteam.attack import held
 

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.contexts import context_of
 
 from envs import EnvContext, Grade
 from envs.mini import generate, to_record
 from envs.swe import SweRecord, diff_files, grade_patch
 from sandbox import SandboxSpec
 from sandbox.factory import open_backend
-from tests.contexts import context_of
 from tests.envs.conftest import BROKEN, FIXED, TESTS
 from tests.redteam.attack import held
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from trajectories import trajectory
+from support.trajectories import trajectory
 
 from agent_rl.errors import EngineUnreachable
 from agent_rl.rollout.route_audit import Auditor, audit_metrics, compare

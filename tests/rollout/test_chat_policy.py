@@ -12,7 +12,7 @@ import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from local_server import serving
+from support.local_server import serving
 
 from agent_rl.errors import EngineRejected, EngineUnreachable, UserError
 from agent_rl.rollout.chat_policy import ChatEngine, Endpoint

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loop_clock import LoopClock
+from support.loop_clock import LoopClock
 
 from agent_rl.config import EnvConfig, R3Config, RolloutConfig
 from agent_rl.errors import EngineUnreachable, RoutesMissingError

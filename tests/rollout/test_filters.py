@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from trajectories import trajectory
+from support.trajectories import trajectory
 
 from agent_rl.rollout.filters import filter_metrics, length_report, masked_stops, teaches
 from agent_rl.types import Group, StopReason, Trajectory

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
-from trajectories import trajectory
+from support.trajectories import trajectory
 
 from agent_rl.engine.types import Scores
 from agent_rl.errors import EngineRejected, EngineUnreachable, RolloutFailed

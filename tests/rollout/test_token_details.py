@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.trajectories import trajectory
 
 from agent_rl.errors import AgentRlError
 from agent_rl.rollout.records import step_stem, write_trajectories
@@ -20,7 +21,6 @@ from agent_rl.rollout.token_details import (
 from agent_rl.types import Group, TokenDetail
 from r3.mismatch.report import k3_kl
 from r3.routing import Routing
-from tests.trajectories import trajectory
 
 LAYERS = 48
 

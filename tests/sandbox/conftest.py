@@ -15,7 +15,7 @@ from typing import Any
 import docker.errors
 import pytest
 import pytest_asyncio
-from ray_nodes import ray_node
+from support.ray_nodes import ray_node
 
 from agent_rl.train.ray_session import ray_cluster
 from sandbox import (

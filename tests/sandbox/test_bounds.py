@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from loop_clock import LoopClock
+from support.loop_clock import LoopClock
 
 from sandbox import SandboxError
 from sandbox.timeouts import bounded, turn, uncharged

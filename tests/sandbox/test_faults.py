@@ -13,7 +13,7 @@ import pytest
 from sandbox.reap import open_place
 
 CHURN = Path(__file__).with_name("churn.py")
-COUNT = 40  # tests/bench/bench_sandbox.py has 300
+COUNT = 40  # benchmarks/bench_sandbox.py has 300
 
 
 @pytest.mark.timeout(240)

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any, cast
 
 import pytest
+from support.contexts import used_backend_of
 
 from sandbox import (
     SandboxBackend,
@@ -20,7 +21,6 @@ from sandbox import (
 from sandbox.docker.box import DockerBox
 from sandbox.docker.engine import EngineClient
 from sandbox.types import OVERGROWN
-from tests.contexts import used_backend_of
 
 about = EngineClient.info
 

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray_nodes import kill_node, ray_node
+from support.ray_nodes import kill_node, ray_node
 
 from agent_rl.commands.health import check_sandboxes
 from agent_rl.config import RolloutConfig, RunConfig

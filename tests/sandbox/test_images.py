@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import containers
 import pytest
-from loop_clock import LoopClock
+from support import containers
+from support.loop_clock import LoopClock
 
 from sandbox import ImageMissingError, ImagePolicy, ImagePullError, SandboxError, SandboxPool, SandboxSpec, bounded
 from sandbox.docker.backend import DockerBackend

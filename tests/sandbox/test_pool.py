@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from loop_clock import LoopClock
+from support.loop_clock import LoopClock
 
 from sandbox import Sandbox, SandboxError, SandboxPool, SandboxSpec, SandboxStartError, bounded
 from sandbox.bubblewrap.backend import BubblewrapBackend

@@ -1,7 +1,7 @@
 """Our R2E-Gym tools against R2E-Gym's own scripts: the same turns, the same answers, the same files.
 
-The scripts' answers are recorded (``tests/r2egym_scripts.py`` made them, and names the commit); with ``R2E_GYM`` naming
-a checkout they are asked anew.
+The scripts' answers are recorded (``tests/support/r2egym_scripts.py`` made them, and names the commit); with
+``R2E_GYM`` naming a checkout they are asked anew.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import pytest
-import r2egym_scripts
-import r2egym_turns
+from support import r2egym_scripts, r2egym_turns
 
 from sandbox import Sandbox, SandboxBackend, SandboxSpec, open_backend
 from tools import ParseFailure

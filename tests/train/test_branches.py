@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import trajectories
+from support import trajectories
 
 from agent_rl.controller.advantages import samples_of
 from agent_rl.rollout.filters import filter_metrics

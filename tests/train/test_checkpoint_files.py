@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from whole_pieces import whole_part
+from support.checkpoint_pieces import whole_part
 
 from agent_rl.config import ParallelConfig
 from agent_rl.errors import ConfigError, TrainerError, UserError

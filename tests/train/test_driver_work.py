@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from standin_ranks import StandInRanks
+from support.fake_workers import FakeWorkers
 
 from agent_rl.config import RunConfig
 from agent_rl.train import ray_trainer
@@ -34,7 +34,7 @@ def sample_of(length: int) -> Sample:
 def trainer_of(samples: list[Sample]) -> RayTrainer:
     train = {"microbatch_tokens": 32, "mini_steps": 2, "parallel": {"world_size": RANKS, "expert": RANKS}}
     trainer = RayTrainer(RunConfig.model_validate({"name": "test", "model": Path("none"), "train": train}))
-    trainer.ranks = StandInRanks(samples, RANKS, LAYERS)  # type: ignore[assignment]
+    trainer.ranks = FakeWorkers(samples, RANKS, LAYERS)  # type: ignore[assignment]
     return trainer
 
 

@@ -8,7 +8,7 @@ from typing import get_args
 
 import numpy as np
 import pytest
-from trajectories import trajectory
+from support.trajectories import trajectory
 
 torch = pytest.importorskip("torch")
 

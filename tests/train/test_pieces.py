@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from whole_pieces import whole_part
+from support.checkpoint_pieces import whole_part
 
 from agent_rl.errors import TrainerError
 from agent_rl.train.checkpoint.pieces import Part, PieceReader, Stretch, write_pieces

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 from playwright.sync_api import BrowserContext, Page, expect
-from view_pages import eventually, opened
-from view_samples import SampleRun, SampleSource, Served
+from support.viewer_pages import eventually, opened
+from support.viewer_samples import SampleRun, SampleSource, Served
 
 from agent_rl.rollout.records import read_trajectories, step_stem
 from agent_rl.rollout.token_details import read_detail

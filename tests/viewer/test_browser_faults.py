@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, expect
-from view_pages import eventually, opened
-from view_runs import branched, damage, detail, episode, evaluation, write_run, write_step
-from view_samples import SampleRun, SampleSource, Served
+from support.trajectories import trajectory
+from support.viewer_pages import eventually, opened
+from support.viewer_runs import branched, damage, detail, episode, evaluation, write_run, write_step
+from support.viewer_samples import SampleRun, SampleSource, Served
 
 from agent_rl.config.builtin import MODELS
 from agent_rl.monitoring.metrics_log import MetricsLog
@@ -23,7 +24,6 @@ from agent_rl.rollout.records import encode_trajectory, rows_path, step_stem, wr
 from agent_rl.types import Fate, Group, StopReason, Trajectory, Verdict, VersionSpan
 from agent_rl.viewer.api import Resources
 from agent_rl.viewer.export import export
-from tests.trajectories import trajectory
 
 pytestmark = pytest.mark.browser
 

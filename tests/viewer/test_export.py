@@ -9,7 +9,7 @@ from pathlib import Path
 
 import orjson
 import pytest
-from view_samples import SampleRun, SampleSource
+from support.viewer_samples import SampleRun, SampleSource
 
 from agent_rl.commands.view import run_view
 from agent_rl.errors import UserError

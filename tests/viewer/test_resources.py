@@ -15,7 +15,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
-from view_runs import EXPERTS, GROUPS, LAYERS, branched, damage, episode, evaluation, write_run, write_step
+from support.trajectories import trajectory
+from support.viewer_runs import EXPERTS, GROUPS, LAYERS, branched, damage, episode, evaluation, write_run, write_step
 
 from agent_rl.errors import UserError
 from agent_rl.monitoring.metrics_log import MetricsLog
@@ -38,7 +39,6 @@ from agent_rl.types import (
 )
 from agent_rl.viewer.api import Resources
 from agent_rl.viewer.index import Index
-from tests.trajectories import trajectory
 
 CAPTURED = Path(__file__).parent.parent / "captured"
 

@@ -9,7 +9,7 @@ from contextlib import closing
 
 import httpx
 import pytest
-from view_samples import SampleRun, SampleSource, Served
+from support.viewer_samples import SampleRun, SampleSource, Served
 
 from agent_rl.errors import UserError
 from agent_rl.utils.concurrency import beside

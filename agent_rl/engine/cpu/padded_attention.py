@@ -16,7 +16,7 @@ def are_attended_at_once(lengths: Tensor, asked: Tensor, heads: int) -> bool:
     ``heads`` are few enough to be padded, too.
 
     With 64 sequences of 150 tokens it takes a third of the time of a call a sequence for a new token each, and a
-    quarter for twenty (``tests/bench/bench_attention.py``).
+    quarter for twenty (``benchmarks/bench_attention.py``).
     """
     longest, most = int(lengths.max()), int(asked.max())
     padded = len(lengths) * longest

@@ -16,7 +16,7 @@ def are_small(up_and_gate: Tensor) -> bool:
     small, so that it is calls that cost.
 
     With 8 of 128 experts of 128 x 16 and 64 tokens it takes half the time of a call an expert
-    (``tests/bench/bench_experts.py``).
+    (``benchmarks/bench_experts.py``).
     """
     return up_and_gate.numel() <= _MOST_WEIGHTS
 

@@ -12,7 +12,7 @@ of E a token, V vocabulary::
 
 So a sequence costs ``linear n + quadratic n (n + 1)``. The same FLOPs per token are Narayanan et al.'s, arXiv
 2104.04473, appendix, with causal attention counted once and no vocabulary recomputation. What the hardware makes of a
-FLOP differs between these parts; ``tests/bench/bench_packing.py`` compares the model with measured times.
+FLOP differs between these parts; ``benchmarks/bench_packing.py`` compares the model with measured times.
 """
 
 from __future__ import annotations
