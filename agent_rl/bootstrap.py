@@ -31,8 +31,8 @@ class BootstrapError(Exception):
 
 
 def engine_venv() -> Path:
-    """The engine environment's folder: the checkout's, else beside the environment that agent-rl is installed in, else
-    (agent-rl in no virtual environment) in the working folder."""
+    """The engine environment's directory: the checkout's, else beside the environment that agent-rl is installed in,
+    else (agent-rl in no virtual environment) in the working directory."""
     if (ROOT / "pyproject.toml").is_file():
         return ROOT / ".venv-engine"
     return (Path.cwd() if sys.prefix == sys.base_prefix else Path(sys.prefix).parent) / ".venv-engine"
@@ -111,7 +111,7 @@ def build_docs() -> None:
 
 
 def build_agents() -> None:
-    """The agent program that the tests drive, in boxes of the trainer environment's Python."""
+    """The agent program that the tests drive, in sandboxes of the trainer environment's Python."""
     into = ("--no-deps", "--upgrade", "--target", MINI_SWE_AGENT)
     run(make_venv(TRAINER), "install", "--quiet", "--progress-bar=on", *into, "-r", MINI_SWE_AGENT_REQUIREMENTS)
 

@@ -1,7 +1,8 @@
 """Keeps a user's own ``tools``, ``envs``, ``sandbox`` or ``r3`` from being taken for our packages of these names.
 
-``import agent_rl`` puts a finder before Python's import path, which would ask the working folder first. Where both are
-wanted in one process only one can have the name: then the import fails with a line that names both folders.
+``import agent_rl`` puts a finder before Python's import path, which would ask the working directory first. Where
+both are wanted in one process only one can have the name: then the import fails with a line that names both
+directories.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ HOME = Path(__file__).parent.parent
 
 
 class OwnPackages(MetaPathFinder):
-    """Finds our packages beside ``agent_rl``, wherever else a folder of their names lies."""
+    """Finds our packages beside ``agent_rl``, wherever else a directory of their names lies."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """The place of our package or of a module in it; None for any other name.
 
-        Raises ImportError for a module that ours lacks where a foreign folder of the package's name may have it.
+        Raises ImportError for a module that ours lacks where a foreign directory of the package's name may have it.
         """
         package, _, module = fullname.partition(".")
         if package not in PACKAGES or (path is not None and not _is_ours(package, path)):
@@ -35,7 +36,7 @@ class OwnPackages(MetaPathFinder):
         if found is None and module and (foreign := _foreign(package)):
             raise ImportError(
                 f"{foreign} has the name of agent-rl's package {package} (at {HOME / package}), which has no "
-                f"{module!r}: rename that folder"
+                f"{module!r}: rename that directory"
             )
         return found
 
@@ -58,6 +59,6 @@ def _is_ours(package: str, places: Sequence[str]) -> bool:
 
 
 def _foreign(package: str) -> Path | None:
-    """The first folder or module of that name on the import path that is not ours."""
+    """The first directory or module of that name on the import path that is not ours."""
     named = [Path(entry).absolute() / name for entry in sys.path for name in (package, f"{package}.py")]
     return next((path for path in named if path.exists() and not _is_ours(package, [str(path)])), None)

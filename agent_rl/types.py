@@ -31,7 +31,7 @@ class StopReason(StrEnum):
     PARSE_FAILURES = "parse_failures"  # too many turns in a row held no well-formed tool call
     PROGRAM_FAILED = "program_failed"  # the agent program failed after a reply had reached it, whoever's fault that is
     SANDBOX_FAILURE = "sandbox_failure"  # infrastructure: the sandbox or the grading broke
-    HOST_LOST = "host_lost"  # infrastructure: the machine that its box was on is gone
+    HOST_LOST = "host_lost"  # infrastructure: the machine that its sandbox was on is gone
     HARNESS_FAILURE = "harness_failure"  # infrastructure: the agent program ended before a reply reached it
     ENGINE_FAILURE = "engine_failure"  # infrastructure: the engine failed past its retry budget
     UNDECIDABLE = "undecidable"  # the task's own parts keep it from ever being graded
@@ -55,7 +55,7 @@ _WITHOUT_REWARD = frozenset(
 )
 
 
-class Fate(StrEnum):
+class TrainingStatus(StrEnum):
     """What training made of a trajectory."""
 
     TRAINED = "trained"
@@ -67,10 +67,10 @@ class Fate(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """A trajectory's fate, and its advantage where one was taken; None where nobody trained."""
+class TrainingDecision:
+    """A trajectory's training status, and its advantage where one was taken; None where nobody trained."""
 
-    fate: Fate | None
+    training_status: TrainingStatus | None
     advantage: float | None = None
 
 
@@ -259,7 +259,7 @@ class Trajectory:
     ``began``: the Unix time at which it got its place among the episodes in flight, after ``queue_seconds`` of waiting
     (0: not recorded); its task took ``start_seconds`` to start, and grading began ``grade_began`` seconds after it did.
     ``recovered``: it was sampled by an earlier start of the run, so this process's clock says nothing of it.
-    ``replayed_turns``: so many of its turns were sampled before its box or its run was lost, and taken again.
+    ``replayed_turns``: so many of its turns were sampled before its sandbox or its run was lost, and taken again.
     These arrays are the first branch's; ``further`` are those that an agent program's conversation had besides.
     ``harness`` counts what its program did: ``rewrites``, ``retries``, ``echo_differs``.
     """
@@ -370,19 +370,19 @@ class TokenFlag(IntFlag):
 class TokenDetail:
     """What the trainer saw of one sample's ``S`` tokens, ``n`` of them sampled, in ``layers`` MoE layers.
 
-    ``gap`` and ``native_gap`` float32 ``[n]``: the trainer's log-prob less the engine's, with the configured replay and
-    without any. ``entropy`` float16 ``[n]``, ``flags`` uint8 ``[n]`` (:class:`TokenFlag`). ``differs`` and
-    ``native_differs`` uint8 ``[S, ceil(layers / 8)]``: a bit for each MoE layer whose experts differ from the
+    ``gap`` and ``gap_without_replay`` float32 ``[n]``: the trainer's log-prob less the engine's, with the configured
+    replay and without any. ``entropy`` float16 ``[n]``, ``flags`` uint8 ``[n]`` (:class:`TokenFlag`). ``differs`` and
+    ``differs_without_replay`` uint8 ``[S, ceil(layers / 8)]``: a bit for each MoE layer whose experts differ from the
     rollout's, where the token was the input. None: not measured.
     """
 
     gap: NDArray[np.float32]
-    native_gap: NDArray[np.float32] | None
+    gap_without_replay: NDArray[np.float32] | None
     entropy: NDArray[np.float16] | None
     flags: NDArray[np.uint8]
     layers: int
     differs: NDArray[np.uint8] | None
-    native_differs: NDArray[np.uint8] | None
+    differs_without_replay: NDArray[np.uint8] | None
 
 
 @dataclass(frozen=True, slots=True)

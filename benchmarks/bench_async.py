@@ -29,10 +29,10 @@ import numpy as np
 from support.trajectories import trajectory
 
 from agent_rl.config import RunConfig
-from agent_rl.controller.async_rollout.buffer import BufferRules, WorkBuffer
-from agent_rl.controller.async_rollout.producer import RolloutPump
+from agent_rl.controller.async_rollout.buffer import BufferRules, RolloutBuffer
+from agent_rl.controller.async_rollout.producer import RolloutProducer
 from agent_rl.controller.async_rollout.task_ledger import Ledger
-from agent_rl.engine.generation_gate import TurnGate
+from agent_rl.engine.generation_gate import GenerationGate
 from agent_rl.rollout.group import EpisodeRunner
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.rollout.turn_log import TurnLog
@@ -102,7 +102,7 @@ def durations(seed: int) -> Iterator[float]:
 class Episodes:
     """Runs episodes that a closed gate interrupts."""
 
-    gate: TurnGate
+    gate: GenerationGate
     seconds: Iterator[float]
     version: int = 0
     ended: int = 0
@@ -139,13 +139,13 @@ async def run(depth: int, staleness: int, train_seconds: float, seed: int = 0) -
         {
             "name": "bench", "model": Path("m"), "train": {"old_logprob": {"source": "rollout"}},
             "rollout": {"tasks_per_step": GROUPS, "group_size": SIZE},
-            "pipeline": {"depth": depth, "max_staleness": staleness},
+            "async_rollout": {"depth": depth, "max_staleness": staleness},
         }
     )  # fmt: skip
-    buffer = WorkBuffer(BufferRules(GROUPS, depth, staleness, 4 * GROUPS, STEPS), Ledger())
-    episodes = Episodes(TurnGate(), durations(seed))
+    buffer = RolloutBuffer(BufferRules(GROUPS, depth, staleness, 4 * GROUPS, STEPS), Ledger())
+    episodes = Episodes(GenerationGate(), durations(seed))
     journal: Any = NoJournal()
-    pump = RolloutPump(config, TASKS, buffer, journal, episodes, limiter=Limiter(SLOTS))
+    pump = RolloutProducer(config, TASKS, buffer, journal, episodes, limiter=Limiter(SLOTS))
     idle, ends, lags = list[float](), list[float](), list[int]()
     async with pump.running():
         for step in range(1, STEPS + 1):

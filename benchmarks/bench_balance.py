@@ -84,7 +84,7 @@ def planner_table(report: Report, size: Pass) -> None:
             report.row(f"{case}, unbalanced", lambda c=counts, g=grid: sequential(c, g))
             report.row(f"{case}, recompute", lambda c=counts, g=grid: plan_pass(c, g, Options()), rounds=ROUNDS)
             if grid.machines > 1:
-                inside = Options(within_machine=True)
+                inside = Options(within_node=True)
                 floor = machine_floor(grid, counts)
                 report.row(
                     f"{case}, update within a machine, load over its floor of {np.median(floor):.3f}",
@@ -130,7 +130,7 @@ def ablation_table(report: Report, size: Pass) -> None:
     report.row("without 4 (shares)", lambda: staged(counts, grid, replace(all_four, sweeps=0)))
     report.row("1 alone", lambda: staged(counts, grid, Stages(0, 0, 0)))
     report.row("update within a machine, Algorithm 3", lambda: update_within_machine(counts, grid, 2))
-    inside, slots = Options(within_machine=True), replace(grid, slots=4)
+    inside, slots = Options(within_node=True), replace(grid, slots=4)
     report.row("update within a machine, transport, 4 slots", lambda: plan_pass(counts, slots, inside))
     report.row("update across machines, transport, 4 slots", lambda: plan_pass(counts, slots, Options()))
     floors = [float(np.median(machine_floor(g, counts))) for g in (contiguous, grid)]

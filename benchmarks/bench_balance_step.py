@@ -175,7 +175,7 @@ def _loss(logprobs: Tensor, _entropy: Tensor | None, _batch: PackedBatch) -> tup
     return -logprobs.mean(), {}
 
 
-def bench_of(ranks: int, rank: int, load: float, tokens: int, folder: Path, device: torch.device) -> Bench:
+def bench_of(ranks: int, rank: int, load: float, tokens: int, directory: Path, device: torch.device) -> Bench:
     from agent_rl.train.megatron.model import PolicyModel
     from agent_rl.train.megatron.moe import Experts
 
@@ -183,7 +183,7 @@ def bench_of(ranks: int, rank: int, load: float, tokens: int, folder: Path, devi
     group = expert_group()
     grid = expert_grid(config, group, EXPERTS)
     model = PolicyModel.build(
-        folder, ParallelConfig(world_size=ranks, expert=ranks), device=device, balance=borrowing(config, group, grid)
+        directory, ParallelConfig(world_size=ranks, expert=ranks), device=device, balance=borrowing(config, group, grid)
     )
     clock = ProductClock(device.type == "cuda")
     for module in (module for chunk in model.modules for module in chunk.modules() if isinstance(module, Experts)):
@@ -269,13 +269,13 @@ def counting() -> float:
     return statistics.median(times)
 
 
-def _model(folder: Path) -> Path:
+def _model(directory: Path) -> Path:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
     more = {"norm_topk_prob": True, "tie_word_embeddings": True, "max_position_embeddings": 4096}
-    Qwen3MoeForCausalLM(Qwen3MoeConfig(**more, **SHAPE)).save_pretrained(folder)
-    return folder
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**more, **SHAPE)).save_pretrained(directory)
+    return directory
 
 
 def _launch(plan: dict[str, Any]) -> None:

@@ -29,7 +29,7 @@ from agent_rl.config import EngineConfig
 from agent_rl.demo_model.init import TinyMoe, initial_weights, save_checkpoint
 from agent_rl.engine.launch import EngineServer, group_members
 from agent_rl.engine.sglang import SGLangEngine
-from agent_rl.models.spec import read_facts
+from agent_rl.models.spec import read_model_spec
 from agent_rl.types import SamplingParams
 
 PROMPT_TOKENS = 64
@@ -83,7 +83,7 @@ async def sample(
 
 
 async def measure(model: Path, logs: Path, batch: int, tokens: int, rounds: int) -> dict[str, float]:
-    facts = read_facts(model)
+    facts = read_model_spec(model)
     config = EngineConfig(max_total_tokens=65536, max_running_requests=max(batch, 1))
     # The prompts' first token differs from request to request and round to round: nothing is served from the cache.
     rng = np.random.default_rng(0)
@@ -128,7 +128,7 @@ def report(bursts: dict[tuple[bool, int], list[Burst]], batch: int) -> dict[str,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="a checkpoint's folder; a tiny random one by default")
+    parser.add_argument("--model", type=Path, help="a checkpoint's directory; a tiny random one by default")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=8)

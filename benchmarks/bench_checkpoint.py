@@ -3,7 +3,8 @@
     python benchmarks/bench_checkpoint.py [--rounds 9] [--experts 32]
 
 One trainer rank, in this process. Turn by turn it saves and waits for the copy alone, and saves and waits until the
-folder is complete; and it trains a step while one is being written, and one while none is. Medians; ratios of one run.
+directory is complete; and it trains a step while one is being written, and one while none is. Medians; ratios of one
+run.
 """
 
 from __future__ import annotations
@@ -21,26 +22,34 @@ from support.moe_checkpoint import write_moe
 from timing import time_call
 
 from agent_rl.config import ParallelConfig, RunConfig
-from agent_rl.train.checkpoint import folder as checkpoint
-from agent_rl.train.requests import OptimizerSpec, RankOrder
+from agent_rl.train.checkpoint import directory as checkpoint
+from agent_rl.train.requests import OptimizerSpec, WorkerRequest
 from agent_rl.train.worker import TrainerRank
 
 VOCAB, SEQUENCES, LENGTH = 4096, 4, 256
 
 
 class Bench:
-    """A rank, and the folder that it saves into."""
+    """A rank, and the directory that it saves into."""
 
-    def __init__(self, folder: Path, experts: int) -> None:
+    def __init__(self, directory: Path, experts: int) -> None:
         model = write_moe(
-            folder / "model", layers=4, hidden=256, heads=4, kv=2, head_dim=64, experts=experts, inter=256, vocab=VOCAB
+            directory / "model",
+            layers=4,
+            hidden=256,
+            heads=4,
+            kv=2,
+            head_dim=64,
+            experts=experts,
+            inter=256,
+            vocab=VOCAB,
         )
-        order = RankOrder(RunConfig(name="bench", model=model), model, None, device="cpu", threads=1)
+        order = WorkerRequest(RunConfig(name="bench", model=model), model, None, device="cpu", threads=1)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.rank = TrainerRank(order, OptimizerSpec(lr=1e-5), 0, master_addr="127.0.0.1", master_port=port)
-        self.folder = folder / "step-000001"
+        self.directory = directory / "step-000001"
         tokens = np.random.default_rng(0).integers(0, VOCAB, (SEQUENCES, LENGTH)).astype(np.int32)
         self._sequences = [(row, np.ones(LENGTH, np.float32)) for row in tokens]
 
@@ -49,15 +58,15 @@ class Bench:
 
     def begin(self) -> None:
         """What training waits for when a checkpoint is written in the background."""
-        self._updates, self._counts = self.rank.save(checkpoint.begin(self.folder))
+        self._updates, self._counts = self.rank.save(checkpoint.begin(self.directory))
 
     def finish(self) -> int:
-        """The rest of it; returns the bytes of the folder."""
+        """The rest of it; returns the bytes of the directory."""
         checksums = (self.rank.written(),)
         layout = ParallelConfig().model_dump()
         manifest = checkpoint.Manifest(checkpoint.FORMAT, self._updates, self._counts, layout, "float32", checksums)
-        checkpoint.commit(self.folder, manifest)
-        return sum(file.stat().st_size for file in self.folder.iterdir())
+        checkpoint.commit(self.directory, manifest)
+        return sum(file.stat().st_size for file in self.directory.iterdir())
 
     def blocking(self) -> None:
         self.begin()
@@ -69,8 +78,8 @@ def line(what: str, seconds: list[float]) -> None:
     print(f"{what:32s} {middle:>6s} ms   quartiles {low} to {high}")
 
 
-def measure(folder: Path, rounds: int, experts: int) -> None:
-    bench = Bench(folder, experts)
+def measure(directory: Path, rounds: int, experts: int) -> None:
+    bench = Bench(directory, experts)
     bench.step()
     bench.blocking()  # the first allocates the host copy
     held, whole, beside, alone = [], [], [], []
@@ -96,11 +105,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--experts", type=int, default=32)
     options = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="bench-checkpoint-"))
+    directory = Path(tempfile.mkdtemp(prefix="bench-checkpoint-"))
     try:
-        measure(folder, options.rounds, options.experts)
+        measure(directory, options.rounds, options.experts)
     finally:
-        shutil.rmtree(folder)
+        shutil.rmtree(directory)
 
 
 if __name__ == "__main__":

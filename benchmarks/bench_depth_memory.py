@@ -31,8 +31,8 @@ from resident_memory import resident
 
 from agent_rl.config import R3Config, RolloutConfig, RunConfig
 from agent_rl.controller.advantages import samples_of
-from agent_rl.controller.async_rollout.buffer import BufferRules, WorkBuffer
-from agent_rl.controller.async_rollout.producer import RolloutPump
+from agent_rl.controller.async_rollout.buffer import BufferRules, RolloutBuffer
+from agent_rl.controller.async_rollout.producer import RolloutProducer
 from agent_rl.controller.async_rollout.task_ledger import Ledger, Outcome
 from agent_rl.controller.journal import Journal
 from agent_rl.engine.scripted import ScriptedEngine
@@ -100,19 +100,19 @@ def runner() -> LoggedRunner:
     return run
 
 
-async def steps(depth: int, folder: Path, train_seconds: float) -> dict[str, float]:
+async def steps(depth: int, directory: Path, train_seconds: float) -> dict[str, float]:
     """The steps of a run; its figures."""
     config = RunConfig.model_validate(
         {
             "name": "bench", "model": Path("m"), "train": {"old_logprob": {"source": "rollout"}},
-            "rollout": {"tasks_per_step": GROUPS, "group_size": SIZE}, "pipeline": {"depth": depth},
+            "rollout": {"tasks_per_step": GROUPS, "group_size": SIZE}, "async_rollout": {"depth": depth},
         }
     )  # fmt: skip
-    buffer = WorkBuffer(BufferRules(GROUPS, depth, depth, 4 * GROUPS, STEPS), Ledger())
-    journal, gathered, size = Journal(folder / "journal", "run"), 0, 0
+    buffer = RolloutBuffer(BufferRules(GROUPS, depth, depth, 4 * GROUPS, STEPS), Ledger())
+    journal, gathered, size = Journal(directory / "journal", "run"), 0, 0
     journal.recover(0, {0: "start"}, lambda position: True)
     await journal.begin(1, "start")
-    pump = RolloutPump(config, SlowEnvironment(0).tasks("train"), buffer, journal, runner(), limiter=Limiter(SLOTS))
+    pump = RolloutProducer(config, SlowEnvironment(0).tasks("train"), buffer, journal, runner(), limiter=Limiter(SLOTS))
     async with pump.running():
         for step in range(1, STEPS + 1):
             taken = await pump.hand_over(await buffer.take())
@@ -121,7 +121,7 @@ async def steps(depth: int, folder: Path, train_seconds: float) -> dict[str, flo
             size = sum(tensor_bytes(trajectory) for group in groups for trajectory in group.trajectories)
             samples = samples_of(groups).samples
             await asyncio.sleep(train_seconds)
-            await asyncio.to_thread(write_trajectories, folder, step, groups)
+            await asyncio.to_thread(write_trajectories, directory, step, groups)
             await journal.begin(step + 1, str(step))
             del taken, groups, samples
             buffer.release()
@@ -133,8 +133,8 @@ def measured(depth: int, train_seconds: float) -> dict[str, float]:
     """A run in this process, which is a fresh one."""
     collect_rarely()  # as the commands do
     began = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        figures = asyncio.run(steps(depth, Path(folder), train_seconds))
+    with tempfile.TemporaryDirectory() as directory:
+        figures = asyncio.run(steps(depth, Path(directory), train_seconds))
     peak = resident("VmHWM") / MIB
     return {"depth": depth, "peak": peak, **figures, "seconds": time.perf_counter() - began}
 

@@ -1,10 +1,11 @@
-"""What an episode costs beside its boxes, and how many the scripted agent finishes in a minute.
+"""What an episode costs beside its sandboxes, and how many the scripted agent finishes in a minute.
 
 Run: ``python benchmarks/bench_episodes.py [backend] [tasks]`` (default: bubblewrap, 64 generated tasks)
 
-First, one after another and in turns, so that other load falls on all: a bare box that runs ``python3``, the start of
-an episode, the grading of the true fix; medians, and ratios to the bare box. Then the gold solver on all tasks, 8 at
-once: the loop, the tools, the diff, the fresh box and the tests of the grading, with a scripted engine.
+First, one after another and in turns, so that other load falls on all: a bare sandbox that runs ``python3``, the
+start of an episode, the grading of the true fix; medians, and ratios to the bare sandbox. Then the gold solver on
+all tasks, 8 at once: the loop, the tools, the diff, the fresh sandbox and the tests of the grading, with a scripted
+engine.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from envs import EnvContext
 from envs.mini import MiniEnvironment
 from envs.swe import grade_patch, start_episode
 from envs.swe.records import parse_record
-from envs.swe.sandboxes import box_spec
+from envs.swe.sandboxes import sandbox_spec
 from sandbox import SandboxPool, open_backend
 
 ROUNDS = 10
@@ -31,21 +32,21 @@ AT_ONCE = 8
 
 
 async def costs(context: EnvContext, environment: MiniEnvironment) -> None:
-    """Print what start and grading take, over a bare box."""
+    """Print what start and grading take, over a bare sandbox."""
     task = environment.tasks("heldout")[0]
     record = parse_record({**task.record, "verified": False}, task.id)
-    bare, starts, grades = [], [], []
+    strip, starts, grades = [], [], []
     for _ in range(ROUNDS):
         began = time.perf_counter()
-        async with context.box(box_spec(context, record, None)) as sandbox:
+        async with context.sandbox(sandbox_spec(context, record, None)) as sandbox:
             await sandbox.exec("python3 -c pass", timeout=60)
-        bare.append(time.perf_counter() - began)
+        strip.append(time.perf_counter() - began)
         began = time.perf_counter()
         async with start_episode(context, record):
             starts.append(time.perf_counter() - began)
         grades.append((await grade_patch(context, record, record.gold)).seconds)
-    base = statistics.median(bare)
-    print(f"bare box that runs python3: {base * 1e3:.0f} ms")
+    base = statistics.median(strip)
+    print(f"bare sandbox that runs python3: {base * 1e3:.0f} ms")
     for name, seconds in {"an episode's start": starts, "a grading": grades}.items():
         print(f"{name}: {statistics.median(seconds) * 1e3:.0f} ms, {statistics.median(seconds) / base:.2f} of it")
 
@@ -75,7 +76,7 @@ async def main(backend: str, count: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("backend", nargs="?", default="bubblewrap", help="of the boxes")
+    parser.add_argument("backend", nargs="?", default="bubblewrap", help="of the sandboxes")
     parser.add_argument("tasks", nargs="?", type=int, default=64, help="generated tasks")
     options = parser.parse_args()
     asyncio.run(main(options.backend, options.tasks))

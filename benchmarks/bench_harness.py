@@ -29,7 +29,7 @@ from agent_rl.endpoint.server import open_gateway
 from agent_rl.endpoint.session import HarnessRenderer, Session
 from agent_rl.engine.scripted import ScriptedEngine
 from agent_rl.monitoring.loop_lag import LoopLag
-from agent_rl.rollout.conversation_tree import ChatMessage, Forest
+from agent_rl.rollout.conversation_tree import ChatMessage, ConversationTree
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.scripted_policies import ByteRenderer
 from agent_rl.types import TokenIds
@@ -164,7 +164,7 @@ async def fork(tokens: int = 60_000, turns: int = 50) -> tuple[float, float]:
     await engine.generate([0] * (2 * tokens), rules.sampling(99, ()), routes_from=0, session="s")  # makes all its rows
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
-    forest = Forest(rendering, routes=R3Config())
+    forest = ConversationTree(rendering, routes=R3Config())
     said = [ChatMessage("user", each)]
     for turn in range(turns):
         node = forest.begin(forest.plan(said, []))

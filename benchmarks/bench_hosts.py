@@ -23,10 +23,10 @@ MIB = bytes(range(256)) * 4096
 WARM_UP = 5
 Work = Callable[[Sandbox], Awaitable[object]]
 WORKS: dict[str, Work] = {
-    "command": lambda box: box.exec("true", timeout=60),
-    "1 MiB read": lambda box: box.read_file("file", max_bytes=2 << 20),
-    "1 MiB written": lambda box: box.write_files({"file": MIB}),
-    "1 MiB printed": lambda box: box.exec("cat file", timeout=60),
+    "command": lambda sandbox: sandbox.exec("true", timeout=60),
+    "1 MiB read": lambda sandbox: sandbox.read_file("file", max_bytes=2 << 20),
+    "1 MiB written": lambda sandbox: sandbox.write_files({"file": MIB}),
+    "1 MiB printed": lambda sandbox: sandbox.exec("cat file", timeout=60),
 }
 
 
@@ -36,14 +36,14 @@ async def start_and_close(backend: SandboxBackend) -> None:
 
 async def measure(backends: dict[str, SandboxBackend], rounds: int) -> dict[str, dict[str, list[float]]]:
     """Seconds by work and backend; a backend is first in every other round."""
-    boxes = {name: await backend.start(SandboxSpec(memory_mb=1024)) for name, backend in backends.items()}
+    sandboxes = {name: await backend.start(SandboxSpec(memory_mb=1024)) for name, backend in backends.items()}
     found: dict[str, dict[str, list[float]]] = {work: {name: [] for name in backends} for work in ("start", *WORKS)}
-    for box in boxes.values():
-        await box.write_files({"file": MIB})
+    for sandbox in sandboxes.values():
+        await sandbox.write_files({"file": MIB})
     for turn in range(WARM_UP + rounds):
         for name in sorted(backends, reverse=turn % 2 == 1):
             taken = {"start": await time_await(start_and_close(backends[name]))}
-            taken |= {label: await time_await(work(boxes[name])) for label, work in WORKS.items()}
+            taken |= {label: await time_await(work(sandboxes[name])) for label, work in WORKS.items()}
             if turn >= WARM_UP:
                 for label, value in taken.items():
                     found[label][name].append(value)
@@ -70,6 +70,6 @@ async def main(rounds: int, kind: str) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rounds", nargs="?", type=int, default=60)
-    parser.add_argument("backend", nargs="?", default="bubblewrap", help="of the boxes")
+    parser.add_argument("backend", nargs="?", default="bubblewrap", help="of the sandboxes")
     options = parser.parse_args()
     asyncio.run(main(options.rounds, options.backend))

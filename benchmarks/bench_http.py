@@ -30,7 +30,7 @@ import orjson
 from agent_rl.config import EngineConfig
 from agent_rl.engine.response import Asked, read_answer
 from agent_rl.engine.sglang import SGLangEngine
-from agent_rl.models.spec import ModelFacts
+from agent_rl.models.spec import ModelSpec
 from agent_rl.monitoring.loop_lag import LoopLag
 from agent_rl.types import SamplingParams
 from agent_rl.utils.concurrency import beside, collect_rarely
@@ -38,7 +38,7 @@ from agent_rl.utils.concurrency import beside, collect_rarely
 REQUESTS, PROMPT, SAMPLED, ROWS = 2, 8000, 256, 1500
 LAYERS, TOP_K = 12, 4
 ROUTES_FROM = PROMPT + SAMPLED - 1 - ROWS
-FACTS = ModelFacts(
+FACTS = ModelSpec(
     "qwen3_moe", moe=(True,) * LAYERS, hidden=8, heads=2, kv_heads=1, head_dim=4, inner=8, vocab_size=100_000,
     max_positions=16384, num_experts=64, top_k=TOP_K,
 )  # fmt: skip

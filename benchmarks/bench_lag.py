@@ -23,7 +23,7 @@ import numpy as np
 from support.fake_workers import FakeWorkers
 
 from agent_rl.config import RunConfig
-from agent_rl.models.spec import ModelFacts
+from agent_rl.models.spec import ModelSpec
 from agent_rl.monitoring.loop_lag import LoopLag
 from agent_rl.train.batching.cost import sequence_cost
 from agent_rl.train.ray_trainer import RayTrainer
@@ -37,7 +37,7 @@ T = TypeVar("T")
 DISTINCT = 8
 """So many different trajectories' routes are held: of 512 they would be 3.2 GB."""
 
-FACTS = ModelFacts(
+FACTS = ModelSpec(
     "qwen3_moe", moe=(True,) * LAYERS, hidden=2048, heads=32, kv_heads=4, head_dim=128, inner=6144,
     vocab_size=151_936, max_positions=40_960, num_experts=EXPERTS, top_k=TOP_K, expert_inner=768,
 )  # fmt: skip
@@ -89,10 +89,10 @@ async def main(count: int) -> None:
     print(f"{count} trajectories of {TOKENS:,} tokens, {LAYERS} layers")
     _, line = await watched(asyncio.sleep(5.0))
     print(f"  nothing done  {line}", flush=True)
-    found, line = await watched(trainer.step(samples, measure_native=True))
+    found, line = await watched(trainer.step(samples, measure_without_replay=True))
     print(f"  as it is      {line}", flush=True)
     with mock.patch("asyncio.to_thread", on_the_loop):
-        blocked, line = await watched(trainer.step(samples, measure_native=True))
+        blocked, line = await watched(trainer.step(samples, measure_without_replay=True))
     print(f"  on the loop   {line}")
     assert found == blocked, "the metrics differ"
 

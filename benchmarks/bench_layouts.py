@@ -71,7 +71,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
         results = Path(scratch)
-        models = matrix.folders(results)
+        models = matrix.directories(results)
         matrix.launch(world_size, layouts, cases, models, results, seconds=3600.0)
         device = torch.device("cpu")
         world = init_parallel(

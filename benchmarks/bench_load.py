@@ -2,9 +2,9 @@
 
 Run: ``python benchmarks/bench_load.py [--ranks 0,9,31]``
 
-A checkpoint of 2.7 GB (Qwen3-MoE, bfloat16, random, shards of about 0.5 GB) is written to a temporary folder, which is
-removed. Each rank is a process of its own: Megatron's groups are fake (loading meets nobody), the model is built in
-bfloat16 on the CPU, then it loads. For each:
+A checkpoint of 2.7 GB (Qwen3-MoE, bfloat16, random, shards of about 0.5 GB) is written to a temporary directory,
+which is removed. Each rank is a process of its own: Megatron's groups are fake (loading meets nobody), the model is
+built in bfloat16 on the CPU, then it loads. For each:
 
 - needed: bytes of the rank's parameters in the checkpoint;
 - asked for: the growth of ``rchar`` in /proc/self/io, what read calls returned. Page faults of mapped files are not in
@@ -36,7 +36,7 @@ from rich.table import Table
 from safetensors.torch import save_file
 
 from agent_rl.config import ParallelConfig
-from agent_rl.models.spec import ModelFacts
+from agent_rl.models.spec import ModelSpec
 from agent_rl.train.hf_index import expected_shapes
 
 MODEL = {
@@ -74,30 +74,30 @@ class Measured:
         return (self.share + self.grown) / self.share
 
 
-def write_checkpoint(folder: Path) -> int:
+def write_checkpoint(directory: Path) -> int:
     """Its size in bytes."""
     held: dict[str, torch.Tensor] = {}
     files: dict[str, str] = {}
     total = number = 0
-    shapes = list(expected_shapes(ModelFacts.of(MODEL)).items())
+    shapes = list(expected_shapes(ModelSpec.of(MODEL)).items())
     for at, (name, shape) in enumerate(shapes):
         held[name] = torch.randint(0x3C00, 0x3F80, shape, dtype=torch.int16).view(torch.bfloat16)  # 0.008 to 1
         if sum(tensor.nbytes for tensor in held.values()) >= SHARD_BYTES or at == len(shapes) - 1:
             number += 1
             file = f"model-{number:05d}.safetensors"
-            save_file(held, folder / file)
+            save_file(held, directory / file)
             files |= dict.fromkeys(held, file)
             total += sum(tensor.nbytes for tensor in held.values())
             held = {}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
-    (folder / "config.json").write_text(json.dumps(MODEL))
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    (directory / "config.json").write_text(json.dumps(MODEL))
     os.sync()
     return total
 
 
-def forget(folder: Path) -> None:
+def forget(directory: Path) -> None:
     """Drop the files from the page cache."""
-    for file in folder.iterdir():
+    for file in directory.iterdir():
         opened = os.open(file, os.O_RDONLY)
         os.posix_fadvise(opened, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(opened)
@@ -109,7 +109,7 @@ def counted(name: str) -> int:
     return next(int(fields[1]) for fields in lines if fields[0] == f"{name}:")
 
 
-def measure(folder: Path, layout: ParallelConfig, rank: int, answer: Any) -> None:
+def measure(directory: Path, layout: ParallelConfig, rank: int, answer: Any) -> None:
     """In a forked process: build a rank's part of the model, and load it."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -121,22 +121,22 @@ def measure(folder: Path, layout: ParallelConfig, rank: int, answer: Any) -> Non
     torch.distributed.new_group = lambda *args, **options: new_group(*args, **{**options, "backend": "fake"})
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
     _init_megatron(layout, 0, 600.0)
-    model = PolicyModel.build(folder, layout, device=torch.device("cpu"), dtype=torch.bfloat16, load=False)
+    model = PolicyModel.build(directory, layout, device=torch.device("cpu"), dtype=torch.bfloat16, load=False)
     share = sum(parameter.nbytes for module in model.modules for parameter in module.parameters())
-    forget(folder)
+    forget(directory)
     ctypes.CDLL("libc.so.6").malloc_trim(0)  # blocks that were freed would hide what loading takes
     Path("/proc/self/clear_refs").write_text("5")
     progress, before = LoadProgress(), resident("VmRSS")
     asked, disk = counted("rchar"), counted("read_bytes")
     begun = time.perf_counter()
-    model.load_hf(folder, progress)
+    model.load_hf(directory, progress)
     seconds = time.perf_counter() - begun
     asked, disk = counted("rchar") - asked, counted("read_bytes") - disk
     grown = max(0, resident("VmHWM") - before)
     answer.send(Measured(progress.needed, asked, disk, share, grown, seconds))
 
 
-def measured(folder: Path, ranks: list[int]) -> Iterator[tuple[str, int, Measured]]:
+def measured(directory: Path, ranks: list[int]) -> Iterator[tuple[str, int, Measured]]:
     """Layout, rank and what was measured, one after the other."""
     from agent_rl.train.megatron.cpu import install_cpu_shim
 
@@ -146,7 +146,7 @@ def measured(folder: Path, ranks: list[int]) -> Iterator[tuple[str, int, Measure
     for name, layout in LAYOUTS.items():
         for rank in ranks:
             receive, send = context.Pipe(duplex=False)
-            process = context.Process(target=measure, args=(folder, layout, rank, send))
+            process = context.Process(target=measure, args=(directory, layout, rank, send))
             process.start()
             send.close()
             yield name, rank, receive.recv()
@@ -156,11 +156,11 @@ def measured(folder: Path, ranks: list[int]) -> Iterator[tuple[str, int, Measure
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default=",".join(map(str, range(32))), help="Which of the 32 ranks are measured.")
-    parser.add_argument("--folder", type=Path, help="Where the temporary folder is made.")
+    parser.add_argument("--directory", type=Path, help="Where the temporary directory is made.")
     wanted = parser.parse_args()
     ranks = [int(part) for part in wanted.ranks.split(",")]
     found: dict[str, list[Measured]] = {name: [] for name in LAYOUTS}
-    with tempfile.TemporaryDirectory(prefix="bench-load-", dir=wanted.folder) as name:
+    with tempfile.TemporaryDirectory(prefix="bench-load-", dir=wanted.directory) as name:
         size = write_checkpoint(Path(name))
         for layout, rank, one in measured(Path(name), ranks):
             found[layout].append(one)

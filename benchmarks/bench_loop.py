@@ -150,7 +150,7 @@ async def stand_ins(episodes: int, turns: int, answer: float, tool: float) -> No
 
 async def measure_wall(episodes: int, turns: int, answer: float, tool: float) -> dict[str, float]:
     lag = LoopLag(every=0.01)
-    bare = await sleeps(episodes, turns, answer, tool)
+    strip = await sleeps(episodes, turns, answer, tool)
     others = await time_await(stand_ins(episodes, turns, answer, tool), time.process_time)
     async with beside(lag.watch()):
         wall, processor = time.perf_counter(), time.process_time()
@@ -161,7 +161,7 @@ async def measure_wall(episodes: int, turns: int, answer: float, tool: float) ->
         "wall_seconds": wall,
         "ideal_seconds": ideal,
         "wall_over_ideal": wall / ideal,
-        "wall_over_sleeps": wall / bare,
+        "wall_over_sleeps": wall / strip,
         "lag_p99_ms": lag.metrics()["loop/lag_p99_ms"],
         "cpu_ms_a_turn": 1e3 * processor / (episodes * turns),
         "turn_over_python": processor / (episodes * turns) / python,

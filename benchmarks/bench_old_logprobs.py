@@ -38,7 +38,7 @@ from agent_rl.controller.advantages import samples_of
 from agent_rl.engine.launch import EngineServer
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.models.builtin import install_model
-from agent_rl.models.spec import read_facts
+from agent_rl.models.spec import read_model_spec
 from agent_rl.monitoring.metrics_log import read_metrics
 from agent_rl.rollout.records import read_trajectories
 from agent_rl.rollout.rescore import rescore_metrics
@@ -180,7 +180,7 @@ def train(cell: Cell, out: Path, model: Path, url: str, ray: str, chosen: argpar
         f"name={cell.name}", f"runs_dir={out}", f"model={model}", f"seed={cell.seed}", f"engine.urls=[{url}]",
         f"train.ray_address={ray}",
         "env.options={train_tasks: 160, heldout_tasks: 8}", "eval.tasks=0", "r3.probe=false", "guard.action='off'",
-        f"rollout.tasks_per_step={chosen.tasks}", f"train.steps={chosen.steps}", "train.native_every=0",
+        f"rollout.tasks_per_step={chosen.tasks}", f"train.steps={chosen.steps}", "train.measure_without_replay_every=0",
         "train.checkpoint_every=1", "train.keep_checkpoints=1", f"train.replay='{cell.replay}'",
         f"train.old_logprob.source={cell.source}", f"train.old_logprob.rescore.n={chosen.evaluations}",
     ]  # fmt: skip
@@ -295,7 +295,7 @@ async def rescored(model: Path, logs: Path, groups: Sequence[Group], n: int) -> 
         return replace(trajectory, rescored=Rescored(np.array(scores, np.float32)[:, mask]))
 
     async with EngineServer(config, model, logs / "engine.log") as server:
-        engine = SGLangEngine(server.url, read_facts(model), config)
+        engine = SGLangEngine(server.url, read_model_spec(model), config)
         try:
             return [
                 replace(group, trajectories=tuple([await one(engine, each) for each in group.trajectories]))
@@ -310,12 +310,12 @@ def updates(model: Path, batches: Sequence[Sequence[Sample]]) -> list[dict[str, 
     from one_rank import free_port
 
     from agent_rl.train.batching.mini_steps import split_step
-    from agent_rl.train.requests import OptimizerSpec, RankOrder, StepOrder
+    from agent_rl.train.requests import OptimizerSpec, StepRequest, WorkerRequest
     from agent_rl.train.route_sharding import cut, without_routes
     from agent_rl.train.step_metrics import step_metrics
     from agent_rl.train.worker import TrainerRank
 
-    one = RankOrder(RunConfig(name="pairs", model=model), model, None, device="cpu", threads=1)
+    one = WorkerRequest(RunConfig(name="pairs", model=model), model, None, device="cpu", threads=1)
     # So small a rate leaves every float32 weight as it is.
     rank = TrainerRank(one, OptimizerSpec(lr=1e-30), 0, master_addr="127.0.0.1", master_port=free_port())
     found = []
@@ -327,7 +327,7 @@ def updates(model: Path, batches: Sequence[Sequence[Sample]]) -> list[dict[str, 
         for replay, source, correction in VARIANTS:
             train = {"replay": replay, "old_logprob": {"source": source}, "correction": CORRECTIONS[correction]}
             config = RunConfig.model_validate({"name": "pairs", "model": model, "train": train})
-            order = StepOrder(config, measure_native=False)
+            order = StepRequest(config, measure_without_replay=False)
             report, *_ = rank.grpo(without_routes(samples, ids), shares, order, shards)
             assert report is not None
             values = step_metrics([report], None, None, config.train.clip)
@@ -375,7 +375,7 @@ def pairs_table(measured: Sequence[Mapping[str, Mapping[str, float]]]) -> str:
 async def measure_spread(model: Path, logs: Path, others: int) -> dict[str, dict[str, float]]:
     config = EngineConfig(threads=1, max_total_tokens=65536, max_running_requests=64, start_timeout=600)
     async with EngineServer(config, model, logs / "engine.log") as server:
-        engine = SGLangEngine(server.url, read_facts(model), config)
+        engine = SGLangEngine(server.url, read_model_spec(model), config)
         try:
             return await spread(engine, others)
         finally:

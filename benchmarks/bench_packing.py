@@ -28,7 +28,7 @@ from one_rank import arguments, free_port, one_rank, policy, world
 from timing import timed
 
 from agent_rl.config import ParallelConfig
-from agent_rl.models.spec import ModelFacts
+from agent_rl.models.spec import ModelSpec
 from agent_rl.train.batching.cost import TOKENS, SequenceCost, sequence_cost
 from agent_rl.train.batching.partition import Deal, deal
 
@@ -60,7 +60,7 @@ SMALL: dict[str, Any] = {
 }
 """Attention costs as much as the rest at 514 tokens, in Qwen3-30B-A3B at 15,471: a 30th."""
 LONGEST, SHRINK = 65_536, 32
-SMALL_FACTS = ModelFacts.of({"model_type": "qwen3_moe", "max_position_embeddings": LONGEST, **SMALL})
+SMALL_FACTS = ModelSpec.of({"model_type": "qwen3_moe", "max_position_embeddings": LONGEST, **SMALL})
 
 
 def lengths_of(count: int, seed: int) -> list[int]:
@@ -97,7 +97,7 @@ def row_imbalance(dealt: Deal, costs: Sequence[float]) -> float:
 
 
 def report_plans(count: int, ranks: int, draws: int = 5) -> None:
-    cost = sequence_cost(ModelFacts.of(QWEN3_30B))
+    cost = sequence_cost(ModelSpec.of(QWEN3_30B))
     print(f"\n{count} sequences over {ranks} ranks, budget {LONGEST}: imbalance (worst of {draws} draws) and seconds")
     for lockstep, measure in ((1, rank_imbalance), (ranks, row_imbalance)):
         plans: dict[str, Callable[[list[int]], Deal]] = {

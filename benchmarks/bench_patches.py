@@ -1,14 +1,15 @@
-"""What it costs to read an agent's files from outside its box, where the box's own git was asked for a diff before.
+"""What it costs to read an agent's files from outside its sandbox, where the sandbox's own git was asked for a diff
+before.
 
 ``python benchmarks/bench_patches.py [--backend docker] [--files 6600] [--pairs 5]`` prints one JSON object, for
 a task of the real ones that brings its files along (``local``, if they are built) and one in an image of so many files
 (``image``):
 
 - ``taken`` and ``asked``: median seconds until the patch is there, read from outside and asked of git;
-- ``grade``: median seconds of what follows and is the same, the patch's grading in a fresh box;
+- ``grade``: median seconds of what follows and is the same, the patch's grading in a fresh sandbox;
 - ``ratio``: of (taken + grade) to (asked + grade) (goal: 1.1).
 
-Both ways are timed in turns, in the same box, and must give patches that change the same paths.
+Both ways are timed in turns, in the same sandbox, and must give patches that change the same paths.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from envs.swe.diff.git_diff import patched_paths
 from envs.swe.grading import grade_patch
 from sandbox import ImagePolicy, Sandbox, SandboxSpec, open_backend
 from sandbox.docker.engine import connect
-from tests.envs.images import BUILT, GIT_WITH_A_FUTURE, SYSTEM, folder_image
+from tests.envs.images import BUILT, GIT_WITH_A_FUTURE, SYSTEM, directory_image
 
 LINES = 350
 ASK = """git add -A -- . ':(exclude,glob)**/__pycache__/**' ':(exclude,glob)**/*.pyc' &&
@@ -69,7 +70,7 @@ def row(files: Mapping[str, str], image: str) -> SweRecord:
 @contextmanager
 def image_of(files: Mapping[str, str], backend: str, root: Path) -> Iterator[str]:
     if backend == "bubblewrap":
-        yield str(folder_image(root / "image", files, GIT_WITH_A_FUTURE))
+        yield str(directory_image(root / "image", files, GIT_WITH_A_FUTURE))
         return
     api, name = connect(backend), f"docker.io/bench-{uuid.uuid4().hex[:8]}"
     content = {f"/testbed/{path}": text.encode() for path, text in files.items()}
@@ -106,8 +107,8 @@ async def measure(context: EnvContext, record: SweRecord, pairs: int) -> Mapping
 
 async def bench(backend_name: str, count: int, pairs: int) -> Mapping[str, object]:
     figures: dict[str, object] = {"load": os.getloadavg()[0], "backend": backend_name, "files": count}
-    with tempfile.TemporaryDirectory() as folder, image_of(files_of(count), backend_name, Path(folder)) as image:
-        policy = ImagePolicy(root=Path(folder))
+    with tempfile.TemporaryDirectory() as directory, image_of(files_of(count), backend_name, Path(directory)) as image:
+        policy = ImagePolicy(root=Path(directory))
         backend = open_backend(backend_name, run_id=f"bench-{uuid.uuid4().hex[:8]}", images=policy)
         limits = SandboxSpec(memory_mb=1024, ro_binds=SYSTEM if backend_name == "bubblewrap" else {})
         try:

@@ -1,10 +1,10 @@
 """What replay does for a trainer whose weights are a little off the engine's: flipped routers and k3-KL.
 
-Run: ``OMP_NUM_THREADS=2 python benchmarks/bench_perturbation.py [model folder]``
+Run: ``OMP_NUM_THREADS=2 python benchmarks/bench_perturbation.py [model directory]``
 
 The engine is a model, and samples sequences; the trainer is the same model with Gaussian noise on every weight, its
 standard deviation a share of that of the weight's tensor. Each trainer scores the sampled tokens with its own routes
-and with the engine's. Everything is float32, so the noise is the only difference. Without a folder: the quickstart's
+and with the engine's. Everything is float32, so the noise is the only difference. Without a directory: the quickstart's
 model (where it is unpacked) and a random one of 8 layers with 32 experts each, top-4.
 """
 
@@ -31,7 +31,7 @@ NOISE = (1e-3, 1e-2, 5e-2)
 SEQUENCES, TOKENS, SEEDS = 64, 128, 3
 
 
-def save_random(folder: Path) -> None:
+def save_random(directory: Path) -> None:
     """A random model, wider than the quickstart's."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -49,14 +49,14 @@ def save_random(folder: Path) -> None:
         tie_word_embeddings=True,
         initializer_range=0.1,
     )
-    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    Qwen3MoeForCausalLM(config).save_pretrained(directory)
 
 
-def sample(folder: Path) -> PackedBatch:
+def sample(directory: Path) -> PackedBatch:
     """Sequences the model samples at temperature 1, each from a random first token."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     first = torch.randint(3, model.config.vocab_size, (SEQUENCES, 1))
     everything = {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.0, "eos_token_id": None}
     with torch.no_grad():
@@ -71,12 +71,12 @@ def perturb(model: Any, weights: list[Tensor], noise: float, seed: int) -> None:
         parameter.data = weight + noise * spread * torch.randn(weight.shape, generator=generator)
 
 
-def compare(folder: Path) -> None:
+def compare(directory: Path) -> None:
     """Print one table."""
     from agent_rl.train.megatron.model import PolicyModel
 
-    batch = sample(folder)
-    model = PolicyModel.build(folder, ParallelConfig(), device=torch.device("cpu"))
+    batch = sample(directory)
+    model = PolicyModel.build(directory, ParallelConfig(), device=torch.device("cpu"))
     weights = [parameter.data.clone() for parameter in model.modules[0].parameters()]
     engine = model.forward_logprobs([batch], None, record=True)[0]
     assert engine.routes is not None
@@ -93,7 +93,8 @@ def compare(folder: Path) -> None:
         return float(flips.float().mean()), k3_kl(*pair), logprob_abs_diff(*pair)
 
     print(
-        f"{folder.name}: {int(sampled.sum())} sampled tokens, {model.moe_layers} layers, top-{model.top_k} of ", end=""
+        f"{directory.name}: {int(sampled.sum())} sampled tokens, {model.moe_layers} layers, top-{model.top_k} of ",
+        end="",
     )
     print(f"{model.num_experts}; medians of {SEEDS} draws of noise")
     print(
@@ -118,14 +119,14 @@ def main(model: Path | None) -> None:
     if QUICKSTART.is_dir():
         compare(QUICKSTART)
     with tempfile.TemporaryDirectory() as parent:
-        folder = Path(parent) / "random"
-        save_random(folder)
-        compare(folder)
+        directory = Path(parent) / "random"
+        save_random(directory)
+        compare(directory)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", type=Path, help="a folder")
+    parser.add_argument("model", nargs="?", type=Path, help="a directory")
     options = parser.parse_args()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from agent_rl.config import EngineConfig, ParallelConfig, TrainConfig
-from agent_rl.models.spec import read_facts
+from agent_rl.models.spec import read_model_spec
 from agent_rl.planner.memory_model import kv_bytes_per_token, rank_bytes, route_slot_bytes
 from agent_rl.planner.planner import glibc_slack
 
@@ -61,13 +61,13 @@ CASES = (
 SLOTS = 131072
 
 
-def write_config(folder: Path, model: str) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(FIXED | MODELS[model]))
-    return folder
+def write_config(directory: Path, model: str) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(FIXED | MODELS[model]))
+    return directory
 
 
-def measure_rank(folder: Path, tokens: int, recompute: str, dtype: str, answer: Any) -> None:
+def measure_rank(directory: Path, tokens: int, recompute: str, dtype: str, answer: Any) -> None:
     """In a process of its own: bytes that a rank's memory grew by at its highest."""
     import socket
 
@@ -93,10 +93,10 @@ def measure_rank(folder: Path, tokens: int, recompute: str, dtype: str, answer: 
     before = resident("VmRSS")
     width = getattr(torch, dtype)
     model = PolicyModel.build(
-        folder, ParallelConfig(), device=torch.device("cpu"), dtype=width, recompute=recompute, load=False
+        directory, ParallelConfig(), device=torch.device("cpu"), dtype=width, recompute=recompute, load=False
     )  # type: ignore[arg-type]
     optimizer = PolicyOptimizer(model.chunks, OptimizerSpec(lr=1e-6), width)
-    vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
+    vocabulary = json.loads((directory / "config.json").read_text())["vocab_size"]
     update(model, PackedBatch.from_sequences([[1, 2, 3, 4]]))  # the moments are made
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
@@ -120,30 +120,30 @@ def measured_rank(*arguments: Any, in_use: bool) -> int:
     return measured
 
 
-def rank_rows(folder: Path) -> Iterator[tuple[str, int, int]]:
+def rank_rows(directory: Path) -> Iterator[tuple[str, int, int]]:
     """``(what, predicted, measured)`` in bytes."""
     for model, tokens, recompute, dtype in CASES:
-        where = write_config(folder / model.replace(" ", "_"), model)
+        where = write_config(directory / model.replace(" ", "_"), model)
         train = TrainConfig(microbatch_tokens=tokens, recompute=recompute, dtype=dtype)  # type: ignore[arg-type]
-        predicted = rank_bytes(read_facts(where), train, microbatches=1, device="cpu")
+        predicted = rank_bytes(read_model_spec(where), train, microbatches=1, device="cpu")
         case = f"{model}, {tokens} tokens, {dtype}, recompute {recompute}"
         for kind, more in (("in use", 0), ("resident", glibc_slack(predicted, recompute))):
             measured = measured_rank(where, tokens, recompute, dtype, in_use=kind == "in use")
             yield f"{case}: {kind}", predicted.total + more, measured
 
 
-async def engine_rows(folder: Path) -> list[tuple[str, float, float]]:
+async def engine_rows(directory: Path) -> list[tuple[str, float, float]]:
     """``(what, predicted, reported)`` in bytes."""
     from agent_rl.engine.launch import EngineServer
 
     name = "65 M"
-    where, log = write_config(folder / "engine", name), folder / "engine.log"
+    where, log = write_config(directory / "engine", name), directory / "engine.log"
     config = EngineConfig(
         device="cpu", dtype="bfloat16", max_total_tokens=SLOTS, extra_args=("--load-format", "dummy"), threads=1
     )
     async with EngineServer(config, where, log):
         pass
-    text, size = log.read_text(), read_facts(where)
+    text, size = log.read_text(), read_model_spec(where)
     kv = re.search(r"#tokens: (\d+), K size: ([\d.]+) GB, V size: ([\d.]+) GB", text)
     routes = re.search(r"HostCache\[routed_experts\] allocated: shape=\((\d+), (\d+), (\d+)\)", text)
     assert kv is not None, text[-2000:]
@@ -160,12 +160,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--no-engine", action="store_true", help="Leave SGLang out.")
     with tempfile.TemporaryDirectory() as name:
-        folder, wanted = Path(name), parser.parse_args()
+        directory, wanted = Path(name), parser.parse_args()
         table = Table("memory of", "predicted MiB", "measured MiB", "predicted / measured")
-        for what, predicted, measured in rank_rows(folder):
+        for what, predicted, measured in rank_rows(directory):
             _row(table, what, predicted, measured)
         if not wanted.no_engine:
-            for what, predicted, reported in asyncio.run(engine_rows(folder)):
+            for what, predicted, reported in asyncio.run(engine_rows(directory)):
                 _row(table, f"engine, 65 M: {what}", predicted, reported)
         Console(width=130).print(table)
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from agent_rl.config import EngineConfig, R3Config
 from agent_rl.engine.launch import EngineServer
 from agent_rl.engine.sglang import SGLangEngine
-from agent_rl.models.spec import read_facts
+from agent_rl.models.spec import read_model_spec
 from agent_rl.rollout.transcript import Transcript
 from agent_rl.types import SamplingParams
 from agent_rl.weight_sync.publisher import WeightPublisher
@@ -90,15 +90,15 @@ async def update(
     return time.perf_counter() - began, drained
 
 
-async def measure(folder: Path, rounds: int, requests: int) -> None:
-    weights = make(folder, SIZES["quickstart's"])
+async def measure(directory: Path, rounds: int, requests: int) -> None:
+    weights = make(directory, SIZES["quickstart's"])
     config = EngineConfig(
         python=str(ROOT / ".venv-engine/bin/python"), device="cpu", threads=1, max_running_requests=requests,
         max_total_tokens=requests * (LENGTH + 128), start_timeout=900, request_timeout=600,
     )  # fmt: skip
     async with (
-        EngineServer(config, folder, folder / "engine.log") as server,
-        SGLangEngine(server.url, read_facts(folder), config) as engine,
+        EngineServer(config, directory, directory / "engine.log") as server,
+        SGLangEngine(server.url, read_model_spec(directory), config) as engine,
     ):
         link = WeightPublisher([server.url], torch.device("cpu"), KV_HEADS, config)
         again = partial(update, engine, link, weights)

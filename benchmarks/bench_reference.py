@@ -1,12 +1,12 @@
 """What the KL penalty's reference costs a step, and what its routes do to the KL.
 
-Run: ``OMP_NUM_THREADS=2 python benchmarks/bench_reference.py [--rounds N] [--model FOLDER]``
+Run: ``OMP_NUM_THREADS=2 python benchmarks/bench_reference.py [--rounds N] [--model DIR]``
 
 First a step (old log-probs, forward and backward pass of one packed micro-batch) with the reference's pass over one
 without, at the quickstart's model size; and changing places alone.
 
 Then the KL of a policy from its reference, a token, estimated from tokens that the policy samples at temperature 1. The
-policy is the model in FOLDER (the quickstart's, else a random one) with Gaussian noise on every weight, its standard
+policy is the model in DIR (the quickstart's, else a random one) with Gaussian noise on every weight, its standard
 deviation a share of that of the weight's tensor; the reference is the model itself. The rollout's routes are those of
 the same policy in bfloat16, as an engine's are. ``served``: both with routes of their own, the KL of the two models as
 they would be served. ``replayed``: both with the rollout's, as ``train.replay: r3`` has it. ``mixed``: the policy with
@@ -29,15 +29,15 @@ from agent_rl.config.builtin import MODELS
 from agent_rl.train.loss.objectives import kl_estimate
 from agent_rl.train.megatron.packed_batch import PackedBatch, PackedRoutes
 
-FOLDER = MODELS["tiny-moe"]
+DIRECTORY = MODELS["tiny-moe"]
 NOISE = (0.0, 1e-3, 1e-2, 5e-2)
 SEQUENCES, TOKENS = 48, 96
 
 
-def build(folder: Path, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
+def build(directory: Path, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
     from agent_rl.train.megatron.model import PolicyModel
 
-    return PolicyModel.build(folder, ParallelConfig(), device=device, dtype=dtype)
+    return PolicyModel.build(directory, ParallelConfig(), device=device, dtype=dtype)
 
 
 def cost(device: torch.device, rounds: int) -> None:
@@ -80,11 +80,11 @@ def sample(model: Any) -> PackedBatch:
     return PackedBatch.from_sequences(list(tokens))
 
 
-def noisy(folder: Path, noise: float, into: Path) -> PackedBatch:
-    """Save the model of ``folder`` with noise in ``into``; what it samples."""
+def noisy(directory: Path, noise: float, into: Path) -> PackedBatch:
+    """Save the model of ``directory`` with noise in ``into``; what it samples."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     with torch.no_grad():
         for weight in model.parameters():
             spread = weight.std() if weight.numel() > 1 else weight.abs()
@@ -93,20 +93,20 @@ def noisy(folder: Path, noise: float, into: Path) -> PackedBatch:
     return sample(model)
 
 
-def kl_by_routes(folder: Path, device: torch.device) -> None:
+def kl_by_routes(directory: Path, device: torch.device) -> None:
     """Print one table."""
     from agent_rl.train.reference import Reference
 
-    print(f"\nKL a token of a policy from its reference, {folder.name}, {SEQUENCES * TOKENS} sampled tokens")
+    print(f"\nKL a token of a policy from its reference, {directory.name}, {SEQUENCES * TOKENS} sampled tokens")
     print("| noise | served k1 | k3 | replayed k1 | k3 | mixed k1 | k3 | mixed over replayed, k3 |")
     print("|---|---|---|---|---|---|---|---|")
     for noise in NOISE:
         with tempfile.TemporaryDirectory() as parent:
-            batch = noisy(folder, noise, Path(parent))
+            batch = noisy(directory, noise, Path(parent))
             model, engine = build(Path(parent), device), build(Path(parent), device, torch.bfloat16)
         recorded = engine.forward_logprobs([batch], None, record=True)[0].routes
         given = PackedRoutes(recorded, torch.ones(len(batch), dtype=torch.bool))
-        reference = Reference.load(model, folder)
+        reference = Reference.load(model, directory)
 
         def score(routes: PackedRoutes | None, model: Any = model, batch: PackedBatch = batch) -> Tensor:
             return model.forward_logprobs([batch], [routes])[0].logprobs
@@ -129,7 +129,7 @@ def kl_by_routes(folder: Path, device: torch.device) -> None:
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--model", type=Path, default=FOLDER)
+    parser.add_argument("--model", type=Path, default=DIRECTORY)
     chosen = parser.parse_args()
     with one_rank(chosen.device) as device:
         cost(device, chosen.rounds)

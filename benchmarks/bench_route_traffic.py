@@ -26,7 +26,7 @@ from agent_rl.config import EngineConfig
 from agent_rl.demo_model.init import SHAPES, initial_weights, save_checkpoint
 from agent_rl.engine.factory import open_engine
 from agent_rl.engine.sglang import SGLangEngine
-from agent_rl.models.spec import read_facts
+from agent_rl.models.spec import read_model_spec
 from agent_rl.types import SamplingParams
 from r3 import archive
 from r3.routing import validate
@@ -67,13 +67,13 @@ async def converse(engine: SGLangEngine, turns: int, sampled: int, observed: int
 
 async def measure(model: Path, run_dir: Path, turns: int, sampled: int, observed: int) -> dict[str, float]:
     config = EngineConfig(max_total_tokens=16384, max_running_requests=4)
-    async with open_engine(config, model, read_facts(model), run_dir) as engine:
+    async with open_engine(config, model, read_model_spec(model), run_dir) as engine:
         return await converse(engine, turns, sampled, observed)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="a checkpoint's folder; a random one by default")
+    parser.add_argument("--model", type=Path, help="a checkpoint's directory; a random one by default")
     parser.add_argument("--shape", choices=SHAPES, default="tiny", help="sizes of the random one")
     parser.add_argument("--layers", type=int, help="its layers; the shape's own by default")
     parser.add_argument("--turns", type=int, default=24)

@@ -1,11 +1,11 @@
-"""Boxes against the plain ``docker`` command line, and many boxes with their owner killed in the middle.
+"""Sandboxes against the plain ``docker`` command line, and many sandboxes with their owner killed in the middle.
 
-Run: ``python benchmarks/bench_sandbox.py [rounds] [boxes]`` (needs a container engine with the image agent-rl-base)
+Run: ``python benchmarks/bench_sandbox.py [rounds] [sandboxes]`` (needs a container engine with the image agent-rl-base)
 
-First, in one run and in turns, so that other load falls on all: start, one command and end of a box, by each backend
-and by ``docker run -d``, ``docker exec`` and ``docker rm -f`` with the same limits. Then ``boxes`` boxes, 16 at once,
-of an owner that is killed with SIGKILL half-way and a second one that does the rest: latencies, failures, what is left.
-Bubblewrap, podman and gVisor are measured too where they are.
+First, in one run and in turns, so that other load falls on all: start, one command and end of a sandbox, by each
+backend and by ``docker run -d``, ``docker exec`` and ``docker rm -f`` with the same limits. Then ``sandboxes``
+sandboxes, 16 at once, of an owner that is killed with SIGKILL half-way and a second one that does the rest:
+latencies, failures, what is left. Bubblewrap, podman and gVisor are measured too where they are.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FLAGS = (
 
 
 class Clock:
-    """Seconds of the stages of a box's life."""
+    """Seconds of the stages of a sandbox's life."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, list[float]] = {stage: [] for stage in STAGES}
@@ -51,16 +51,16 @@ class Clock:
 
 
 async def ours(backend: SandboxBackend, clock: Clock) -> None:
-    box = await clock.time("start", backend.start(SandboxSpec()))
-    await clock.time("exec", box.exec("true", timeout=60))
-    await clock.time("close", box.close())
+    sandbox = await clock.time("start", backend.start(SandboxSpec()))
+    await clock.time("exec", sandbox.exec("true", timeout=60))
+    await clock.time("close", sandbox.close())
 
 
 async def command_line(clock: Clock) -> None:
     run = f"docker run -d {_FLAGS} agent-rl-base sleep infinity".split()
-    box = await clock.time("start", answer(*run))
-    await clock.time("exec", answer("docker", "exec", "--user=0:0", box, "bash", "-c", "true"))
-    await clock.time("close", answer("docker", "rm", "-f", box))
+    sandbox = await clock.time("start", answer(*run))
+    await clock.time("exec", answer("docker", "exec", "--user=0:0", sandbox, "bash", "-c", "true"))
+    await clock.time("close", answer("docker", "rm", "-f", sandbox))
 
 
 async def answer(*command: str) -> str:
@@ -95,22 +95,22 @@ async def compare(rounds: int) -> None:
         print(f"| {name} | {' | '.join(cells)} |")
 
 
-def churn(backend: str, boxes: int) -> None:
-    """Print one row: latencies of the boxes that came to their end, failures, seconds, what is left."""
+def churn(backend: str, sandboxes: int) -> None:
+    """Print one row: latencies of the sandboxes that came to their end, failures, seconds, what is left."""
     runs = [f"bench-{uuid.uuid4().hex[:8]}" for _ in range(2)]
     began = time.perf_counter()
-    with subprocess.Popen([sys.executable, CHURN, backend, str(boxes), runs[0]], stdout=subprocess.PIPE) as run:
+    with subprocess.Popen([sys.executable, CHURN, backend, str(sandboxes), runs[0]], stdout=subprocess.PIPE) as run:
         assert run.stdout is not None
-        done = [json.loads(run.stdout.readline()) for _ in range(boxes // 2)]
+        done = [json.loads(run.stdout.readline()) for _ in range(sandboxes // 2)]
         run.kill()
-    rest = [sys.executable, CHURN, backend, str(boxes - boxes // 2), runs[1]]
+    rest = [sys.executable, CHURN, backend, str(sandboxes - sandboxes // 2), runs[1]]
     done += map(json.loads, subprocess.run(rest, stdout=subprocess.PIPE, check=True).stdout.splitlines())
     seconds = time.perf_counter() - began
     listing = [sys.executable, "-m", "sandbox.reap", "--list", "--backend", backend]
     lines = subprocess.run(listing, capture_output=True, text=True, check=True).stdout.splitlines()
     left = sum(run in line for run in runs for line in lines)
-    cells = [percentiles([box[stage] for box in done if stage in box]) for stage in STAGES]
-    failures = [box["error"] for box in done if "error" in box]
+    cells = [percentiles([sandbox[stage] for sandbox in done if stage in sandbox]) for stage in STAGES]
+    failures = [sandbox["error"] for sandbox in done if "error" in sandbox]
     print(f"| {backend} | {' | '.join(cells)} | {len(failures)} of {len(done)} | {left} | {seconds:.0f} |", flush=True)
     for failure in sorted(set(failures)):
         print(f"  {failures.count(failure)} x {failure}")
@@ -121,21 +121,21 @@ def percentiles(seconds: list[float]) -> str:
     return f"{cuts[49] * 1e3:.0f} / {cuts[94] * 1e3:.0f} / {max(seconds) * 1e3:.0f}"
 
 
-def main(rounds: int, boxes: int) -> None:
+def main(rounds: int, sandboxes: int) -> None:
     asyncio.run(compare(rounds))
-    print(f"\n{boxes} boxes, 16 at once, the owner killed half-way; ms at 50 % / 95 % / worst")
+    print(f"\n{sandboxes} sandboxes, 16 at once, the owner killed half-way; ms at 50 % / 95 % / worst")
     print("| backend | start | exec | close | failed | runs left | s |\n|---|---|---|---|---|---|---|")
     for backend in ("docker", "podman", "bubblewrap"):
         try:
             asyncio.run(open_backend(backend, run_id="bench-probe").close())
         except SandboxUnavailableError:
             continue
-        churn(backend, boxes)
+        churn(backend, sandboxes)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rounds", nargs="?", type=int, default=20)
-    parser.add_argument("boxes", nargs="?", type=int, default=300)
+    parser.add_argument("sandboxes", nargs="?", type=int, default=300)
     options = parser.parse_args()
-    main(options.rounds, options.boxes)
+    main(options.rounds, options.sandboxes)

@@ -1,5 +1,5 @@
-"""What ``observe.token_detail`` costs a training step, and the bytes it keeps. Goals: 1 % of a step; 10 bytes a sampled
-token and 2 bytes a token.
+"""What ``monitoring.token_detail`` costs a training step, and the bytes it keeps. Goals: 1 % of a step; 10 bytes a
+sampled token and 2 bytes a token.
 
 Run: ``OMP_NUM_THREADS=1 python benchmarks/bench_token_detail.py [--rounds 100] [--tokens 8192] [--device cuda]``
 
@@ -37,7 +37,7 @@ from timing import Ratio, interleaved, median, ratio
 from agent_rl.config import RunConfig
 from agent_rl.rollout.token_details import details_path, worst, write_details
 from agent_rl.train.batching.mini_steps import split_step
-from agent_rl.train.requests import OptimizerSpec, StepOrder
+from agent_rl.train.requests import OptimizerSpec, StepRequest
 from agent_rl.train.route_sharding import RankInfo, count_all_differing, cut
 from agent_rl.train.token_detail import LayerBits, token_details
 from agent_rl.types import Group, Sample, StopReason, Trajectory
@@ -68,13 +68,13 @@ def samples_of(model: Any, count: int) -> list[Sample]:
 class Step:
     """One step of one rank and its driver, with detail or without."""
 
-    def __init__(self, model: Any, samples: list[Sample], device: str, folder: Path) -> None:
+    def __init__(self, model: Any, samples: list[Sample], device: str, directory: Path) -> None:
         from agent_rl.train.optimizer import PolicyOptimizer
 
         train = {"device": device, "lr": 1e-9, "microbatch_tokens": 4096}
         self.config = RunConfig.model_validate({"name": "bench", "model": "none", "train": train})
         self.optimizer = PolicyOptimizer(model.chunks, OptimizerSpec(lr=0.0), torch.float32)
-        self.model, self.samples, self.stem = model, samples, folder / "step-000001"
+        self.model, self.samples, self.stem = model, samples, directory / "step-000001"
         (self.shares,) = split_step(samples, mini_steps=1, budget=4096, ranks=1)
         self.batches = [[ids for share in self.shares for ids in share.micro_batches]]
         self.shards = [cut(samples, ids, model.shard) for ids in self.batches[0]]
@@ -84,7 +84,7 @@ class Step:
     def __call__(self, detail: bool) -> None:
         from agent_rl.train.step import grpo_step
 
-        order = StepOrder(self.config, measure_native=True, detail=detail)
+        order = StepRequest(self.config, measure_without_replay=True, detail=detail)
         named = dict(enumerate(self.samples))
         self.answer = grpo_step(self.model, self.optimizer, named, self.shares, self.shards, order)
         self.drive(detail)
@@ -100,7 +100,7 @@ class Step:
         details = token_details(self.samples, self.batches, {0: report}, *bits)
         write_details(self.stem, {(number, 0): own for number, own in details.items()}, [self.group])
         for own in details.values():  # for the index of trajectories
-            worst(own.gap), worst(own.native_gap)
+            worst(own.gap), worst(own.gap_without_replay)
 
 
 def _trajectory(sample: Sample) -> Trajectory:
@@ -182,9 +182,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--tokens", type=int, default=8192)
     options = parser.parse_args()
-    with one_rank(options.device) as device, tempfile.TemporaryDirectory() as folder:
+    with one_rank(options.device) as device, tempfile.TemporaryDirectory() as directory:
         model = policy(device, QUICKSTART)[1]
-        step = Step(model, samples_of(model, options.tokens // LENGTH), options.device, Path(folder))
+        step = Step(model, samples_of(model, options.tokens // LENGTH), options.device, Path(directory))
         calls = {"without": partial(step, False), "with": partial(step, True)}
         times = interleaved(calls, device, rounds=options.rounds)
         clock = "processor" if options.device == "cpu" else "wall"

@@ -68,12 +68,12 @@ def seconds(run: Callable[[], object], device: torch.device) -> float:
     return float(taken)
 
 
-def rank_main(rank: int, options: argparse.Namespace, folder: str) -> None:
+def rank_main(rank: int, options: argparse.Namespace, directory: str) -> None:
     device = torch.device(options.device, rank) if options.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.set_num_threads(1)
-    store = dist.FileStore(os.path.join(folder, "store"), options.ranks)
+    store = dist.FileStore(os.path.join(directory, "store"), options.ranks)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=options.ranks)
     grid = Grid(options.homes * options.ranks, options.ranks, options.slots)
@@ -107,8 +107,8 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=size)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(rank_main, (options, str(Path(folder))), options.ranks)
+    with tempfile.TemporaryDirectory() as directory:
+        torch.multiprocessing.spawn(rank_main, (options, str(Path(directory))), options.ranks)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,16 @@ from agent_rl.config.builtin import MODELS
 from agent_rl.monitoring.metrics import METRICS
 from agent_rl.rollout.framed_log import as_frame
 from agent_rl.rollout.records import encode_trajectory, write_trajectories
-from agent_rl.types import Fate, Group, StopReason, TokenDetail, Trajectory, Turn, Verdict, VersionSpan
+from agent_rl.types import (
+    Group,
+    StopReason,
+    TokenDetail,
+    TrainingDecision,
+    TrainingStatus,
+    Trajectory,
+    Turn,
+    VersionSpan,
+)
 from agent_rl.viewer.api import Resources
 from agent_rl.viewer.server import POLL_SECONDS
 from r3.routing import Routing, Span, SpanKind
@@ -80,19 +89,19 @@ def short_trajectory(number: int) -> Trajectory:
 
 
 class Run:
-    """The folder of a run, which grows."""
+    """The directory of a run, which grows."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self._random, self._step = folder, np.random.default_rng(0), 0
-        shutil.copy(MODELS["tiny-moe"] / "tokenizer.json", folder)
-        (folder / "journal").mkdir()
-        (folder / "config.yaml").write_text(f"rollout: {{tasks_per_step: {GROUPS}, group_size: {GROUP}}}\n")
+    def __init__(self, directory: Path) -> None:
+        self.directory, self._random, self._step = directory, np.random.default_rng(0), 0
+        shutil.copy(MODELS["tiny-moe"] / "tokenizer.json", directory)
+        (directory / "journal").mkdir()
+        (directory / "config.yaml").write_text(f"rollout: {{tasks_per_step: {GROUPS}, group_size: {GROUP}}}\n")
         for _ in range(STEPS):
             self.end_step()
         one = long_trajectory(65_536, self._random)
         details = {(0, 0): detail_of(one, self._random)}
-        verdicts = [Verdict(Fate.TRAINED, 0.5)]
-        write_trajectories(folder, STEPS + 1, [Group("long", (one,))], verdicts=verdicts, details=details)
+        verdicts = [TrainingDecision(TrainingStatus.TRAINED, 0.5)]
+        write_trajectories(directory, STEPS + 1, [Group("long", (one,))], verdicts=verdicts, details=details)
         self._step += 1
         self._episode = as_frame(b"{}\n" + encode_trajectory(long_trajectory(16_384, self._random)))
 
@@ -101,15 +110,18 @@ class Run:
         self._step += 1
         first = self._step * GROUPS
         groups = [Group("t", tuple(short_trajectory(first + at) for _ in range(GROUP))) for at in range(GROUPS)]
-        verdicts = [Verdict(Fate.TRAINED, float(advantage)) for advantage in self._random.random(GROUPS * GROUP)]
-        write_trajectories(self.folder, self._step, groups, verdicts=verdicts)
+        verdicts = [
+            TrainingDecision(TrainingStatus.TRAINED, float(advantage))
+            for advantage in self._random.random(GROUPS * GROUP)
+        ]
+        write_trajectories(self.directory, self._step, groups, verdicts=verdicts)
         values = dict(zip(NAMES, self._random.random(len(NAMES)).tolist(), strict=True))
-        with (self.folder / "metrics.jsonl").open("ab") as file:
+        with (self.directory / "metrics.jsonl").open("ab") as file:
             file.write(orjson.dumps({"step": self._step, **values, "time/ended": 1.7e9 + self._step}) + b"\n")
 
     def end_episode(self) -> None:
         """Add an episode of 16,384 tokens to the journal of the step that is under way."""
-        journal = self.folder / "journal" / f"step-{self._step + 1:06d}.journal"
+        journal = self.directory / "journal" / f"step-{self._step + 1:06d}.journal"
         with journal.open("ab") as file:
             file.write(self._episode if journal.stat().st_size else as_frame(b"{}") + self._episode)
 
@@ -170,7 +182,7 @@ def tokens(page: Page, address: str) -> None:
     opened = "CSS.highlights.get('bin-8')?.size > 100"
     seconds = opening(page, f"{address}#/t/0/{STEPS + 1}-0", opened)
     report("a trajectory of 65,536 tokens and 50 turns opened", seconds, 2.0)
-    names = "['gap', 'native_gap', 'entropy', 'version', 'logprob']"
+    names = "['gap', 'gap_without_replay', 'entropy', 'version', 'logprob']"
     change = (
         f"const select = document.querySelector('.toolbar select'); select.value = {names}[i]; "
         "select.dispatchEvent(new Event('change', {bubbles: true}))"
@@ -201,9 +213,9 @@ def following(page: Page, address: str, run: Run) -> None:
     report("a finished step shows in the curves, the latest of 3", max(steps), 2.0)
 
 
-def looks(folder: Path) -> None:
+def looks(directory: Path) -> None:
     """What a server does again and again while a page is open."""
-    source, began = Resources([folder]), time.process_time()
+    source, began = Resources([directory]), time.process_time()
     for _ in range(REPEATS):
         source.stamps()
     spent = (time.process_time() - began) / REPEATS
@@ -211,9 +223,9 @@ def looks(folder: Path) -> None:
 
 
 @contextmanager
-def serving(folder: Path) -> Iterator[tuple[str, Callable[[], float]]]:
+def serving(directory: Path) -> Iterator[tuple[str, Callable[[], float]]]:
     """The address of a server, and what tells the most memory that it has held, in MiB."""
-    command = [sys.executable, "-m", "agent_rl.cli", "view", str(folder), "--port", "0", "--no-open"]
+    command = [sys.executable, "-m", "agent_rl.cli", "view", str(directory), "--port", "0", "--no-open"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         status = Path(f"/proc/{process.pid}/status")
@@ -223,12 +235,12 @@ def serving(folder: Path) -> Iterator[tuple[str, Callable[[], float]]]:
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
-        run = Run(Path(folder))
-        looks(run.folder)
+    with tempfile.TemporaryDirectory() as directory, sync_playwright() as playwright:
+        run = Run(Path(directory))
+        looks(run.directory)
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         page = browser.new_page()
-        with serving(run.folder) as (address, held):
+        with serving(run.directory) as (address, held):
             for measure in (curves, filters, tokens):
                 measure(page, address)
                 print(f"the server has held {held():.0f} MiB at most (goal 300)", flush=True)

@@ -55,16 +55,16 @@ for _ in range(int(sys.argv[3])):
 """
 
 
-def make(folder: Path, sizes: dict[str, Any]) -> list[tuple[str, Tensor]]:
-    """A random checkpoint in ``folder``, and its float32 tensors in the order of an export."""
+def make(directory: Path, sizes: dict[str, Any]) -> list[tuple[str, Tensor]]:
+    """A random checkpoint in ``directory``, and its float32 tensors in the order of an export."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     common = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": KV_HEADS, "head_dim": 64}
     config = Qwen3MoeConfig(
         **common, **sizes, num_experts_per_tok=2, norm_topk_prob=True, max_position_embeddings=4096, rope_theta=1e6
     )
-    Qwen3MoeForCausalLM(config).save_pretrained(folder)
-    weights = load_file(folder / "model.safetensors")
+    Qwen3MoeForCausalLM(config).save_pretrained(directory)
+    weights = load_file(directory / "model.safetensors")
     return [(name, weights[name].float()) for name in sorted(weights, key=_place)]
 
 
@@ -98,13 +98,13 @@ def plain(size: int, rounds: int) -> Callable[[], None]:
     return once
 
 
-async def measure(name: str, rounds: int, buckets: list[float], folder: Path) -> None:
-    weights = make(folder, SIZES[name])
+async def measure(name: str, rounds: int, buckets: list[float], directory: Path) -> None:
+    weights = make(directory, SIZES[name])
     size = 2 * sum(tensor.numel() for _, tensor in weights)
     config = EngineConfig(
         python=str(ROOT / ".venv-engine/bin/python"), device="cpu", max_total_tokens=4096, start_timeout=900
     )
-    async with EngineServer(config, folder, folder / "engine.log") as server:
+    async with EngineServer(config, directory, directory / "engine.log") as server:
         for megabytes in buckets:
             own = config.model_copy(update={"weight_bucket_mb": megabytes})
             compare(name, server.url, weights, size, rounds, own)
@@ -165,8 +165,8 @@ def main() -> None:
     parser.add_argument("buckets", nargs="*", type=float, default=[EngineConfig().weight_bucket_mb], help="MiB")
     options = parser.parse_args()
     for name in SIZES:
-        with tempfile.TemporaryDirectory() as folder:
-            asyncio.run(measure(name, options.rounds, options.buckets, Path(folder)))
+        with tempfile.TemporaryDirectory() as directory:
+            asyncio.run(measure(name, options.rounds, options.buckets, Path(directory)))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
 """Random kills: short real runs are killed with SIGKILL at random moments and started again, until they are done.
 
-    python benchmarks/kill_runs.py [--kills 50] [--steps 40] [--seed 0] [--depth S] [--staleness K] [--folder DIR]
+    python benchmarks/kill_runs.py [--kills 50] [--steps 40] [--seed 0] [--depth S] [--staleness K] [--directory DIR]
 
 Controller, journal, checkpoints, Ray and Megatron are the real ones; episodes are recordings (see
 ``tests/integration/recorded_run.py``). After each kill, and after the start that follows: every checkpoint on the disk
 is whole, the metrics of all steps are those of a run that was never killed, bit for bit (figures of the clock apart),
-and of the killed one no process and no temporary folder is left; at the end its ledger has no fault. Prints a line a
+and of the killed one no process and no temporary directory is left; at the end its ledger has no fault. Prints a line a
 kill, and a summary.
 
-``--depth``: sampling runs ahead (``pipeline.depth``), and what is told of tokens by their age is not compared, for
+``--depth``: sampling runs ahead (``async_rollout.depth``), and what is told of tokens by their age is not compared, for
 that is a matter of time. With ``--staleness`` above it so is which groups a batch has; there a step that is done again
 is compared with what it gave before the kill.
 """
@@ -55,20 +55,20 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--depth", type=int, default=0)
     parser.add_argument("--staleness", type=int, default=None, help="by default the depth")
-    parser.add_argument("--folder", type=Path, default=None)
+    parser.add_argument("--directory", type=Path, default=None)
     options = parser.parse_args()
     if options.staleness is None:
         options.staleness = options.depth
-    folder = options.folder or Path(tempfile.mkdtemp(prefix="kills-"))
-    model = folder / "model"
+    directory = options.directory or Path(tempfile.mkdtemp(prefix="kills-"))
+    model = directory / "model"
     if not model.exists():
         write_moe(model, layers=2, hidden=64, heads=4, kv=2, head_dim=16, experts=4, inter=32, vocab=64)
-    reference, seconds = unkilled(folder / "reference", model, options)
+    reference, seconds = unkilled(directory / "reference", model, options)
     print(f"unkilled: {options.steps} steps in {seconds:.1f} s")
     print("kill  moment                    step  checkpoint  steps again  episodes again  steps begin after  faults")
     draw, tally, number = random.Random(options.seed), Tally(), 0
     while tally.kills < options.kills:
-        run = KilledRun(folder / f"run-{number:02d}", model, reference, seconds, options, draw, tally)
+        run = KilledRun(directory / f"run-{number:02d}", model, reference, seconds, options, draw, tally)
         run.live()
         number += 1
     print(
@@ -82,21 +82,21 @@ def overrides(options: argparse.Namespace) -> list[str]:
     """What lets sampling run ahead."""
     if not options.depth:
         return []
-    ahead = f"pipeline.depth={options.depth}", f"pipeline.max_staleness={options.staleness}"
+    ahead = f"async_rollout.depth={options.depth}", f"async_rollout.max_staleness={options.staleness}"
     return [*ahead, "train.old_logprob.source=rollout"]
 
 
-def unkilled(folder: Path, model: Path, options: argparse.Namespace) -> tuple[dict[int, dict[str, float]], float]:
+def unkilled(directory: Path, model: Path, options: argparse.Namespace) -> tuple[dict[int, dict[str, float]], float]:
     """The metrics by step of a run that nobody kills, and the seconds its steps took."""
-    if not (folder / "rec" / "summary.json").exists():
-        write_config(folder, model, steps=options.steps)
+    if not (directory / "rec" / "summary.json").exists():
+        write_config(directory, model, steps=options.steps)
         for _ in range(5):  # on a busy machine Ray does not start within its 30 s
-            life = Life(folder, *overrides(options))
+            life = Life(directory, *overrides(options))
             life.finish()
             if "timed out during startup" not in life.text:
                 break
         assert life.process.returncode == 0, life.text
-    rows = read_metrics(folder / "rec")
+    rows = read_metrics(directory / "rec")
     return {int(row["step"]): exact(row) for row in rows}, sum(row["time/step"] for row in rows)
 
 
@@ -104,7 +104,7 @@ def unkilled(folder: Path, model: Path, options: argparse.Namespace) -> tuple[di
 class KilledRun:
     """One run, killed until it is done or enough kills were made."""
 
-    folder: Path
+    directory: Path
     model: Path
     reference: dict[int, dict[str, float]]
     seconds: float
@@ -118,13 +118,13 @@ class KilledRun:
     """The metrics of each step when it was first made, where those of another run are not to be compared."""
 
     def live(self) -> None:
-        write_config(self.folder, self.model, steps=self.options.steps)
+        write_config(self.directory, self.model, steps=self.options.steps)
         while self._life():
             pass
 
     def _life(self) -> bool:
         """One start; False where the run went on to its end."""
-        life, reached = Life(self.folder, *overrides(self.options)), step_reached(self.folder / "rec")
+        life, reached = Life(self.directory, *overrides(self.options)), step_reached(self.directory / "rec")
         kills = self.tally.kills < self.options.kills
         if kills and self.draw.random() < IN_START:
             wait, begin = self.draw.uniform(0, 10), None

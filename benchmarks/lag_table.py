@@ -1,15 +1,16 @@
 """How far the trained weights are from those that sampled, by the age of the tokens: from the files of runs.
 
-``python benchmarks/lag_table.py RUN [RUN ...]`` reads what finished steps left (``observe.token_detail``; a step that
-measured the pass without replay tells both) and prints a row a run and lag: the sampled tokens, and with and without
-replay the k3 estimate of the KL to the weights before the step, the mean probability ratio, and the share of tokens
-beyond the objective's clip, each with its interval at 95 % (trajectories are drawn, not tokens: those of one are
+``python benchmarks/lag_table.py RUN [RUN ...]`` reads what finished steps left (``monitoring.token_detail``; a step
+that measured the pass without replay tells both) and prints a row a run and lag: the sampled tokens, and with and
+without replay the k3 estimate of the KL to the weights before the step, the mean probability ratio, and the share of
+tokens beyond the objective's clip, each with its interval at 95 % (trajectories are drawn, not tokens: those of one are
 alike). Runs of one config but for ``engine.pause_mode`` compare its modes; most tokens of a run are as old as its depth
 where training is slow enough for sampling to run ahead, which short micro-batches make it::
 
     for mode in turn in_place; do
       for depth in 1 2 3; do
-        agent-rl train configs/quickstart.yaml name=lag-$depth-$mode engine.pause_mode=$mode pipeline.depth=$depth \\
+        agent-rl train configs/quickstart.yaml name=lag-$depth-$mode engine.pause_mode=$mode
+        async_rollout.depth=$depth \\
           train.old_logprob.source=rollout train.microbatch_tokens=512 eval.tasks=0 train.steps=16
       done
     done
@@ -75,7 +76,9 @@ def by_lag(run: Path) -> dict[int, Tokens]:
             detail = read_detail(step_stem(run, step), number)
             if detail is None:
                 continue
-            gaps = {"r3": detail.gap} | ({} if detail.native_gap is None else {"off": detail.native_gap})
+            gaps = {"r3": detail.gap} | (
+                {} if detail.gap_without_replay is None else {"off": detail.gap_without_replay}
+            )
             lags = step - 1 - versions(branch)
             for lag in np.unique(lags).tolist():
                 found[lag].add({name: gap[lags == lag] for name, gap in gaps.items()}, clip)

@@ -68,7 +68,7 @@ def policy(
         **{"norm_topk_prob": True, "tie_word_embeddings": True, "max_position_embeddings": 1 << 17, **shape}
     )
     reference = Qwen3MoeForCausalLM(config)
-    with tempfile.TemporaryDirectory() as folder:
-        reference.save_pretrained(folder)
-        model = PolicyModel.build(Path(folder), parallel or ParallelConfig(), device=device, **options)
+    with tempfile.TemporaryDirectory() as directory:
+        reference.save_pretrained(directory)
+        model = PolicyModel.build(Path(directory), parallel or ParallelConfig(), device=device, **options)
     return reference.to(device=device, dtype=options.get("dtype", torch.float32)), model

@@ -45,7 +45,7 @@ def build(out: Path, package: str) -> None:
 
 
 def healthy(out: Path) -> int:
-    """The records in the build's folder."""
+    """The records in the build's directory."""
     tasks = out / "tasks.jsonl"
     return tasks.read_bytes().count(b"\n") if tasks.exists() else 0
 
@@ -80,7 +80,7 @@ def doctor(out: Path) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--out", type=Path, required=True, help="folder of the build; one that was begun is gone on with"
+        "--out", type=Path, required=True, help="directory of the build; one that was begun is gone on with"
     )
     parser.add_argument("--only", choices=("build", "doctor"), help="one half of it")
     arguments = parser.parse_args(argv)

@@ -25,7 +25,7 @@ from typing import get_args
 from agent_rl.config import Ablation, RunConfig
 from agent_rl.config.loader import load_config
 
-_AHEAD = ("pipeline.depth=2", "train.old_logprob.source=rollout")
+_AHEAD = ("async_rollout.depth=2", "train.old_logprob.source=rollout")
 SETTINGS: dict[str, tuple[str, ...]] = {
     "off": ("train.replay=off",),
     "r2": ("train.replay=r2",),
@@ -96,8 +96,8 @@ def train(arguments: Sequence[str], deadline: float) -> bool:
 
 def finish(runs: Sequence[Path]) -> None:
     """Print the command that draws the runs that have made a step."""
-    if folders := shlex.join(str(run) for run in runs if (run / "metrics.jsonl").exists()):
-        print(f"$ agent-rl r3 figures {folders} --out {runs[0].parent / 'figures'}")
+    if directories := shlex.join(str(run) for run in runs if (run / "metrics.jsonl").exists()):
+        print(f"$ agent-rl r3 figures {directories} --out {runs[0].parent / 'figures'}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The quickstart's tasks with tools that wait before each call, as boxes on other machines do.
+"""The quickstart's tasks with tools that wait before each call, as sandboxes on other machines do.
 
 The wall time of steps with sampling beside training over that of synchronous ones, with tools that wait::
 
@@ -6,7 +6,7 @@ The wall time of steps with sampling beside training over that of synchronous on
     set -- env.name=waiting_env:WaitingEnvironment rollout.concurrency=128 train.steps=7 eval.tasks=0 \\
       train.old_logprob.source=rollout
     agent-rl train configs/quickstart.yaml "$@" name=sync
-    agent-rl train configs/quickstart.yaml "$@" name=beside pipeline.depth=1 pipeline.max_staleness=2
+    agent-rl train configs/quickstart.yaml "$@" name=beside async_rollout.depth=1 async_rollout.max_staleness=2
     python benchmarks/waiting_env.py runs/sync runs/beside
 
 The last line prints the seconds a step of each run, from the end of its first step to the end of its last, and their

@@ -1,11 +1,10 @@
 """What a task is, how it starts, how it is graded."""
 
 from envs.context import EnvContext, ToolStyle
-from envs.registry import ENVIRONMENTS, EnvironmentLoadError, load_environment, needs_boxes
-from envs.scaffold import Interface, Interfaced, InterfaceError, find_interface
+from envs.registry import ENVIRONMENTS, EnvironmentLoadError, load_environment, needs_sandboxes
+from envs.scaffold import HasScaffold, Scaffold, ScaffoldError, find_scaffold
 from envs.types import (
     Audited,
-    Boxed,
     Dialogue,
     Environment,
     EnvsError,
@@ -13,6 +12,7 @@ from envs.types import (
     Finding,
     Grade,
     GradingError,
+    HasSandbox,
     Message,
     Solvable,
     Task,
@@ -23,7 +23,6 @@ from envs.types import (
 __all__ = [
     "ENVIRONMENTS",
     "Audited",
-    "Boxed",
     "Dialogue",
     "EnvContext",
     "Environment",
@@ -33,16 +32,17 @@ __all__ = [
     "Finding",
     "Grade",
     "GradingError",
-    "Interface",
-    "InterfaceError",
-    "Interfaced",
+    "HasSandbox",
+    "HasScaffold",
     "Message",
+    "Scaffold",
+    "ScaffoldError",
     "Solvable",
     "Task",
     "TaskRecordError",
     "ToolStyle",
     "UndecidableError",
-    "find_interface",
+    "find_scaffold",
     "load_environment",
-    "needs_boxes",
+    "needs_sandboxes",
 ]

@@ -78,8 +78,8 @@ async def _schemas(env: Environment, task: Task) -> str:
     names = [schema["function"]["name"] for schema in schemas]
     assert names, "there is no tool"
     assert len(set(names)) == len(names), f"two tools have one name: {names}"
-    bare = [schema["function"]["name"] for schema in schemas if not schema["function"].get("description")]
-    assert not bare, f"tool {bare[0]!r} has no description: write a docstring" if bare else ""
+    strip = [schema["function"]["name"] for schema in schemas if not schema["function"].get("description")]
+    assert not strip, f"tool {strip[0]!r} has no description: write a docstring" if strip else ""
     return ", ".join(names)
 
 

@@ -111,13 +111,13 @@ if __name__ == "__main__":
     print("every promise is kept")
 '''
 
-_CONFIG = """# Trains on {name}.py. The folder with both is where these commands run:
+_CONFIG = """# Trains on {name}.py. The directory with both is where these commands run:
 #   agent-rl envs check {name}:{class_name}
 #   agent-rl eval {name}.yaml --policy gold
 #   agent-rl train {name}.yaml
 name: {name}
 # tiny-moe comes with the package. It knows other tools than these, and learns no more here than to finish in time: name
-# the folder of a capable model's Hugging Face checkpoint instead, and take out the limits of `rollout`.
+# the directory of a capable model's Hugging Face checkpoint instead, and take out the limits of `rollout`.
 model: tiny-moe
 env:
   name: {name}:{class_name}
@@ -160,8 +160,8 @@ class Written:
         )
 
 
-def write_template(name: str, folder: Path) -> Written:
-    """Write ``<name>.py``, ``test_<name>.py`` and ``<name>.yaml`` into ``folder``.
+def write_template(name: str, directory: Path) -> Written:
+    """Write ``<name>.py``, ``test_<name>.py`` and ``<name>.yaml`` into ``directory``.
 
     Raises TemplateError for a name that is no module's or is taken, or where a file is there already.
     """
@@ -171,12 +171,12 @@ def write_template(name: str, folder: Path) -> Written:
         raise TemplateError(f"{name!r} is the name of another module, which would be imported instead: take another")
     class_name = "".join(part.capitalize() for part in name.split("_"))
     written = Written(
-        folder / f"{name}.py", folder / f"test_{name}.py", folder / f"{name}.yaml", f"{name}:{class_name}"
+        directory / f"{name}.py", directory / f"test_{name}.py", directory / f"{name}.yaml", f"{name}:{class_name}"
     )
     files = {written.environment: _ENVIRONMENT, written.test: _TEST, written.config: _CONFIG}
     if there := [path for path in files if path.exists()]:
-        raise TemplateError(f"{there[0]}: is there already; give another name or --folder")
-    folder.mkdir(parents=True, exist_ok=True)
+        raise TemplateError(f"{there[0]}: is there already; give another name or --directory")
+    directory.mkdir(parents=True, exist_ok=True)
     for path, text in files.items():
         path.write_text(text.format(name=name, class_name=class_name))
     return written

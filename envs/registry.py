@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from envs.context import EnvContext
-from envs.scaffold import OWN, Interfaced, InterfaceError
+from envs.scaffold import OWN, HasScaffold, ScaffoldError
 from envs.tool_environment import ToolClassEnvironment, is_tool_class, takes_sandbox
 from envs.types import Environment, EnvsError
 from sandbox.registry import Registry
@@ -24,7 +24,7 @@ class EnvironmentLoadError(EnvsError):
 ENVIRONMENTS = Registry(
     "environment",
     "agent_rl.envs",
-    {"maths": "envs.math:MathsEnvironment", "mini": "envs.mini:MiniEnvironment", "swe": "envs.swe:SweEnvironment"},
+    {"math": "envs.math:MathEnvironment", "mini": "envs.mini:MiniEnvironment", "swe": "envs.swe:SweEnvironment"},
     EnvironmentLoadError,
 )
 
@@ -34,14 +34,14 @@ def load_environment(name: str, context: EnvContext, options: Mapping[str, Any] 
     (:mod:`envs.tool_environment`).
 
     Raises ``EnvironmentLoadError`` for an unknown name (with the nearest known one), a path that does not import, an
-    option that the class does not take, or a class that is no environment; ``InterfaceError`` for one that has its own
+    option that the class does not take, or a class that is no environment; ``ScaffoldError`` for one that has its own
     tools, where the context has another project's interface.
     """
     environment = _made(name, context, options)
-    if context.interface.name != OWN and not isinstance(environment, Interfaced):
-        raise InterfaceError(
-            f"env.interface {context.interface.name}: environment {name!r} has tools and prompts of its own, which "
-            f"leave no room for it: leave env.interface out, or take an environment that serves interfaces (swe, mini)"
+    if context.scaffold.name != OWN and not isinstance(environment, HasScaffold):
+        raise ScaffoldError(
+            f"env.scaffold {context.scaffold.name}: environment {name!r} has tools and prompts of its own, which "
+            f"leave no room for it: leave env.scaffold out, or take an environment that serves interfaces (swe, mini)"
         )
     return environment
 
@@ -60,11 +60,11 @@ def _made(name: str, context: EnvContext, options: Mapping[str, Any] | None) -> 
     return environment
 
 
-def needs_boxes(name: str) -> bool:
-    """Whether environment ``name`` starts boxes: a class of tools does where its constructor takes a sandbox, another
-    class unless it says ``boxes = False``. Raises ``EnvironmentLoadError`` where it does not load."""
+def needs_sandboxes(name: str) -> bool:
+    """Whether environment ``name`` starts sandboxes: a class of tools does where its constructor takes a sandbox,
+    another class unless it says ``sandboxes = False``. Raises ``EnvironmentLoadError`` where it does not load."""
     make = ENVIRONMENTS.load(name)
-    return takes_sandbox(make) if _is_small(make) else getattr(make, "boxes", True)
+    return takes_sandbox(make) if _is_small(make) else getattr(make, "sandboxes", True)
 
 
 def _is_small(make: Any) -> bool:

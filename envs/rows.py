@@ -1,4 +1,4 @@
-"""Rows from a file (JSONL, JSON, Parquet), or from a data set's folder or name on the Hugging Face hub."""
+"""Rows from a file (JSONL, JSON, Parquet), or from a data set's directory or name on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def of_split(
 ) -> Sequence[Record]:
     """The records of ``split``, which ``read`` reads of a source.
 
-    A folder that is not the ``whole`` of a data set has a file for each split. Of anything else the last ``heldout``
+    A directory that is not the ``whole`` of a data set has a file for each split. Of anything else the last ``heldout``
     records are the split "heldout" and the others "train"; with None every split holds all of them. Raises
     ``TaskRecordError`` for a split that there is not.
     """
     if path.is_dir() and not whole:
         files = {file.stem: file for file in sorted(path.iterdir()) if file.suffix in FILE_TYPES}
         if not files:
-            raise TaskRecordError(f"{path}: a folder without a file of task records ({', '.join(FILE_TYPES)})")
+            raise TaskRecordError(f"{path}: a directory without a file of task records ({', '.join(FILE_TYPES)})")
         if split not in files:
             raise TaskRecordError(f"{path}: no split {split!r}; it holds: {', '.join(sorted(files))}")
         return read(str(files[split]))
@@ -60,7 +60,7 @@ def of_split(
 
 
 def is_one_data_set(path: Path) -> bool:
-    """Whether ``path`` is a folder that holds one data set: saved, or cloned from the hub."""
+    """Whether ``path`` is a directory that holds one data set: saved, or cloned from the hub."""
     return _is_saved(path) or any((path / "data").glob("*.parquet"))
 
 
@@ -77,7 +77,7 @@ def read_rows(source: Path | str, split: str | None, *, missing: str = "") -> It
 
 
 def _is_saved(path: Path) -> bool:
-    """Whether ``path`` is a folder that ``datasets`` wrote with ``save_to_disk``."""
+    """Whether ``path`` is a directory that ``datasets`` wrote with ``save_to_disk``."""
     return any((path / file).is_file() for file in ("dataset_dict.json", "state.json"))
 
 
@@ -125,12 +125,13 @@ def _parquet(path: Path) -> Iterator[Row]:
 
 
 def _data_set(name: str, split: str | None) -> Iterator[Row]:
-    """The rows of a data set: a folder that ``save_to_disk`` wrote, or one that ``load_dataset`` finds."""
+    """The rows of a data set: a directory that ``save_to_disk`` wrote, or one that ``load_dataset`` finds."""
     try:
         import datasets
     except ImportError:
         raise TaskRecordError(
-            f"{name}: neither a file of task records ({', '.join(FILE_TYPES)}) nor a folder of them; if it is a data "
+            f"{name}: neither a file of task records ({', '.join(FILE_TYPES)}) nor a directory of them; if it is a "
+            "data "
             "set's name on the Hugging Face hub, it needs datasets: pip install 'agent-rl[datasets]'"
         ) from None
     try:
@@ -151,7 +152,7 @@ def _data_set(name: str, split: str | None) -> Iterator[Row]:
 
 
 def _hub_answers(name: str) -> bool:
-    """Whether the hub can be asked for data set ``name``; a folder does not need it."""
+    """Whether the hub can be asked for data set ``name``; a directory does not need it."""
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 

@@ -1,6 +1,6 @@
 """How an agent meets a task: its prompts, its tools, the form of its calls, what it is answered, and its limits.
 
-A model that was trained in another project's scaffold knows that scaffold's words. ``env.interface`` chooses whose an
+A model that was trained in another project's scaffold knows that scaffold's words. ``env.scaffold`` chooses whose an
 agent meets here; ``agent-rl``, the default, is this project's own. docs/interfaces.md describes those that there are.
 """
 
@@ -18,7 +18,7 @@ from sandbox.registry import Registry
 from tools import Style, ToolCall, ToolSet
 
 
-class InterfaceError(EnvsError):
+class ScaffoldError(EnvsError):
     """An interface that cannot be loaded, or that an environment cannot serve: a user's mistake, in one line."""
 
 
@@ -29,7 +29,7 @@ class Opening(Protocol):
 
 
 class OpenTools(Protocol):
-    """The tools of one episode in its box. ``timeout`` is in seconds, for each command."""
+    """The tools of one episode in its sandbox. ``timeout`` is in seconds, for each command."""
 
     def __call__(self, sandbox: Sandbox, *, style: Style, timeout: float) -> ToolSet: ...
 
@@ -40,7 +40,7 @@ def no_remark(turns: int, max_turns: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Interface:
+class Scaffold:
     """An interface as data.
 
     ``opening`` and ``tools`` are what an environment takes from it. ``shell`` makes the call that runs a shell command,
@@ -68,18 +68,18 @@ class Interface:
 
 
 @runtime_checkable
-class Interfaced(Protocol):
-    """An environment whose agents meet its tasks through an :class:`Interface`. Optional; others have tools of their
+class HasScaffold(Protocol):
+    """An environment whose agents meet its tasks through an :class:`Scaffold`. Optional; others have tools of their
     own."""
 
     @property
-    def interface(self) -> Interface: ...
+    def scaffold(self) -> Scaffold: ...
 
 
 OWN = "agent-rl"
 
 INTERFACES = Registry(
-    "interface",
+    "scaffold",
     "agent_rl.interfaces",
     {
         OWN: "envs.scaffolds.own:AGENT_RL",
@@ -87,7 +87,7 @@ INTERFACES = Registry(
         "mini-swe-agent": "envs.scaffolds.mini_swe_agent:MINI_SWE_AGENT",
         "openhands": "envs.scaffolds.openhands:OPENHANDS",
     },
-    InterfaceError,
+    ScaffoldError,
 )
 
 
@@ -96,9 +96,9 @@ def shipped_text(name: str) -> str:
     return (Path(__file__).parent / "scaffolds" / name).read_text(encoding="utf-8")
 
 
-def find_interface(name: str) -> Interface:
-    """The interface ``name``, or at the path ``package.module:attribute``. Raises ``InterfaceError`` in one line."""
+def find_scaffold(name: str) -> Scaffold:
+    """The interface ``name``, or at the path ``package.module:attribute``. Raises ``ScaffoldError`` in one line."""
     found = INTERFACES.load(name)
-    if not isinstance(found, Interface):
-        raise InterfaceError(f"interface {name!r} is a {type(found).__name__}, not an envs.scaffold.Interface")
+    if not isinstance(found, Scaffold):
+        raise ScaffoldError(f"interface {name!r} is a {type(found).__name__}, not an envs.scaffold.Interface")
     return found

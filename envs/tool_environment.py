@@ -29,7 +29,8 @@
         @classmethod
         def solution(cls, task: Task) -> list[ToolCall]: ...     optional: calls that solve it, for `--policy gold`
 
-``__init__`` may take ``options`` and ``sandbox``, by name; one that takes a sandbox has a box of its own each episode.
+``__init__`` may take ``options`` and ``sandbox``, by name; one that takes a sandbox has a sandbox of its own each
+episode.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class ToolEpisode:
 
 
 def takes_sandbox(made: type[Any]) -> bool:
-    """Whether the constructor of such a class asks for a box."""
+    """Whether the constructor of such a class asks for a sandbox."""
     return "sandbox" in _parameters(made)
 
 
@@ -119,7 +120,7 @@ class ToolClassEnvironment:
         async with AsyncExitStack() as stack:
             given: dict[str, Any] = {"options": self._options} if "options" in self._takes else {}
             if "sandbox" in self._takes:
-                given["sandbox"] = await stack.enter_async_context(self._context.box(self._context.limits))
+                given["sandbox"] = await stack.enter_async_context(self._context.sandbox(self._context.limits))
             subject = self._class(**given)
             if hasattr(subject, "close"):
                 stack.push_async_callback(subject.close)

@@ -51,7 +51,7 @@ class Finding:
 
 
 class EnvsError(Exception):
-    """Base of the package's errors. The message is made printable: it may quote what was printed in a box."""
+    """Base of the package's errors. The message is made printable: it may quote what was printed in a sandbox."""
 
     def __init__(self, message: str = "") -> None:
         super().__init__(printable(message))
@@ -98,8 +98,8 @@ class Dialogue(Protocol):
 
 
 @runtime_checkable
-class Boxed(Protocol):
-    """An episode whose agent works in a box, where a program of its own may run. Optional."""
+class HasSandbox(Protocol):
+    """An episode whose agent works in a sandbox, where a program of its own may run. Optional."""
 
     @property
     def sandbox(self) -> Sandbox: ...
@@ -108,7 +108,7 @@ class Boxed(Protocol):
 class Environment(Protocol):
     """A source of tasks and the way to start one. Plugged in by registry name, dotted path or entry point.
 
-    One that starts no boxes says so with the class attribute ``boxes = False``: then no sandbox is asked for.
+    One that starts no sandboxes says so with the class attribute ``sandboxes = False``: then no sandbox is asked for.
     """
 
     @property
@@ -146,7 +146,7 @@ class Audited(Protocol):
     """An environment that can tell whether a task could be won without solving it. Optional; the doctor asks."""
 
     async def audit(self, task: Task) -> Sequence[Finding]:
-        """Look at ``task`` as a cheating agent would, in boxes of its own: one finding a check, in a fixed order.
+        """Look at ``task`` as a cheating agent would, in sandboxes of its own: one finding a check, in a fixed order.
 
         Raises ``SandboxError`` or ``GradingError`` where a check could not be done: infrastructure, no finding.
         """

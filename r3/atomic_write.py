@@ -13,7 +13,7 @@ UNFINISHED = re.compile(r"\..+\.\d+\.tmp")
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Write ``data`` to ``path``, whose folder is made if need be. Raises OSError, leaving what was there before."""
+    """Write ``data`` to ``path``, whose directory is made if need be. Raises OSError, leaving what was there before."""
     with replacing(path) as temporary:
         temporary.write_bytes(data)
 

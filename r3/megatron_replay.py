@@ -340,7 +340,7 @@ _BALANCING_THAT_REPLAYS = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss"
 def check_supported(config: Any) -> None:
     """Refuse a router that would ignore replay or not compute Eq. 8 with it. Raises ReplayError with the reason.
 
-    A softmax before the top-k (``moe_router_pre_softmax``, models whose gates are not normalised over the chosen
+    A softmax before the top-k (``moe_router_pre_softmax``, models whose gates are not normalized over the chosen
     experts) passes: replay gives such a model its own gates, Eq. 8 with the sum taken over all experts.
     Read of Megatron-core 0.16.1's ``TransformerConfig``. Only the ways of balancing that are known to replay pass:
     sinkhorn and quantile routing (a later Megatron's) choose experts elsewhere.

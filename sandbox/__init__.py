@@ -1,4 +1,4 @@
-"""Where commands run: isolated boxes with limits, behind one protocol."""
+"""Where commands run: isolated sandboxes with limits, behind one protocol."""
 
 from sandbox.errors import (
     ImageMissingError,
@@ -14,7 +14,7 @@ from sandbox.errors import (
 )
 from sandbox.factory import BACKENDS, open_backend
 from sandbox.files import blob_name
-from sandbox.null_backend import NoBoxes
+from sandbox.null_backend import NullBackend
 from sandbox.pipes import open_pipes
 from sandbox.pool import SandboxPool
 from sandbox.shell_session import open_session
@@ -37,7 +37,7 @@ __all__ = [
     "ImageMissingError",
     "ImagePolicy",
     "ImagePullError",
-    "NoBoxes",
+    "NullBackend",
     "Sandbox",
     "SandboxBackend",
     "SandboxDiskFullError",

@@ -1,7 +1,7 @@
 """Builds the default container image from the distribution's own packages: ``python -m sandbox.base_image``.
 
 No image registry is needed: ``debootstrap`` makes a root file system from the mirror that this machine's apt uses, and
-the engine imports it. ``--rootfs FOLDER`` leaves the folder instead, which is an image for bubblewrap.
+the engine imports it. ``--rootfs DIR`` leaves the directory instead, which is an image for bubblewrap.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from sandbox.errors import SandboxError, SandboxUnavailableError
 
 ENGINES = ("docker", "podman")
-"""The backends whose boxes are containers."""
+"""The backends whose sandboxes are containers."""
 DEBIAN_PACKAGES = ("bash", "ca-certificates", "git", "grep", "less", "patch", "procps", "python3", "python3-pytest")
 """What the image holds beside the distribution's minimal base (coreutils, sed, tar, findutils, diffutils, ...)."""
 _BUILD_SECONDS = 1800.0
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--engine", choices=ENGINES, default="docker", help="default %(default)s")
     parser.add_argument("--name", default=DEFAULT_IMAGE, help="the image's name (default %(default)s)")
-    parser.add_argument("--rootfs", type=Path, help="make this folder, for bubblewrap, and no container image")
+    parser.add_argument("--rootfs", type=Path, help="make this directory, for bubblewrap, and no container image")
     parser.add_argument("--suite", help="the distribution's release (default: this machine's)")
     parser.add_argument("--mirror", help="where packages come from (default: where this machine's apt gets them)")
     parser.add_argument(
@@ -87,16 +87,16 @@ def build_image(
 
 
 def build_rootfs(
-    folder: Path,
+    directory: Path,
     suite: str | None = None,
     mirror: str | None = None,
     pip: Sequence[str] = (),
     *,
     force: bool = False,
 ) -> None:
-    """Make the root file system in ``folder`` unless it is there. Raises ``SandboxError``."""
-    if (folder / "usr").is_dir() and not force:
-        _say(f"{folder} is there already")
+    """Make the root file system in ``directory`` unless it is there. Raises ``SandboxError``."""
+    if (directory / "usr").is_dir() and not force:
+        _say(f"{directory} is there already")
         return
     if os.geteuid() != 0:
         raise SandboxUnavailableError("building a root file system needs root: run it with sudo")
@@ -104,21 +104,21 @@ def build_rootfs(
         raise SandboxUnavailableError("debootstrap is not installed: apt-get install debootstrap")
     found_suite = suite or _codename()
     found_mirror, components = _apt_source(found_suite)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    # Built beside and renamed, so that a folder of this name is always whole.
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    # Built beside and renamed, so that a directory of this name is always whole.
+    with tempfile.TemporaryDirectory(prefix=f".{directory.name}-", dir=directory.parent) as scratch:
         made = Path(scratch) / "rootfs"
         with _step(f"installing {found_suite} with {', '.join(DEBIAN_PACKAGES)} (about a minute)"):
             _debootstrap(made, found_suite, mirror or found_mirror, components)
         if pip:
             with _step(f"adding {', '.join(pip)}"):
                 _add_python_packages(made, pip)
-        if folder.exists():
-            shutil.rmtree(folder)
-        made.rename(folder)
+        if directory.exists():
+            shutil.rmtree(directory)
+        made.rename(directory)
 
 
-def _debootstrap(folder: Path, suite: str, mirror: str | None, components: Sequence[str]) -> None:
+def _debootstrap(directory: Path, suite: str, mirror: str | None, components: Sequence[str]) -> None:
     if mirror is None:
         raise SandboxUnavailableError(
             f"this machine's apt has no source for {suite}: name one with --suite SUITE --mirror URL"
@@ -129,19 +129,19 @@ def _debootstrap(folder: Path, suite: str, mirror: str | None, components: Seque
         f"--components={','.join(components)}",
         f"--include={','.join(DEBIAN_PACKAGES)}",
         suite,
-        str(folder),
+        str(directory),
         mirror,
     )
     for leftover in ("var/cache/apt/archives", "var/lib/apt/lists"):
-        shutil.rmtree(folder / leftover, ignore_errors=True)
-        (folder / leftover).mkdir(parents=True)
-    (folder / "usr/local/bin/python").symlink_to("/usr/bin/python3")
+        shutil.rmtree(directory / leftover, ignore_errors=True)
+        (directory / leftover).mkdir(parents=True)
+    (directory / "usr/local/bin/python").symlink_to("/usr/bin/python3")
 
 
-def _add_python_packages(folder: Path, requirements: Sequence[str]) -> None:
+def _add_python_packages(directory: Path, requirements: Sequence[str]) -> None:
     """Install wheels for the image's Python, fetched by the pip of this one: the image has no network and no pip."""
-    version = max(path.name.removeprefix("python3.") for path in (folder / "usr/lib").glob("python3.*"))
-    target = folder / f"usr/local/lib/python3.{version}/dist-packages"
+    version = max(path.name.removeprefix("python3.") for path in (directory / "usr/lib").glob("python3.*"))
+    target = directory / f"usr/local/lib/python3.{version}/dist-packages"
     target.mkdir(parents=True, exist_ok=True)
     _run(
         *(sys.executable, "-m", "pip", "install", "--quiet", "--root-user-action=ignore", "--only-binary=:all:"),

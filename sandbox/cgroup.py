@@ -1,7 +1,7 @@
-"""Control groups, version 1 and 2: memory, process and CPU limits for a box without a container engine.
+"""Control groups, version 1 and 2: memory, process and CPU limits for a sandbox without a container engine.
 
-Version 1 has a tree for each controller, version 2 one tree for all; a box's group is a folder in each tree that is
-used. Groups are made below this process's own where it may, so that limits set on it from outside keep holding.
+Version 1 has a tree for each controller, version 2 one tree for all; a sandbox's group is a directory in each tree
+that is used. Groups are made below this process's own where it may, so that limits set on it from outside keep holding.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ _LOG_RECORD = 8192  # bytes, the kernel's own limit; a read of its log gives one
 
 @dataclass(frozen=True, slots=True)
 class CgroupParents:
-    """Folders below which groups can be made and joined, by controller; version 2 names the same folder for each."""
+    """Directories below which groups can be made and joined, by controller; version 2 names the same directory for
+    each."""
 
     version: int
-    folders: dict[str, Path]
+    directories: dict[str, Path]
 
     def make(self, name: str, *, memory_mb: int, pids: int, cpus: float) -> Cgroup:
         """Make the group ``name`` with its limits. Raises ``OSError``."""
-        group = Cgroup(self.version, {c: folder / name for c, folder in self.folders.items()})
+        group = Cgroup(self.version, {c: directory / name for c, directory in self.directories.items()})
         try:
             for path in group.paths:
                 path.mkdir()
@@ -45,33 +46,35 @@ class CgroupParents:
 
     def leftovers(self, prefix: str) -> list[Cgroup]:
         """The groups whose name begins with ``prefix``."""
-        names = {path.name for folder in set(self.folders.values()) for path in folder.glob(f"{prefix}*")}
-        return [Cgroup(self.version, {c: folder / name for c, folder in self.folders.items()}) for name in names]
+        names = {path.name for directory in set(self.directories.values()) for path in directory.glob(f"{prefix}*")}
+        return [
+            Cgroup(self.version, {c: directory / name for c, directory in self.directories.items()}) for name in names
+        ]
 
     def to_json(self) -> str:
-        return json.dumps([self.version, {name: str(folder) for name, folder in self.folders.items()}])
+        return json.dumps([self.version, {name: str(directory) for name, directory in self.directories.items()}])
 
     @classmethod
     def from_json(cls, text: str) -> CgroupParents:
         """Read what ``to_json`` wrote."""
-        version, folders = json.loads(text)
-        return cls(version, {name: Path(folder) for name, folder in folders.items()})
+        version, directories = json.loads(text)
+        return cls(version, {name: Path(directory) for name, directory in directories.items()})
 
     @property
     def description(self) -> str:
-        return f"cgroup v{self.version} ({', '.join(self.folders)})"
+        return f"cgroup v{self.version} ({', '.join(self.directories)})"
 
 
 @dataclass(frozen=True, slots=True)
 class Cgroup:
-    """One box's group."""
+    """One sandbox's group."""
 
     version: int
-    folders: dict[str, Path]
+    directories: dict[str, Path]
 
     @property
     def paths(self) -> list[Path]:
-        return list(dict.fromkeys(self.folders.values()))
+        return list(dict.fromkeys(self.directories.values()))
 
     @property
     def procs_files(self) -> list[str]:
@@ -93,9 +96,9 @@ class Cgroup:
 
     def oom_kills(self) -> int:
         """How many processes the kernel has killed here for want of memory."""
-        if "memory" not in self.folders:
+        if "memory" not in self.directories:
             return 0
-        return oom_kills(self.folders["memory"])
+        return oom_kills(self.directories["memory"])
 
     def kill(self) -> None:
         """Kill every process in the group."""
@@ -124,19 +127,19 @@ class Cgroup:
                     break
 
     def _set(self, controller: str, file: str, value: int | str, *, optional: bool = False) -> None:
-        if controller not in self.folders:
+        if controller not in self.directories:
             return
-        path = self.folders[controller] / file
+        path = self.directories[controller] / file
         if optional and not path.exists():
             return
         path.write_text(str(value))
 
 
-def oom_kills(memory_folder: Path) -> int:
-    """The count of out-of-memory kills in a memory group's folder, of either version; 0 where it can't be read."""
+def oom_kills(memory_dir: Path) -> int:
+    """The count of out-of-memory kills in a memory group's directory, of either version; 0 where it can't be read."""
     for name in ("memory.events", "memory.oom_control"):
         with contextlib.suppress(OSError):
-            for line in (memory_folder / name).read_text().splitlines():
+            for line in (memory_dir / name).read_text().splitlines():
                 key, _, value = line.partition(" ")
                 if key == "oom_kill":
                     return int(value)
@@ -157,17 +160,18 @@ def ran_out_of_memory(group: str, log: Path = Path("/dev/kmsg")) -> bool:
     return False
 
 
-def folders_of(pid: int | str) -> dict[str, Path]:
-    """The folder of process ``pid`` in each mounted controller's tree ("" is version 2's). Empty where none is seen."""
+def dirs_of(pid: int | str) -> dict[str, Path]:
+    """The directory of process ``pid`` in each mounted controller's tree ("" is version 2's). Empty where none is
+    seen."""
     mounts = _mounts()
-    folders = {}
+    directories = {}
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
             _, names, path = line.split(":", 2)
             for name in names.split(","):
                 if name in mounts:
-                    folders[name] = mounts[name] / path.lstrip("/")
-    return folders
+                    directories[name] = mounts[name] / path.lstrip("/")
+    return directories
 
 
 def find_parents() -> CgroupParents | None:
@@ -176,17 +180,17 @@ def find_parents() -> CgroupParents | None:
 
 
 def _find_v1() -> CgroupParents | None:
-    mounts, own = _mounts(), folders_of("self")
-    folders = {}
+    mounts, own = _mounts(), dirs_of("self")
+    directories = {}
     for controller in CONTROLLERS:
         if controller in mounts:
             # Inside a container the path may be one of the host's that is not visible here: take the root of the view.
             mine = own.get(controller, mounts[controller])
-            folders[controller] = mine if mine.is_dir() else mounts[controller]
-    # Without these two a limit in the spec would silently not hold; a missing CPU limit only lets a box run faster.
-    if not {"memory", "pids"} <= folders.keys():
+            directories[controller] = mine if mine.is_dir() else mounts[controller]
+    # Without these two a limit in the spec would silently not hold; a missing CPU limit only lets a sandbox run faster.
+    if not {"memory", "pids"} <= directories.keys():
         return None
-    parents = CgroupParents(1, folders)
+    parents = CgroupParents(1, directories)
     return parents if _joinable(parents) else None
 
 
@@ -194,21 +198,21 @@ def _find_v2() -> CgroupParents | None:
     root = _mounts().get("")
     if root is None:
         return None
-    own = folders_of("self")[""]
+    own = dirs_of("self")[""]
     candidates = [own, *own.parents] if own.is_relative_to(root) and own.is_dir() else [root]
-    for folder in candidates:
-        if not folder.is_relative_to(root):
+    for directory in candidates:
+        if not directory.is_relative_to(root):
             break
-        controllers = _enabled_v2(folder)
-        parents = CgroupParents(2, dict.fromkeys(controllers, folder))
+        controllers = _enabled_v2(directory)
+        parents = CgroupParents(2, dict.fromkeys(controllers, directory))
         if {"memory", "pids"} <= set(controllers) and _joinable(parents):
             return parents
     return None
 
 
-def _enabled_v2(folder: Path) -> list[str]:
-    """The wanted controllers that children of ``folder`` have, after trying to hand them down."""
-    control = folder / "cgroup.subtree_control"
+def _enabled_v2(directory: Path) -> list[str]:
+    """The wanted controllers that children of ``directory`` have, after trying to hand them down."""
+    control = directory / "cgroup.subtree_control"
     for controller in CONTROLLERS:
         # Refused where it is not ours or holds processes: what is handed down already is what counts.
         with contextlib.suppress(OSError):

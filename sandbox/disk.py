@@ -1,4 +1,4 @@
-"""Room on the disk that boxes are on, and what one box takes of it."""
+"""Room on the disk that sandboxes are on, and what one sandbox takes of it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_OUTPUT = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What files take: ``bytes`` of the disk (holes take none), and ``inodes`` (files, folders, links)."""
+    """What files take: ``bytes`` of the disk (holes take none), and ``inodes`` (files, directories, links)."""
 
     bytes: int = 0
     inodes: int = 0
@@ -33,22 +33,26 @@ class Usage:
         return f"{self.bytes >> 20} MiB in {self.inodes} files"
 
 
-def check_room(folder: Path) -> None:
-    """Raise ``SandboxDiskFullError`` where the disk of ``folder`` has next to no bytes or inodes left."""
-    disk = os.statvfs(folder)
+def check_room(directory: Path) -> None:
+    """Raise ``SandboxDiskFullError`` where the disk of ``directory`` has next to no bytes or inodes left."""
+    disk = os.statvfs(directory)
     free = disk.f_bavail * disk.f_frsize
     if free < _LEAST_BYTES:
-        raise SandboxDiskFullError(f"{folder}: {free >> 10} KiB free on its disk, boxes need {_LEAST_BYTES >> 20} MiB")
+        raise SandboxDiskFullError(
+            f"{directory}: {free >> 10} KiB free on its disk, sandboxes need {_LEAST_BYTES >> 20} MiB"
+        )
     if disk.f_files and disk.f_favail < _LEAST_INODES:  # some file systems have no fixed number, and tell none
-        raise SandboxDiskFullError(f"{folder}: {disk.f_favail} inodes free on its disk, boxes need {_LEAST_INODES}")
+        raise SandboxDiskFullError(
+            f"{directory}: {disk.f_favail} inodes free on its disk, sandboxes need {_LEAST_INODES}"
+        )
 
 
-async def usage(*folders: Path) -> Usage | None:
-    """What all below ``folders`` takes, a file with several names once; None where that takes more than a minute.
+async def usage(*directories: Path) -> Usage | None:
+    """What all below ``directories`` takes, a file with several names once; None where that takes more than a minute.
 
     Asked of ``find``, which follows no link and goes to any depth, whatever hostile code does there meanwhile.
     """
-    command = ["find", *map(str, folders), "-xdev", "-printf", "%D:%i %b\\n"]
+    command = ["find", *map(str, directories), "-xdev", "-printf", "%D:%i %b\\n"]
     try:
         found = await run_process(command, timeout=_MEASURE_SECONDS, limit=_MOST_OUTPUT)
     except (OSError, TimeoutError):

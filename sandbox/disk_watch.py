@@ -1,4 +1,5 @@
-"""Ends a box whose files grow beyond its limit: measured on a timer while commands run, and when the disk is full."""
+"""Ends a sandbox whose files grow beyond its limit: measured on a timer while commands run, and when the disk is
+full."""
 
 from __future__ import annotations
 
@@ -16,25 +17,25 @@ _SHARE = 10.0
 
 
 class GrowthWatch:
-    """Watches one box. ``measure`` says what it takes of the disk, None where that can't be found out; ``empty`` kills
-    what runs in the box and removes its files."""
+    """Watches one sandbox. ``measure`` says what it takes of the disk, None where that can't be found out; ``empty``
+    kills what runs in the sandbox and removes its files."""
 
     def __init__(
         self,
-        box: str,
+        sandbox: str,
         limit: Usage,
         measure: Callable[[], Coroutine[object, object, Usage | None]],
         empty: Callable[[], Coroutine[object, object, None]],
     ) -> None:
-        self._box, self._limit, self._measure, self._empty = box, limit, measure, empty
+        self._sandbox, self._limit, self._measure, self._empty = sandbox, limit, measure, empty
         self._timer: asyncio.Task[None] | None = None
         self._emptying: asyncio.Task[None] | None = None
         self._commands = 0
         self.overgrown = ""
-        """Why the box was ended, in a line; empty as long as it was not."""
+        """Why the sandbox was ended, in a line; empty as long as it was not."""
 
     async def start_from_here(self) -> None:
-        """Take what is in the box now as given: what an image brings along is no growth."""
+        """Take what is in the sandbox now as given: what an image brings along is no growth."""
         self._limit += await self._measure() or Usage()
 
     def command_begins(self) -> None:
@@ -48,17 +49,17 @@ class GrowthWatch:
         self._commands -= 1
 
     async def check(self) -> None:
-        """Measure now, and end the box if it has grown beyond its limit."""
+        """Measure now, and end the sandbox if it has grown beyond its limit."""
         used = await self._measure()
         if used is not None and not used.within(self._limit) and not self.overgrown:
             self.overgrown = (
-                f"box {self._box}: it was ended, as its files grew to {used}; the limit is {self._limit} "
+                f"sandbox {self._sandbox}: it was ended, as its files grew to {used}; the limit is {self._limit} "
                 "(sandbox.disk_mb, sandbox.inodes)"
             )
             self._emptying = asyncio.create_task(self._empty(), context=Context())
 
     async def emptied(self) -> None:
-        """Wait until an ended box's files are gone."""
+        """Wait until an ended sandbox's files are gone."""
         if self._emptying is not None:
             await asyncio.wait({self._emptying})
 

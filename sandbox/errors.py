@@ -2,13 +2,13 @@
 
 ::
 
-    SandboxError                 the box broke: infrastructure, never the policy's fault
+    SandboxError                 the sandbox broke: infrastructure, never the policy's fault
     ├── SandboxUnavailableError  no container engine and no bubblewrap answers here
     ├── ImageMissingError        the image or root file system is not on this machine, or not the same on all hosts
     ├── ImagePullError           the image could not be pulled, its retries spent
-    ├── SandboxStartError        the box could not be started (worth a retry)
-    ├── SandboxLostError         the box died under a command
-    │   └── SandboxHostLostError the machine that the box was on is gone
+    ├── SandboxStartError        the sandbox could not be started (worth a retry)
+    ├── SandboxLostError         the sandbox died under a command
+    │   └── SandboxHostLostError the machine that the sandbox was on is gone
     ├── SandboxDiskFullError     no room left on the host
     └── SandboxFileError         a file operation on a path that does not allow it
 """
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 def printable(text: str) -> str:
     """``text`` without what would steer a terminal or could not be encoded for it: U+FFFD in the place of each control
-    character but newline and tab. Much of what errors quote was printed in a box."""
+    character but newline and tab. Much of what errors quote was printed in a sandbox."""
     return "".join(each if each.isprintable() or each in "\n\t" else "\N{REPLACEMENT CHARACTER}" for each in text)
 
 
@@ -42,15 +42,15 @@ class ImagePullError(SandboxError):
 
 
 class SandboxStartError(SandboxError):
-    """A box could not be started."""
+    """A sandbox could not be started."""
 
 
 class SandboxLostError(SandboxError):
-    """A box died while it was in use."""
+    """A sandbox died while it was in use."""
 
 
 class SandboxHostLostError(SandboxLostError):
-    """The machine that a box was on is gone, and with it all its boxes."""
+    """The machine that a sandbox was on is gone, and with it all its sandboxes."""
 
 
 class SandboxDiskFullError(SandboxError):

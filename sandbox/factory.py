@@ -28,10 +28,10 @@ def open_backend(
 ) -> SandboxBackend:
     """The backend registered as ``name``, or the one that the path ``package.module:Class`` names.
 
-    ``run_id`` marks the boxes of this run; ``images`` says what becomes of container images; ``runtime`` is what a
-    container engine starts boxes with, ``runsc`` for gVisor. It starts as many boxes at once as it is asked to: many
-    episodes at once go through a :class:`sandbox.pool.SandboxPool`. Raises ``SandboxUnavailableError``, in one line
-    that says what to install or start, or which names there are.
+    ``run_id`` marks the sandboxes of this run; ``images`` says what becomes of container images; ``runtime`` is what a
+    container engine starts sandboxes with, ``runsc`` for gVisor. It starts as many sandboxes at once as it is asked
+    to: many episodes at once go through a :class:`sandbox.pool.SandboxPool`. Raises ``SandboxUnavailableError``, in
+    one line that says what to install or start, or which names there are.
     """
     make = BACKENDS.load(name)
     options = {} if runtime is None else {"runtime": runtime}

@@ -1,4 +1,4 @@
-"""Reads and writes files by a command inside the box, where links mean what they should."""
+"""Reads and writes files by a command inside the sandbox, where links mean what they should."""
 
 from __future__ import annotations
 
@@ -32,28 +32,30 @@ done
 _REASONS = {41: "no such file", 42: "not a regular file", 43: "larger than allowed"}
 
 
-async def read_through(box: Sandbox, path: str, max_bytes: int) -> bytes:
-    """The file's bytes, read by a command in ``box``, in pieces that its output cap allows."""
-    result = await box.exec(["sh", "-c", _READ, "sh", path, str(max_bytes)], timeout=_SECONDS)
+async def read_through(sandbox: Sandbox, path: str, max_bytes: int) -> bytes:
+    """The file's bytes, read by a command in ``sandbox``, in pieces that its output cap allows."""
+    result = await sandbox.exec(["sh", "-c", _READ, "sh", path, str(max_bytes)], timeout=_SECONDS)
     if result.timed_out:
-        raise SandboxLostError(f"box {box.id}: reading {path} took more than {_SECONDS:.0f} s")
+        raise SandboxLostError(f"sandbox {sandbox.id}: reading {path} took more than {_SECONDS:.0f} s")
     if result.exit_code != 0:
         raise SandboxFileError(f"{path}: {_REASONS.get(result.exit_code, result.text.strip())}")
     if result.truncated:
-        raise SandboxFileError(f"{path}: larger than the box's output cap of {box.spec.output_limit_bytes} bytes")
+        raise SandboxFileError(
+            f"{path}: larger than the sandbox's output cap of {sandbox.spec.output_limit_bytes} bytes"
+        )
     return result.stdout
 
 
-async def write_through(box: Sandbox, files: Mapping[str, bytes]) -> None:
-    """Write ``files`` by a command in ``box``: one round trip."""
+async def write_through(sandbox: Sandbox, files: Mapping[str, bytes]) -> None:
+    """Write ``files`` by a command in ``sandbox``: one round trip."""
     sizes = [part for path, data in files.items() for part in (path, str(len(data)))]
-    result = await box.exec(["sh", "-c", _WRITE, "sh", *sizes], timeout=_SECONDS, stdin=b"".join(files.values()))
+    result = await sandbox.exec(["sh", "-c", _WRITE, "sh", *sizes], timeout=_SECONDS, stdin=b"".join(files.values()))
     if result.timed_out:
-        raise SandboxLostError(f"box {box.id}: writing files took more than {_SECONDS:.0f} s")
+        raise SandboxLostError(f"sandbox {sandbox.id}: writing files took more than {_SECONDS:.0f} s")
     if result.exit_code != 0:
         text = result.text.strip()
         if "No space left on device" in text:
-            raise SandboxDiskFullError(f"box {box.id}: {text}")
+            raise SandboxDiskFullError(f"sandbox {sandbox.id}: {text}")
         raise SandboxFileError(text)
 
 
@@ -67,7 +69,7 @@ class _Reads(Protocol):
 
 
 class Tree:
-    """Gathers the files of a folder, named ``name`` in errors, up to a limit.
+    """Gathers the files of a directory, named ``name`` in errors, up to a limit.
 
     ``known`` gives git's names of contents by path; a file whose content has its name is kept without it.
     """
@@ -82,7 +84,7 @@ class Tree:
         """Count one more thing, kept or not. Raises ``SandboxFileError`` if they are more than the limits allow."""
         self._seen += 1
         if self._seen > self.limits.files:
-            raise SandboxFileError(f"{self._name}: more than the {self.limits.files} files and folders allowed")
+            raise SandboxFileError(f"{self._name}: more than the {self.limits.files} files and directories allowed")
 
     def read(self, path: str, mode: int, size: int, stream: _Reads) -> None:
         """Take in a regular file of ``size`` bytes from ``stream``, which is read only where its content is wanted."""
@@ -111,11 +113,11 @@ class Tree:
             raise SandboxFileError(f"{self._name}: more than the {self.limits.total_bytes} bytes allowed")
 
 
-def archive(files: Mapping[str, bytes], *, folders: Iterable[str] = ()) -> bytes:
-    """``files`` (absolute path -> bytes) and ``folders`` as an uncompressed tar whose members are relative to /."""
+def archive(files: Mapping[str, bytes], *, directories: Iterable[str] = ()) -> bytes:
+    """``files`` (absolute path -> bytes) and ``directories`` as an uncompressed tar whose members are relative to /."""
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w") as tar:
-        for path in folders:
+        for path in directories:
             member = tarfile.TarInfo(path.lstrip("/"))
             member.type, member.mode = tarfile.DIRTYPE, 0o755
             tar.addfile(member)

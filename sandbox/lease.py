@@ -1,9 +1,9 @@
-"""Leases: which run holds which boxes, and whether it still does.
+"""Leases: which run holds which sandboxes, and whether it still does.
 
 A run's owner is a process (:mod:`sandbox.owner`). Where that process can be seen, whether it runs is all that counts.
 Where it can't (it lives in another process-id namespace, or on another machine that uses the same engine), its
-heartbeat is judged: each backend renews its lease every ``BEAT_SECONDS``, where the boxes themselves are, so that
-whoever can see the boxes can see the heartbeat.
+heartbeat is judged: each backend renews its lease every ``BEAT_SECONDS``, where the sandboxes themselves are, so that
+whoever can see the sandboxes can see the heartbeat.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A run's hold on its ``boxes`` (ids), kept at ``place``: a folder, or an engine's address.
+    """A run's hold on its ``sandboxes`` (ids), kept at ``place``: a directory, or an engine's address.
 
     ``silent_for``: seconds since its last heartbeat; None where none is known.
     """
 
     backend: str
     owner: Owner
-    boxes: tuple[str, ...]
+    sandboxes: tuple[str, ...]
     silent_for: float | None
     place: str
 
     @property
     def dead(self) -> bool:
-        """Whether the boxes can go. An owner of which nothing can be known is left alone."""
+        """Whether the sandboxes can go. An owner of which nothing can be known is left alone."""
         if self.owner.visible:
             return not self.owner.running
         return self.silent_for is not None and self.silent_for > EXPIRY_SECONDS
@@ -56,7 +56,7 @@ class Lease:
 class Heartbeat:
     """Calls ``beat`` now, and then every ``BEAT_SECONDS`` from a thread of its own until it is stopped.
 
-    A thread, since an event loop that is kept busy for minutes must not lose its boxes.
+    A thread, since an event loop that is kept busy for minutes must not lose its sandboxes.
     """
 
     def __init__(self, beat: Callable[[], None], seconds: float = BEAT_SECONDS) -> None:

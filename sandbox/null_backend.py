@@ -1,4 +1,4 @@
-"""No boxes: what an environment that starts none is given for a backend."""
+"""No sandboxes: what an environment that starts none is given for a backend."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ from sandbox.errors import SandboxUnavailableError
 from sandbox.types import Sandbox, SandboxSpec
 
 
-class NoBoxes:
+class NullBackend:
     """Implements :class:`sandbox.types.SandboxBackend` where a run needs none: nothing is looked for or opened."""
 
     name = "none"
 
     async def start(self, spec: SandboxSpec) -> Sandbox:
-        """Raises ``SandboxUnavailableError``: the environment promised to start no box."""
-        raise SandboxUnavailableError("the environment says boxes = False and starts a box: one of the two is wrong")
+        """Raises ``SandboxUnavailableError``: the environment promised to start no sandbox."""
+        raise SandboxUnavailableError(
+            "the environment says sandboxes = False and starts a sandbox: one of the two is wrong"
+        )
 
     async def reap(self) -> int:
         """No run leaves anything behind here."""

@@ -1,4 +1,5 @@
-"""Holds back a box whose output costs the host too much CPU time to take: pipes that nobody empties make it wait."""
+"""Holds back a sandbox whose output costs the host too much CPU time to take: pipes that nobody empties make it
+wait."""
 
 from __future__ import annotations
 
@@ -6,13 +7,14 @@ import threading
 import time
 
 _SHARE = 0.04
-"""Of the box's own CPU limit. Estimates may be off by a factor of two before a box costs the host a tenth of it."""
+"""Of the sandbox's own CPU limit. Estimates may be off by a factor of two before a sandbox costs the host a tenth of
+it."""
 _SAVINGS = 0.25
-"""CPU seconds of the host that a box may cost at once: a long log passes without a wait, a flood soon has to."""
+"""CPU seconds of the host that a sandbox may cost at once: a long log passes without a wait, a flood soon has to."""
 
 
 class Toll:
-    """What taking one box's output may cost: a share of its CPU limit, all its commands together. Thread-safe."""
+    """What taking one sandbox's output may cost: a share of its CPU limit, all its commands together. Thread-safe."""
 
     def __init__(self, cpus: float) -> None:
         self._rate = _SHARE * cpus

@@ -1,4 +1,4 @@
-"""Who owns a box: the process that started it, identified so that a recycled process id is not mistaken for it."""
+"""Who owns a sandbox: the process that started it, identified so that a recycled process id is not mistaken for it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""A shell session: commands that go on where the last one stopped, in any box.
+"""A shell session: commands that go on where the last one stopped, in any sandbox.
 
-What lasts is a shell's state, not a process: after each command the shell writes down its folder, variables, functions,
-aliases and options, and the next one starts from there. So a session keeps a box's promise that nothing outlives its
-command, a killed command leaves the state from before it, and other commands of the box do not disturb it. What such a
-session does not have is background jobs from one command to the next.
+What lasts is a shell's state, not a process: after each command the shell writes down its directory, variables,
+functions, aliases and options, and the next one starts from there. So a session keeps a sandbox's promise that
+nothing outlives its command, a killed command leaves the state from before it, and other commands of the sandbox do
+not disturb it. What such a session does not have is background jobs from one command to the next.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ exit $__agent_rl_code
 _CLOSE_SECONDS = 20.0
 
 
-def open_session(box: Sandbox) -> ShellSession:
-    """A shell session in ``box``, which goes on to serve other commands beside it."""
-    return _Session(box)
+def open_session(sandbox: Sandbox) -> ShellSession:
+    """A shell session in ``sandbox``, which goes on to serve other commands beside it."""
+    return _Session(sandbox)
 
 
 class _Session:
-    def __init__(self, box: Sandbox) -> None:
-        self._box, self._state = box, f"/tmp/.agent-rl-session-{uuid.uuid4().hex[:12]}"
+    def __init__(self, sandbox: Sandbox) -> None:
+        self._sandbox, self._state = sandbox, f"/tmp/.agent-rl-session-{uuid.uuid4().hex[:12]}"
         self._number = 1  # of the next command; 1 until a state was kept
         self._turn = asyncio.Lock()
 
     async def run(self, command: str, *, timeout: float) -> SessionResult:
         async with self._turn:
             argv = ["bash", "-c", _SCRIPT, "bash", self._state, str(self._number), command]
-            result = await self._box.exec(argv, timeout=timeout)
+            result = await self._sandbox.exec(argv, timeout=timeout)
             kept = await self._saved() == self._number
             self._number += kept
         return SessionResult(result, kept)
@@ -68,11 +68,11 @@ class _Session:
         async with self._turn:
             self._number = 1
             files = [self._state, f"{self._state}.number", f"{self._state}.new"]
-            await self._box.exec(["rm", "-f", "--", *files], timeout=_CLOSE_SECONDS)
+            await self._sandbox.exec(["rm", "-f", "--", *files], timeout=_CLOSE_SECONDS)
 
     async def _saved(self) -> int | None:
         """The number of the last command whose state was written."""
         try:
-            return int(await self._box.read_file(f"{self._state}.number", max_bytes=32))
+            return int(await self._sandbox.read_file(f"{self._state}.number", max_bytes=32))
         except (SandboxFileError, ValueError):
             return None

@@ -1,6 +1,6 @@
-"""Runs a command in a box that has no network, with a port on its loopback that leads to a unix socket.
+"""Runs a command in a sandbox that has no network, with a port on its loopback that leads to a unix socket.
 
-``python3 bridge.py SOCKET PORT COMMAND [ARGUMENT...]``. It ends as the command does. The file is copied into boxes:
+``python3 bridge.py SOCKET PORT COMMAND [ARGUMENT...]``. It ends as the command does. The file is copied into sandboxes:
 the standard library alone, and any Python from 3.7 on.
 """
 

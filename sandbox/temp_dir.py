@@ -1,4 +1,4 @@
-"""A folder for temporary files that is removed also where its owner was killed: by the next that makes one."""
+"""A directory for temporary files that is removed also where its owner was killed: by the next that makes one."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 
 
-class OwnFolder:
-    """A folder, ``path``, among the temporary files, its name beginning with ``prefix``.
+class TempDirectory:
+    """A directory, ``path``, among the temporary files, its name beginning with ``prefix``.
 
     Making one removes those of the same prefix that no living process holds.
     """
@@ -30,11 +30,11 @@ class OwnFolder:
 
 
 def _remove_stale(prefix: str) -> None:
-    for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+    for directory in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         with suppress(OSError):  # another user's, or just being removed
-            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)  # nothing else: opening a pipe waits for its writer
+            lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)  # nothing else: opening a pipe waits for its writer
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder)
+                shutil.rmtree(directory)
             finally:
                 os.close(lock)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 OVERGROWN = 122
-"""Exit code of the commands of a box that grew beyond its limit on the disk (the number of ``EDQUOT``)."""
+"""Exit code of the commands of a sandbox that grew beyond its limit on the disk (the number of ``EDQUOT``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +48,10 @@ class SandboxSpec:
     """What a sandbox starts from and the limits it runs under. There is never a network.
 
     ``image`` is a container image for docker; for bubblewrap the directory of a root file system, or ``"host"`` for
-    the machine's own system directories, read-only. ``ro_binds`` maps host paths to where they appear in the box,
+    the machine's own system directories, read-only. ``ro_binds`` maps host paths to where they appear in the sandbox,
     read-only (docker: volumes with mode ``ro``); a host path that is absent is a ``SandboxStartError``.
 
-    A box whose files grow by more than ``disk_mb`` MiB or ``inodes`` files, folders and links is ended: its
+    A sandbox whose files grow by more than ``disk_mb`` MiB or ``inodes`` files, directories and links is ended: its
     commands, and all that come after, fail with exit code ``OVERGROWN``, and its files are removed.
     """
 
@@ -72,7 +72,7 @@ class SandboxSpec:
 class ImagePolicy:
     """``pull``: fetch missing images, ``pulls_at_once`` at a time. ``budget_gb``: GB that pulled images may take.
 
-    ``root`` and ``own`` concern bubblewrap, whose images are folders of the host, so that a name from a task's row
+    ``root`` and ``own`` concern bubblewrap, whose images are directories of the host, so that a name from a task's row
     could be any of them: such a name must lead below ``root`` (None: there are no such images), or be ``own``, the
     image that the user chose.
     """
@@ -102,7 +102,7 @@ class TreeFile:
 
 @dataclass(frozen=True, slots=True)
 class TreeLimits:
-    """What may be read of a folder: bytes of one file (a larger one comes without data), bytes and files in all."""
+    """What may be read of a directory: bytes of one file (a larger one comes without data), bytes and files in all."""
 
     file_bytes: int = 1 << 20
     total_bytes: int = 64 << 20
@@ -111,7 +111,7 @@ class TreeLimits:
 
 @runtime_checkable
 class Sandbox(Protocol):
-    """One isolated box. Made by a :class:`SandboxBackend`, closed by whoever started it."""
+    """One isolated sandbox. Made by a :class:`SandboxBackend`, closed by whoever started it."""
 
     @property
     def id(self) -> str: ...
@@ -130,8 +130,8 @@ class Sandbox(Protocol):
     ) -> ExecResult:
         """Run ``command`` (a string runs under ``bash -c``) and return what it did.
 
-        After ``timeout`` seconds the command's whole process group is killed inside the box and the result says
-        ``timed_out``. Raises ``SandboxError`` only when the box itself is broken.
+        After ``timeout`` seconds the command's whole process group is killed inside the sandbox and the result says
+        ``timed_out``. Raises ``SandboxError`` only when the sandbox itself is broken.
         """
         ...
 
@@ -147,21 +147,22 @@ class Sandbox(Protocol):
         limits: TreeLimits | None = None,
         known: Mapping[str, str] | None = None,
     ) -> Mapping[str, TreeFile]:
-        """The regular files and links below the folder ``path``, by their path from there; links are not followed.
+        """The regular files and links below the directory ``path``, by their path from there; links are not followed.
 
-        No program of the box takes part, so that nothing in the box can say otherwise. Files and folders whose name is
-        one of ``skip`` are left out. ``known`` gives git's names of the contents that files are thought to have: a file
-        that has it comes with that name instead of its data, whatever its size. The folder is the working folder or
-        below it. Raises ``SandboxFileError`` if it is no folder, or holds more than ``limits`` allow.
+        No program of the sandbox takes part, so that nothing in the sandbox can say otherwise. Files and directories
+        whose name is one of ``skip`` are left out. ``known`` gives git's names of the contents that files are
+        thought to have: a file that has it comes with that name instead of its data, whatever its size. The
+        directory is the working directory or below it. Raises ``SandboxFileError`` if it is no directory, or holds
+        more than ``limits`` allow.
         """
         ...
 
     async def write_files(self, files: Mapping[str, bytes]) -> None:
-        """Write all ``files`` (path -> bytes), making parent folders; one round trip however many there are."""
+        """Write all ``files`` (path -> bytes), making parent directories; one round trip however many there are."""
         ...
 
     async def close(self) -> None:
-        """Remove the box. Idempotent, shielded from cancellation."""
+        """Remove the sandbox. Idempotent, shielded from cancellation."""
         ...
 
 
@@ -178,22 +179,22 @@ class SessionResult:
         if self.kept:
             return ""
         why = f"was killed after {self.result.seconds:.0f} s" if self.result.timed_out else "took its shell with it"
-        return f"the command {why}; folder and variables are as they were before it"
+        return f"the command {why}; directory and variables are as they were before it"
 
 
 class ShellSession(Protocol):
-    """Commands of one shell: folder, variables, functions and options last from one to the next."""
+    """Commands of one shell: directory, variables, functions and options last from one to the next."""
 
     async def run(self, command: str, *, timeout: float) -> SessionResult:
         """Run ``command`` and return what it did; one at a time. ``exit`` ends the command, not the session.
 
         After ``timeout`` seconds all that it started is killed, and the session goes on from before it. Raises
-        ``SandboxError`` only when the box itself is broken.
+        ``SandboxError`` only when the sandbox itself is broken.
         """
         ...
 
     async def close(self) -> None:
-        """Forget the session's state. The box stays as it is."""
+        """Forget the session's state. The sandbox stays as it is."""
         ...
 
 
@@ -205,15 +206,15 @@ class SandboxBackend(Protocol):
     def name(self) -> str: ...
 
     async def start(self, spec: SandboxSpec) -> Sandbox:
-        """Start a box. Raises ``SandboxStartError`` (retryable) or ``ImageMissingError`` (a user's mistake)."""
+        """Start a sandbox. Raises ``SandboxStartError`` (retryable) or ``ImageMissingError`` (a user's mistake)."""
         ...
 
     async def reap(self) -> int:
-        """Remove boxes whose owning run is dead (killed, say); return how many."""
+        """Remove sandboxes whose owning run is dead (killed, say); return how many."""
         ...
 
     async def close(self) -> None:
-        """Close every box this backend started and still owns. Idempotent, shielded."""
+        """Close every sandbox this backend started and still owns. Idempotent, shielded."""
         ...
 
 

@@ -16,12 +16,12 @@ from pathlib import Path
 from envs.context import EnvContext
 from envs.swe.records import SweRecord, write_jsonl
 from envs.swe.sources import read_jsonl
-from envs.swe.task_synthesis.candidate import Change, Draft, Fallen, draft
+from envs.swe.task_synthesis.candidate import Candidate, Change, Fallen, draft
 from envs.swe.task_synthesis.checkout import Checkout, read_release
 from envs.swe.task_synthesis.from_releases import download
 from envs.swe.task_synthesis.requirements import PYTEST
-from envs.swe.task_synthesis.site_packages import Sites
-from envs.swe.task_synthesis.validation import Trial
+from envs.swe.task_synthesis.site_packages import SitePackages
+from envs.swe.task_synthesis.validation import Validation
 from envs.types import EnvsError
 from sandbox import ImageMissingError, SandboxError, SandboxSpec, open_backend
 from scripts.release_catalog import RELEASES, Release
@@ -61,16 +61,18 @@ def _held(out: Path) -> dict[str, SweRecord]:
     return {record.id: record for record in read_jsonl(out)} if out.is_file() else {}
 
 
-async def _build_one(release: Release, folder: Path, context: EnvContext, say: Say) -> SweRecord:
+async def _build_one(release: Release, directory: Path, context: EnvContext, say: Say) -> SweRecord:
     """The verified record of a release."""
     try:
-        async with context.box(context.limits):  # a missing image is told before anything is downloaded
+        async with context.sandbox(context.limits):  # a missing image is told before anything is downloaded
             pass
         say(f"{release.task_id}: downloading what is not there yet")
-        await Sites(folder, f"{sys.version_info.major}.{sys.version_info.minor}").named(SITE, REQUIREMENTS)
-        paths = [await download(release.package, version, folder / "sdists") for version in (release.old, release.new)]
+        await SitePackages(directory, f"{sys.version_info.major}.{sys.version_info.minor}").named(SITE, REQUIREMENTS)
+        paths = [
+            await download(release.package, version, directory / "sdists") for version in (release.old, release.new)
+        ]
         say(f"{release.task_id}: running its tests with the old and the new code ({context.backend.name})")
-        record = await Trial(context, folder).judge(curated(release, *map(read_release, paths)))
+        record = await Validation(context, directory).judge(curated(release, *map(read_release, paths)))
     except Fallen as fallen:
         raise BuildError(f"{release.task_id}: {fallen}") from None
     if release.fails not in record.expected:
@@ -79,8 +81,8 @@ async def _build_one(release: Release, folder: Path, context: EnvContext, say: S
     return record
 
 
-def curated(release: Release, old: Checkout, new: Checkout) -> Draft:
-    """The draft of a release: its own folders, and its own issue."""
+def curated(release: Release, old: Checkout, new: Checkout) -> Candidate:
+    """The draft of a release: its own directories, and its own issue."""
     in_code = sorted(path for path in {*old.files, *new.files} if _is_code(path, release))
     change = Change(
         repo=release.package,

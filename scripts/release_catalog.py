@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class Release:
     """The step of ``package`` from ``old`` to ``new``.
 
-    ``code`` is the folder of the package's code and ``tests`` that of its tests (hidden, as of ``new``), ``run`` what
-    of them is run, ``root`` the folder put on the import path. ``fails`` is one test that the old code fails.
+    ``code`` is the directory of the package's code and ``tests`` that of its tests (hidden, as of ``new``), ``run``
+    what of them is run, ``root`` the directory put on the import path. ``fails`` is one test that the old code fails.
     """
 
     package: str

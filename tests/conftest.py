@@ -62,8 +62,8 @@ def missing_part(marker: str) -> str | None:
     return parts[marker]()
 
 
-WHOLE_FOLDERS = ("engine", "envs", "rollout", "sandbox")
-"""Folders whose tests share a server or images, or look for what each other left: one process runs each of them."""
+WHOLE_DIRS = ("engine", "envs", "rollout", "sandbox")
+"""Directories whose tests share a server or images, or look for what each other left: one process runs each of them."""
 
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
@@ -79,8 +79,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _group(item: pytest.Item) -> str:
-    folder, *rest = item.path.relative_to(ROOT / "tests").parts
-    return folder if folder in WHOLE_FOLDERS else "/".join((folder, *rest))
+    directory, *rest = item.path.relative_to(ROOT / "tests").parts
+    return directory if directory in WHOLE_DIRS else "/".join((directory, *rest))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

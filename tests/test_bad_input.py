@@ -20,7 +20,7 @@ from agent_rl import cli
 from agent_rl.controller import train
 from agent_rl.errors import UserError
 from agent_rl.train.ray_session import check_ray
-from agent_rl.utils.folder_lock import hold_folder
+from agent_rl.utils.directory_lock import lock_directory
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
@@ -87,7 +87,7 @@ def commands(app: typer.Typer) -> Iterator[Callable[..., Any]]:
             yield from commands(group.typer_instance)
 
 
-def test_model_folder_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_model_directory_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     told = complaint(monkeypatch, capsys, "train", QUICKSTART, "model=/nowhere/model")
     assert told.startswith("error: model: /nowhere/model: no Hugging Face checkpoint there (no config.json); name the")
     told = complaint(monkeypatch, capsys, "train", QUICKSTART, "model=/nowhere/tiny-moe")
@@ -187,7 +187,7 @@ def test_broken_task_record(
 
 
 @pytest.mark.parametrize(
-    ("command", "folder"),
+    ("command", "directory"),
     [
         (("train",), "quickstart"),
         (("eval", "--policy", "noop"), "quickstart/eval/noop-heldout"),
@@ -195,20 +195,20 @@ def test_broken_task_record(
         (("rollout",), "quickstart-rollout"),
     ],
 )
-def test_a_folder_that_another_process_writes_to(
+def test_a_directory_that_another_process_writes_to(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     tiny: Path,
     command: tuple[str, ...],
-    folder: str,
+    directory: str,
 ) -> None:
-    with hold_folder(tmp_path / folder):
+    with lock_directory(tmp_path / directory):
         told = complaint(
             monkeypatch, capsys, *command, QUICKSTART, f"model={tiny}", f"runs_dir={tmp_path}",
             f"engine.python={sys.executable}",
         )  # fmt: skip
-    assert f"{tmp_path}/{folder}: in use by process {os.getpid()} on " in told
+    assert f"{tmp_path}/{directory}: in use by process {os.getpid()} on " in told
 
 
 @pytest.mark.parametrize("command", [("train",), ("eval", "--policy", "noop"), ("doctor",), ("rollout",)])
@@ -219,7 +219,7 @@ def test_runs_dir_is_a_file(
     tiny: Path,
     command: tuple[str, ...],
 ) -> None:
-    (tmp_path / "runs").write_text("no folder")
+    (tmp_path / "runs").write_text("no directory")
     told = complaint(
         monkeypatch, capsys, *command, QUICKSTART, f"model={tiny}", f"runs_dir={tmp_path}/runs",
         f"engine.python={sys.executable}",
@@ -243,14 +243,14 @@ def test_a_cluster_or_engine_that_is_not_there_is_told_before_anything_starts(
     override: str,
     answer: str,
 ) -> None:
-    monkeypatch.setattr(train, "open_world", None)
+    monkeypatch.setattr(train, "open_rollout_runtime", None)
     monkeypatch.setattr(train, "RayTrainer", None)
     told = complaint(
         monkeypatch, capsys, "train", QUICKSTART, f"model={tiny}", f"runs_dir={tmp_path}",
         f"engine.python={sys.executable}", override,
     )  # fmt: skip
     assert answer in told
-    assert not (tmp_path / "quickstart" / "config.yaml").exists(), "the folder is free for another config"
+    assert not (tmp_path / "quickstart" / "config.yaml").exists(), "the directory is free for another config"
 
 
 async def test_a_ray_address_that_takes_no_connection_is_given_up() -> None:

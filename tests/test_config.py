@@ -45,17 +45,17 @@ def test_overrides_reach_nested_keys_as_yaml_values(quickstart: Path) -> None:
         ("rollout.group_size=0", "rollout.group_size: Input should be greater than 0, got 0"),
         ("train.balance.planner=lpt", "planner: Input should be 'foremoe', 'eplb' or 'shadow', got 'lpt'"),
         ("train.replay=r4", "train.replay: Input should be 'r3', 'r2' or 'off', got 'r4'"),
-        ("train.kl.estimator=k1", "(its gradient is the KL's) or k3, or set where to reward"),
+        ("train.kl.estimator=k1", "(its gradient is the KL's) or k3, or set apply_to to reward"),
         ("train.kl.reference=m", "train.kl.coefficient is 0: give it a coefficient"),
         ("train={objective: gspo, eps_high: 0.2}", "out (0.0003 and 0.0004), or give others as narrow"),
         ("train={objective: reinforce, eps_low: 0.2}", "objective reinforce clips nothing; leave them out"),
         ("train={objective: cispo, dual_clip: 3}", "the clipped surrogate, which objective cispo has not"),
-        ("train.baseline=batch", "train.baseline batch compares over groups: set scale to batch or none"),
+        ("train.baseline=batch", "train.baseline batch compares over groups: set advantage_scale to batch or none"),
         ("train.objective=grop", "did you mean 'grpo'? (registered: cispo, gmpo, grpo, gspo, reinforce, sapo)"),
         ("train.tau_positive=2", "train.tau_negative: objective grpo has no soft gate; leave them out"),
         ("train.correction={weight_low: 3}", "weight_low is 3, above weight_high 2: swap them"),
         ("train.correction={mask: token, mask_low: 3}", "mask_low is 3, above mask_high 2: swap them"),
-        ("train.correction.normalise=true", "divides weights by their mean: set weight to token or sequence"),
+        ("train.correction.normalize=true", "divides weights by their mean: set weight to token or sequence"),
         ("train.overlong.buffer=99999", "every trajectory would be punished; take a smaller buffer"),
         (
             "rollout.tool_format=xlm",
@@ -73,7 +73,10 @@ def test_overrides_reach_nested_keys_as_yaml_values(quickstart: Path) -> None:
             "engine={urls: [a], colocate: true}",
             "engine.urls and engine.urls_file name servers of others: leave them out",
         ),
-        ("engine={hosts: ray, colocate: true}", "engine.hosts ray gives engines GPUs of their own: set hosts to local"),
+        (
+            "engine={placement: ray, colocate: true}",
+            "engine.placement ray gives engines GPUs of their own: set placement to local",
+        ),
         ("engine={device: cpu, colocate: true}", "where a server can release nothing: turn it off"),
         ("train.lr", "override 'train.lr': write it as section.key=value"),
         ("eval={tasks", "override 'eval={tasks': not valid YAML: expected ',' or '}', but got '<stream end>'"),
@@ -92,7 +95,7 @@ def test_a_mistake_is_told_in_one_line(quickstart: Path, override: str, told: st
     [
         (["rollout.group_size=1"], "rollout.group_size is 1 and train.baseline mean compares within a group"),
         (
-            ["rollout.dynamic_sampling.enabled=true", "train.baseline=batch", "train.scale=batch"],
+            ["rollout.dynamic_sampling.enabled=true", "train.baseline=batch", "train.advantage_scale=batch"],
             "all equal, which teach under train.baseline batch",
         ),
     ],
@@ -143,7 +146,7 @@ def test_a_base_that_is_none(tmp_path: Path, base: str, told: str) -> None:
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A project's folder, with another one as the working folder; the latter is returned."""
+    """A project's directory, with another one as the working directory; the latter is returned."""
     (tmp_path / "project/models/own").mkdir(parents=True)
     (tmp_path / "project/tasks").mkdir()
     (tmp_path / "elsewhere").mkdir()
@@ -170,15 +173,15 @@ def test_what_a_run_reads_is_looked_for_beside_its_config_first(project: Path) -
 def test_options_that_a_class_of_tools_annotates_with_path(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (project / "tasks_of_files.py").write_text(
         "from pathlib import Path\nfrom pydantic import BaseModel\nfrom agent_rl.api import Task\n"
-        "class Files:\n    class Options(BaseModel):\n        folder: Path\n        word: str\n"
+        "class Files:\n    class Options(BaseModel):\n        directory: Path\n        word: str\n"
         "    @classmethod\n    def tasks(cls, split: str, options: Options) -> list[dict]: ...\n"
         "    async def setup(self, task: Task) -> str: ...\n    async def grade(self) -> float: ...\n"
     )
     monkeypatch.syspath_prepend(str(project))
     (project / "c.yaml").write_text(
-        "name: c\nmodel: m\nenv: {name: 'tasks_of_files:Files', options: {folder: tasks, word: tasks}}\n"
+        "name: c\nmodel: m\nenv: {name: 'tasks_of_files:Files', options: {directory: tasks, word: tasks}}\n"
     )
-    assert load_config(project / "c.yaml").env.options == {"folder": str(project / "tasks"), "word": "tasks"}
+    assert load_config(project / "c.yaml").env.options == {"directory": str(project / "tasks"), "word": "tasks"}
 
 
 def test_a_shipped_config_and_model_go_by_their_names(project: Path) -> None:
@@ -236,13 +239,16 @@ def test_every_key_is_described_or_speaks_for_itself() -> None:
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"pipeline": {"depth": 2, "max_staleness": 1}}, "max_staleness is 1 and pipeline.depth 2"),
-        ({"pipeline": {"max_staleness": 1}}, "0 where depth is 0"),
-        ({"pipeline": {"depth": 1}}, "recompute without a train.correction"),
-        ({"pipeline": {"depth": 1}, "train": {"old_logprob": {"source": "rescore"}}}, "source rescore: the weights"),
+        ({"async_rollout": {"depth": 2, "max_staleness": 1}}, "max_staleness is 1 and async_rollout.depth 2"),
+        ({"async_rollout": {"max_staleness": 1}}, "0 where depth is 0"),
+        ({"async_rollout": {"depth": 1}}, "recompute without a train.correction"),
+        (
+            {"async_rollout": {"depth": 1}, "train": {"old_logprob": {"source": "rescore"}}},
+            "source rescore: the weights",
+        ),
         (
             {
-                "pipeline": {"depth": 1},
+                "async_rollout": {"depth": 1},
                 "train": {"old_logprob": {"source": "rollout"}},
                 "engine": {"pause_mode": "retract"},
             },
@@ -264,14 +270,17 @@ def test_inputs_of_layers_that_are_not_run_again_can_not_be_moved() -> None:
 
 def test_ahead_of_training_the_old_tokens_are_corrected_or_clipped() -> None:
     for train in ({"old_logprob": {"source": "rollout"}}, {"correction": {"weight": "token"}}):
-        config = RunConfig.model_validate({"name": "n", "model": "m", "pipeline": {"depth": 2}, "train": train})
-        assert config.pipeline.staleness == 2
+        config = RunConfig.model_validate({"name": "n", "model": "m", "async_rollout": {"depth": 2}, "train": train})
+        assert config.async_rollout.staleness == 2
 
 
 @pytest.mark.parametrize(
     ("values", "told"),
     [
-        ({"pipeline": {"depth": 1}, "train": {"old_logprob": {"source": "rollout"}}}, "pipeline.depth is above 0"),
+        (
+            {"async_rollout": {"depth": 1}, "train": {"old_logprob": {"source": "rollout"}}},
+            "async_rollout.depth is above 0",
+        ),
         ({"train": {"device": "cpu"}}, "train.device is cpu: turn it off"),
         ({"train": {"ray_address": "host:6379"}}, "train.ray_address may lead to other machines: leave it out"),
         ({"train": {"parallel": {"world_size": 2}}}, "engine.count times engine.gpus is 1 and .* 2: make them equal"),

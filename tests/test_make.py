@@ -25,7 +25,7 @@ def steps(target: str) -> str:
             "real-tasks",
             "sandbox.base_image",
             "scripts.build_release_tasks",
-        ),  # where docker answers, its boxes need the image
+        ),  # where docker answers, its sandboxes need the image
         ("test", "sandbox.base_image", "-m pytest"),
         ("test", "agent-rl setup", "-m pytest"),
         ("test", "agent_rl.bootstrap agents", "-m pytest"),

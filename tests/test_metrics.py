@@ -16,10 +16,10 @@ from agent_rl.controller.advantages import samples_of
 from agent_rl.controller.async_rollout.ledger_file import History
 from agent_rl.controller.guard import Guard
 from agent_rl.controller.journal import Journal
-from agent_rl.controller.rollout_runtime import Workshop
+from agent_rl.controller.rollout_runtime import TaskRuntime
 from agent_rl.endpoint.server import Gateway
 from agent_rl.engine.fleet import Fleet
-from agent_rl.engine.generation_gate import TurnGate
+from agent_rl.engine.generation_gate import GenerationGate
 from agent_rl.engine.utilization import EngineLoad
 from agent_rl.errors import AgentRlError
 from agent_rl.monitoring.loop_lag import LoopLag
@@ -64,13 +64,13 @@ def made_by_calling() -> Mapping[str, set[str]]:
         "agent_rl/rollout/rescore.py": set(rescore_metrics([won])),
         "agent_rl/controller/advantages.py": set(samples_of([group]).metrics),
         "agent_rl/engine/fleet.py": set(Fleet().metrics()),
-        "agent_rl/engine/generation_gate.py": set(TurnGate().metrics()),
+        "agent_rl/engine/generation_gate.py": set(GenerationGate().metrics()),
         "agent_rl/engine/utilization.py": set(loaded().metrics(["e"])),
         "agent_rl/monitoring/loop_lag.py": set(lag().metrics()),
         "agent_rl/controller/journal.py": set(Journal(Path("none"), "run", turns=True).metrics(1)),
         "agent_rl/controller/async_rollout/ledger_file.py": set(History(Path("none")).figures()),
         "agent_rl/controller/guard.py": set(Guard(GuardConfig(), Path("none"), print).judge(1, {}, [])),
-        "agent_rl/controller/rollout_runtime.py": set(Workshop(ClusterBackend([], most=1), env=None).metrics()),
+        "agent_rl/controller/rollout_runtime.py": set(TaskRuntime(ClusterBackend([], most=1), env=None).metrics()),
         "agent_rl/endpoint/server.py": set(Gateway(Path("none"), 0).metrics()),
         "agent_rl/train/expert_balancing/report.py": set(balance_metrics([balanced()])),
         "agent_rl/train/step_metrics.py": set(step_metrics([report()], routes(), routes(), Clip(0.2, 0.2))),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agent_rl.errors import ConfigError
-from agent_rl.models.spec import ModelFacts, check_alike, read_facts, read_routed_facts
+from agent_rl.models.spec import ModelSpec, check_alike, read_model_spec, read_moe_spec
 from r3.payload import RouteLayout
 
 GOOD: dict[str, Any] = {
@@ -33,14 +33,14 @@ NOT_MIXTRALS = ("num_experts", "moe_intermediate_size", "norm_topk_prob")
 DENSE = {"model_type": "qwen3", **dict.fromkeys((*NOT_MIXTRALS, "num_experts_per_tok"))}
 
 
-def folder(tmp_path: Path, **changes: Any) -> Path:
+def directory(tmp_path: Path, **changes: Any) -> Path:
     (tmp_path / "config.json").write_text(json.dumps(GOOD | changes))
     return tmp_path
 
 
 def test_a_model_of_moe_layers_only(tmp_path: Path) -> None:
-    facts = read_facts(folder(tmp_path))
-    assert facts == ModelFacts(
+    facts = read_model_spec(directory(tmp_path))
+    assert facts == ModelSpec(
         "qwen3_moe", moe=(True,) * 6, hidden=2048, heads=32, kv_heads=4, head_dim=64, inner=6144, vocab_size=151936,
         max_positions=40960, num_experts=128, top_k=8, expert_inner=768,
     )  # fmt: skip
@@ -56,13 +56,15 @@ def test_what_a_config_says_otherwise_is_taken(tmp_path: Path) -> None:
         "rope_theta": 5e6,
         "initializer_range": 1.0,
     }
-    facts = read_facts(folder(tmp_path, **SHARED, **said))
+    facts = read_model_spec(directory(tmp_path, **SHARED, **said))
     assert (facts.head_dim, facts.tied, facts.norm_eps, facts.rope_theta, facts.init_std) == (128, True, 1e-5, 5e6, 1.0)
     assert (facts.shared_inner, facts.qkv_bias, facts.family.shared_expert) == (1024, True, True)
 
 
 def test_a_family_that_names_its_experts_otherwise(tmp_path: Path) -> None:
-    facts = read_facts(folder(tmp_path, model_type="mixtral", num_local_experts=16, **dict.fromkeys(NOT_MIXTRALS)))
+    facts = read_model_spec(
+        directory(tmp_path, model_type="mixtral", num_local_experts=16, **dict.fromkeys(NOT_MIXTRALS))
+    )
     assert (facts.num_experts, facts.expert_inner) == (16, 6144)
 
 
@@ -76,7 +78,7 @@ def test_a_family_that_names_its_experts_otherwise(tmp_path: Path) -> None:
     ],
 )
 def test_dense_layers_are_told_apart(tmp_path: Path, changes: dict[str, Any], layers: tuple[int, ...]) -> None:
-    facts = read_facts(folder(tmp_path, **changes))
+    facts = read_model_spec(directory(tmp_path, **changes))
     assert facts.moe_layer_ids == layers
     assert facts.layout.moe_layer_ids == layers
     assert facts.layout.num_layers == 6
@@ -96,22 +98,22 @@ def test_dense_layers_are_told_apart(tmp_path: Path, changes: dict[str, Any], la
 )
 def test_a_wrong_config_is_one_line(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
-        read_routed_facts(folder(tmp_path, **changes))
+        read_moe_spec(directory(tmp_path, **changes))
     assert "\n" not in str(caught.value)
     assert str(tmp_path) in str(caught.value)
 
 
-def test_a_missing_folder_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is not a folder"):
-        read_facts(tmp_path / "nowhere")
+def test_a_missing_directory_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not a directory"):
+        read_model_spec(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"has no config.json"):
-        read_facts(tmp_path)
+        read_model_spec(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="not valid JSON"):
-        read_facts(tmp_path)
+        read_model_spec(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ConfigError, match="holds a list"):
-        read_facts(tmp_path)
+        read_model_spec(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -123,9 +125,9 @@ def test_a_missing_folder_is_one_line(tmp_path: Path) -> None:
     ],
 )
 def test_a_reference_of_another_architecture_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    facts = read_facts(folder(tmp_path, initializer_range=0.02))
+    facts = read_model_spec(directory(tmp_path, initializer_range=0.02))
     other = tmp_path / "other"
     other.mkdir()
-    check_alike(facts, tmp_path, folder(other, initializer_range=0.01, head_dim=64), "train.kl.reference")
+    check_alike(facts, tmp_path, directory(other, initializer_range=0.01, head_dim=64), "train.kl.reference")
     with pytest.raises(ConfigError, match=f"train.kl.reference: .*{message}"):
-        check_alike(facts, tmp_path, folder(other, **changes), "train.kl.reference")
+        check_alike(facts, tmp_path, directory(other, **changes), "train.kl.reference")

@@ -83,8 +83,8 @@ def test_a_sink_that_fails_is_one_line_and_ends_nothing(tmp_path: Path) -> None:
         log.append(step, {"reward/mean": 0.5})
     log.close()
     assert lines == [
-        "observe.sinks: b is not written to any more: no key",
-        "observe.sinks: a is not written to any more: the service is away",
+        "monitoring.sinks: b is not written to any more: no key",
+        "monitoring.sinks: a is not written to any more: the service is away",
     ]
     assert away.closed
     assert (there.closed, len(read_metrics(tmp_path))) == (True, 3)
@@ -92,7 +92,7 @@ def test_a_sink_that_fails_is_one_line_and_ends_nothing(tmp_path: Path) -> None:
 
 def test_a_sink_whose_library_is_absent_is_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    config = RunConfig.model_validate({"name": "x", "model": "m", "observe": {"sinks": ["wandb"]}})
+    config = RunConfig.model_validate({"name": "x", "model": "m", "monitoring": {"sinks": ["wandb"]}})
     with pytest.raises(UserError, match=r"observe\.sinks names wandb, .*: pip install 'agent-rl\[wandb\]'"):
         check_sinks(config)
 
@@ -132,7 +132,7 @@ def run_picture(rows: list[dict[str, float]], tmp_path: Path, monkeypatch: pytes
 def test_a_picture_has_whole_steps_and_legends_that_cover_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:
-    values = {"mismatch/k3_kl": 1e-4, "mismatch_native/k3_kl": 1e-3, "time/rollout": 9.0, "time/update": 2.0}
+    values = {"mismatch/k3_kl": 1e-4, "mismatch_without_replay/k3_kl": 1e-3, "time/rollout": 9.0, "time/update": 2.0}
     rows = [{"step": step, "reward/mean": step / steps, **values} for step in range(1, steps + 1)]
     figure = run_picture(rows, tmp_path, monkeypatch)
     for axes in figure.axes:

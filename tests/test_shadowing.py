@@ -1,4 +1,4 @@
-"""A user's own folders named as our packages are: what works beside them, and what is told. Real processes."""
+"""A user's own directories named as our packages are: what works beside them, and what is told. Real processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A project with an environment of its own, and folders of all our packages' names beside it."""
+    """A project with an environment of its own, and directories of all our packages' names beside it."""
     write_template("letters", tmp_path)
     for name in ("tools", "envs", "sandbox", "r3"):
         (tmp_path / name).mkdir()
@@ -44,7 +44,7 @@ def python(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     ],
     ids=["script", "pytest", "check", "eval"],
 )
-def test_ours_are_found_beside_foreign_folders_of_their_names(project: Path, command: list[str]) -> None:
+def test_ours_are_found_beside_foreign_directories_of_their_names(project: Path, command: list[str]) -> None:
     ran = python(project, *command)
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
@@ -58,7 +58,7 @@ def test_a_foreign_package_that_was_imported_first_is_told(project: Path) -> Non
 
 
 @pytest.mark.parametrize("line", ["from tools.helpers import WORD", "from tools import helpers"])
-def test_a_module_that_only_the_foreign_folder_has_is_told_in_one_line(project: Path, line: str) -> None:
+def test_a_module_that_only_the_foreign_directory_has_is_told_in_one_line(project: Path, line: str) -> None:
     source = project / "letters.py"
     source.write_text(source.read_text().replace("WORDS =", f"{line}\nWORDS ="))
     told = f"{project}/tools has the name of agent-rl's package tools (at {ROOT}/tools), which has no 'helpers'"
@@ -70,9 +70,9 @@ def test_a_module_that_only_the_foreign_folder_has_is_told_in_one_line(project: 
     assert f"ImportError: {told}" in python(project, "-c", f"import agent_rl.api\n{line}").stderr
 
 
-def test_commands_resolve_dotted_paths_alike_and_the_folder_comes_last(tmp_path: Path) -> None:
+def test_commands_resolve_dotted_paths_alike_and_the_directory_comes_last(tmp_path: Path) -> None:
     write_template("letters", tmp_path)
-    (tmp_path / "numpy.py").write_text("raise SystemExit('the working folder hides an installed package')\n")
+    (tmp_path / "numpy.py").write_text("raise SystemExit('the working directory hides an installed package')\n")
     for command in (["envs", "check", "letters:Letters"], ["eval", "letters.yaml", "--policy", "noop"]):
         code = f"import sys; sys.path.remove(''); from agent_rl.cli import main; sys.argv[1:] = {command}; main()"
         ran = subprocess.run(

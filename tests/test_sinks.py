@@ -16,9 +16,14 @@ from agent_rl.monitoring.sinks import SinkRun, check_sinks, openers
 pytestmark = pytest.mark.exhaustive
 
 
-def write(folder: Path, sink: str) -> None:
+def write(directory: Path, sink: str) -> None:
     """Steps 1 and 2, then, of the run resumed after step 1, steps 2 and 3."""
-    data = {"name": "demo", "model": "m", "runs_dir": str(folder), "observe": {"sinks": [sink], "project": "tests"}}
+    data = {
+        "name": "demo",
+        "model": "m",
+        "runs_dir": str(directory),
+        "monitoring": {"sinks": [sink], "project": "tests"},
+    }
     config, lines = RunConfig.model_validate(data), list[str]()
     check_sinks(config)
     config.run_dir.mkdir(exist_ok=True)
@@ -40,7 +45,7 @@ def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert any(b"reward/mean" in path.read_bytes() for path in files)
 
 
-def test_mlflow_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_in_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlflow import MlflowClient
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlflow").as_uri())

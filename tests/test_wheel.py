@@ -34,22 +34,22 @@ def run(*command: str | Path, cwd: Path, **variables: str) -> subprocess.Complet
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel of a copy of the tracked files, so that nothing else of the checkout gets into it."""
-    folder = tmp_path_factory.mktemp("wheel")
+    directory = tmp_path_factory.mktemp("wheel")
     files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
-    copy = ["tar", "-C", str(ROOT), "--null", "--files-from=-", "--create", f"--file={folder}/source.tar"]
+    copy = ["tar", "-C", str(ROOT), "--null", "--files-from=-", "--create", f"--file={directory}/source.tar"]
     subprocess.run(copy, input=files, check=True)
-    (folder / "source").mkdir()
-    subprocess.run(["tar", "-C", str(folder / "source"), "--extract", f"--file={folder}/source.tar"], check=True)
-    options = ("--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", folder)
-    made = run(sys.executable, "-m", "pip", "wheel", *options, folder / "source", cwd=folder)
+    (directory / "source").mkdir()
+    subprocess.run(["tar", "-C", str(directory / "source"), "--extract", f"--file={directory}/source.tar"], check=True)
+    options = ("--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", directory)
+    made = run(sys.executable, "-m", "pip", "wheel", *options, directory / "source", cwd=directory)
     assert made.returncode == 0, made.stderr
-    (found,) = folder.glob("*.whl")
+    (found,) = directory.glob("*.whl")
     return found
 
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A project's folder whose .venv has the wheel; its dependencies are borrowed from this environment."""
+    """A project's directory whose .venv has the wheel; its dependencies are borrowed from this environment."""
     home = tmp_path_factory.mktemp("home")
     assert run(sys.executable, "-m", "venv", home / ".venv", cwd=home).returncode == 0
     site = next((home / ".venv/lib").glob("python*")) / "site-packages"
@@ -62,7 +62,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def agent_rl(installed: Path, tmp_path: Path) -> Command:
-    """The installed command, in an empty folder."""
+    """The installed command, in an empty directory."""
 
     def call(*arguments: str, cwd: Path = tmp_path, **variables: str) -> subprocess.CompletedProcess[str]:
         return run(installed / ".venv/bin/agent-rl", *arguments, cwd=cwd, COLUMNS="200", **variables)

@@ -1,6 +1,6 @@
 """The tool that shows and edits files, with the semantics of R2E-Gym's and SWE-agent's editor.
 
-Viewing a file costs one round trip to the box and editing one two; the undo history stays on this side.
+Viewing a file costs one round trip to the sandbox and editing one two; the undo history stays on this side.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Literal
 
 from sandbox import SandboxFileError
-from tools.box import ToolBox
 from tools.errors import ToolError
 from tools.outline import outline
+from tools.runtime import ToolRuntime
 from tools.text import DOS, line_end, number_lines, split_lines, with_line_ends
 
 Command = Literal["view", "create", "str_replace", "insert", "undo_edit"]
@@ -28,10 +28,10 @@ _LIST = (
 
 
 class FileEditor:
-    """``file_editor`` on one box, with the undo history of one episode."""
+    """``file_editor`` on one sandbox, with the undo history of one episode."""
 
-    def __init__(self, box: ToolBox) -> None:
-        self._box = box
+    def __init__(self, runtime: ToolRuntime) -> None:
+        self._runtime = runtime
         self._history: dict[str, list[bytes | None]] = {}  # None: the file was not there
 
     async def file_editor(
@@ -62,7 +62,7 @@ class FileEditor:
             view_range: The first and last line to show, e.g. [11, 20]; -1 as the last means the end; for `view`.
             concise: Leave out the bodies of longer functions of a Python file; for `view`.
         """
-        where = self._box.path(path)
+        where = self._runtime.path(path)
         if command == "view":
             return await self._view(where, view_range, concise)
         if command == "create":
@@ -77,7 +77,7 @@ class FileEditor:
 
     async def _view(self, path: str, view_range: list[int] | None, condensed: bool) -> str:
         try:
-            content = await self._box.sandbox.read_file(path)
+            content = await self._runtime.sandbox.read_file(path)
         except SandboxFileError:
             return await self._list(path)
         lines = split_lines(content.decode("utf-8", errors="replace"))
@@ -85,7 +85,7 @@ class FileEditor:
         if condensed and view_range is None:
             return outline(lines)
         shown = lines[first - 1 : last]
-        if self._box.concise:
+        if self._runtime.concise:
             return "\n".join(shown)
         return self._numbered(path, shown, first, len(lines)) if lines else f"{path} is empty."
 
@@ -93,33 +93,33 @@ class FileEditor:
         """The lines with their numbers; of more than fits into an answer the first, and how to see the others."""
         head = f"{path}, {count} lines:\n"
         text = head + number_lines(shown, first)
-        whole = text[: self._box.max_chars - _NOTE_ROOM].rpartition("\n")[0]
+        whole = text[: self._runtime.max_chars - _NOTE_ROOM].rpartition("\n")[0]
         kept = whole.count("\n")
-        if len(text) <= self._box.max_chars or not kept:
+        if len(text) <= self._runtime.max_chars or not kept:
             return text
         last = first + kept - 1
         return f"{whole}\n[cut after line {last}: view_range [{last + 1}, {count}] shows more, search finds lines]"
 
     async def _list(self, path: str) -> str:
         """The directory at ``path``; raises ``ToolError`` with the reason where it is none."""
-        result = await self._box.run("bash", "-c", _LIST, "-", path)
+        result = await self._runtime.run("bash", "-c", _LIST, "-", path)
         text = result.stdout.decode("utf-8", errors="replace")
         if result.exit_code == 4:
             raise ToolError(f"{path} cannot be shown: it is no regular file or too large ({text.strip()} bytes)")
         if not result.ok:
             raise ToolError(f"no such file or directory: {path}")
         names = [name.removeprefix("./") for name in split_lines(text)]
-        if self._box.concise:
+        if self._runtime.concise:
             return "\n".join(names)
         return "\n".join([f"{path}, files and directories up to two levels deep, hidden ones left out:", *names])
 
     async def _create(self, path: str, text: str) -> str:
-        result = await self._box.run("bash", "-c", _CREATE, "-", path, stdin=text.encode())
+        result = await self._runtime.run("bash", "-c", _CREATE, "-", path, stdin=text.encode())
         if result.exit_code == 3:
             raise ToolError(f"{path} exists already; edit it with str_replace")
         self._check_written(result.ok, path, result.text)
         self._history.setdefault(path, []).append(None)
-        return "created" if self._box.concise else f"Created {path}."
+        return "created" if self._runtime.concise else f"Created {path}."
 
     async def _str_replace(self, path: str, old: str, new: str) -> str:
         if not old:
@@ -139,7 +139,7 @@ class FileEditor:
         return self._edited(path, edited, first, first + new.count("\n"))
 
     def _not_unique(self, path: str, text: str, old: str, count: int) -> str:
-        if self._box.concise:
+        if self._runtime.concise:
             return f"found {count} times" if count else "not found"
         if not count:
             return f"Nothing replaced: old_str does not occur in {path}. It must match to the character."
@@ -168,23 +168,23 @@ class FileEditor:
             raise ToolError(f"there is no edit of {path} to take back")
         before = history[-1]
         if before is None:
-            result = await self._box.run("rm", "-f", "--", path)
+            result = await self._runtime.run("rm", "-f", "--", path)
         else:
-            result = await self._box.run("bash", "-c", _OVERWRITE, "-", path, stdin=before)
+            result = await self._runtime.run("bash", "-c", _OVERWRITE, "-", path, stdin=before)
         self._check_written(result.ok, path, result.text)
         history.pop()
-        return "undone" if self._box.concise else f"The last edit of {path} was taken back."
+        return "undone" if self._runtime.concise else f"The last edit of {path} was taken back."
 
     async def _read(self, path: str) -> str:
         """The file's text; bytes that are no UTF-8 come through an edit unchanged (surrogateescape)."""
         try:
-            return (await self._box.sandbox.read_file(path)).decode("utf-8", errors="surrogateescape")
+            return (await self._runtime.sandbox.read_file(path)).decode("utf-8", errors="surrogateescape")
         except SandboxFileError:
             raise ToolError(f"no such text file: {path}") from None
 
     async def _write(self, path: str, before: str, after: str) -> None:
         old, new = (text.encode("utf-8", errors="surrogateescape") for text in (before, after))
-        result = await self._box.run("bash", "-c", _OVERWRITE, "-", path, stdin=new)
+        result = await self._runtime.run("bash", "-c", _OVERWRITE, "-", path, stdin=new)
         self._check_written(result.ok, path, result.text)
         self._history.setdefault(path, []).append(old)
 
@@ -195,7 +195,7 @@ class FileEditor:
 
     def _edited(self, path: str, text: str, first: int, last: int) -> str:
         """The answer to an edit of lines ``first`` to ``last``."""
-        if self._box.concise:
+        if self._runtime.concise:
             return "edited"
         lines = split_lines(text.encode("utf-8", "surrogateescape").decode("utf-8", "replace"))
         top = max(1, first - _CONTEXT_LINES)

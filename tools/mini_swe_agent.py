@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sandbox import ExecResult, Sandbox
-from tools.box import ToolBox
 from tools.errors import ToolError
+from tools.runtime import ToolRuntime
 from tools.schema import check_text, outlined
 from tools.text import Style
 from tools.types import ParseFailure, ToolCall, ToolResult, ToolSet
@@ -80,14 +80,14 @@ class MiniSweAgentFormat:
 
 def mini_swe_agent_tools(sandbox: Sandbox, *, style: Style = "full", timeout: float = 60.0) -> ToolSet:
     """``bash`` on ``sandbox``. ``timeout`` is in seconds for each command; there is one style of answer."""
-    return MiniSweAgentTools(ToolBox(sandbox, style, timeout))
+    return MiniSweAgentTools(ToolRuntime(sandbox, style, timeout))
 
 
 class MiniSweAgentTools:
     """Implements :class:`tools.types.ToolSet`: every command is a new shell in the working directory."""
 
-    def __init__(self, box: ToolBox) -> None:
-        self._box = box
+    def __init__(self, runtime: ToolRuntime) -> None:
+        self._runtime = runtime
 
     def schemas(self) -> Sequence[Mapping[str, Any]]:
         command = {"type": "string", "description": "The bash command to execute"}
@@ -99,7 +99,7 @@ class MiniSweAgentTools:
         command = str(call.arguments["command"])
         try:
             check_text("command", command)
-            result = await self._box.run("bash", "-c", _MERGED, "-", command, env=_VARIABLES)
+            result = await self._runtime.run("bash", "-c", _MERGED, "-", command, env=_VARIABLES)
         except ToolError as error:
             return ToolResult(str(error), failed=True)
         output = result.stdout.decode("utf-8", errors="replace").replace("\r\n", "\n").replace("\r", "\n")
@@ -108,7 +108,7 @@ class MiniSweAgentTools:
         return ToolResult(self._observation(command, result, output), submitted, failed=not result.ok)
 
     def _observation(self, command: str, result: ExecResult, output: str) -> str:
-        late = f"Command {['bash', '-c', command]} timed out after {self._box.timeout:g} seconds"
+        late = f"Command {['bash', '-c', command]} timed out after {self._runtime.timeout:g} seconds"
         problem = f"<exception>An error occurred while executing the command: {late}</exception>\n"
         code = -1 if result.timed_out else result.exit_code
         return f"{problem if result.timed_out else ''}<returncode>{code}</returncode>\n{_shown(output)}"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import posixpath
 
-from tools.box import ToolBox
 from tools.errors import ToolError
+from tools.runtime import ToolRuntime
 from tools.text import clip, split_lines
 
 _MATCHES_A_FILE = 50
@@ -28,8 +28,8 @@ exec grep -nHIF -m{_MATCHES_A_FILE} -e "$1" -- "$3"
 class Search:
     """``search``: one round trip a call."""
 
-    def __init__(self, box: ToolBox) -> None:
-        self._box = box
+    def __init__(self, runtime: ToolRuntime) -> None:
+        self._runtime = runtime
 
     async def search(self, search_term: str, path: str = ".") -> str:
         """Find the lines that hold a text, in a file or in all text files below a directory (.git left out).
@@ -43,19 +43,19 @@ class Search:
             raise ToolError("search_term is empty; give the text to look for")
         if "\n" in search_term:
             raise ToolError("search_term has more than one line; give a part of one line")
-        workdir, where = self._box.sandbox.spec.workdir, self._box.path(path)
+        workdir, where = self._runtime.sandbox.spec.workdir, self._runtime.path(path)
         inside = posixpath.commonpath([workdir, where]) == workdir
         target = posixpath.relpath(where, workdir) if inside else where
         literal = search_term.translate(_SPECIAL)
-        result = await self._box.run("sh", "-c", _GREP, "search", search_term, literal, target)
+        result = await self._runtime.run("sh", "-c", _GREP, "search", search_term, literal, target)
         if result.timed_out:
-            raise ToolError(f"the search took more than {self._box.timeout:g} seconds; give a smaller path")
+            raise ToolError(f"the search took more than {self._runtime.timeout:g} seconds; give a smaller path")
         lines = split_lines(result.stdout.decode("utf-8", errors="replace"))
         if lines:
             return self._answer(lines)
         if result.exit_code > 1:
             raise ToolError(f"no such file or directory: {path}")
-        return "no matches" if self._box.concise else f"No line in {path} holds {search_term!r}."
+        return "no matches" if self._runtime.concise else f"No line in {path} holds {search_term!r}."
 
     def _answer(self, lines: list[str]) -> str:
         shown = [clip(line.removeprefix("./"), _LINE_CHARS) for line in lines[:_MATCHES]]

@@ -9,7 +9,7 @@ from tools.types import ToolResult
 
 
 class Submit:
-    """``finish``: nothing is run; the environment grades what is in the box."""
+    """``finish``: nothing is run; the environment grades what is in the sandbox."""
 
     def __init__(self, style: Style) -> None:
         self._style = style

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from sandbox import Sandbox
 from tools.bash import Bash
-from tools.box import ToolBox
 from tools.editor import FileEditor
+from tools.runtime import ToolRuntime
 from tools.schema import AsyncFunction
 from tools.search import Search
 from tools.submit import Submit
@@ -20,11 +20,11 @@ def swe_tools(sandbox: Sandbox, *, style: Style = "full", timeout: float = 90.0,
     ``style="concise"`` answers in as few tokens as can be; the names and arguments are the same. ``timeout`` is in
     seconds for each command, ``max_chars`` caps each answer. The editor's undo history lives in the set returned.
     """
-    box = ToolBox(sandbox, style, timeout, max_chars)
+    runtime = ToolRuntime(sandbox, style, timeout, max_chars)
     functions: list[AsyncFunction] = [
-        Bash(box).execute_bash,
-        FileEditor(box).file_editor,
-        Search(box).search,
+        Bash(runtime).execute_bash,
+        FileEditor(runtime).file_editor,
+        Search(runtime).search,
         Submit(style).finish,
     ]
     return FunctionToolSet(functions, max_chars=max_chars)

@@ -12,8 +12,9 @@ app = typer.Typer()
 
 @app.command("runs")
 def runs_list(
-    folders: Annotated[
-        list[Path] | None, typer.Argument(help="Folders of runs or evaluations, or that hold some; by default runs.")
+    directories: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Directories of runs or evaluations, or that hold some; by default runs."),
     ] = None,
 ) -> None:
     """List runs and evaluations: steps, Pass@1, state, and how often the guard spoke."""
@@ -21,18 +22,20 @@ def runs_list(
 
     from agent_rl.commands.runs import list_runs
 
-    list_runs(folders or [Path("runs")], Console())
+    list_runs(directories or [Path("runs")], Console())
 
 
 @app.command()
 def view(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Folders of runs or evaluations; several are compared.")
+        list[Path], typer.Argument(metavar="RUN...", help="Directories of runs or evaluations; several are compared.")
     ],
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port on this machine; 0 is one that is free.")] = 8642,
     export: Annotated[
         Path | None,
-        typer.Option(help="Write the page instead: OUT.html, one file that opens by itself, or a folder for a server."),
+        typer.Option(
+            help="Write the page instead: OUT.html, one file that opens by itself, or a directory for a server."
+        ),
     ] = None,
     trajectories: Annotated[
         int, typer.Option(min=0, help="Trajectories of each run in an export, the largest gaps first.")
@@ -51,7 +54,8 @@ def view(
 @app.command()
 def show(
     path: Annotated[
-        Path, typer.Argument(metavar="RUN|FILE", help="A run's or an evaluation's folder, or a file with trajectories.")
+        Path,
+        typer.Argument(metavar="RUN|FILE", help="A run's or an evaluation's directory, or a file with trajectories."),
     ],
     step: Annotated[int | None, typer.Option(min=0, help="Step of a run; its last by default.")] = None,
     task: Annotated[str | None, typer.Option(help="Only this task.")] = None,
@@ -68,7 +72,7 @@ def show(
 
 
 @app.command()
-def ledger(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")]) -> None:
+def ledger(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")]) -> None:
     """Prove from a run's files that every task it drew was trained on, discarded, dropped or left out exactly once."""
     from rich.console import Console
 

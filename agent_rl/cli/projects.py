@@ -38,7 +38,7 @@ def install(
 ) -> None:
     """Install what pip leaves out: the engine's own environment, the trainer's packages, a sandbox.
 
-    The engine environment is the folder .venv-engine beside the one that agent-rl is installed in.
+    The engine environment is the directory .venv-engine beside the one that agent-rl is installed in.
     """
     from agent_rl.bootstrap import main as bootstrap
 
@@ -48,12 +48,12 @@ def install(
 
 @app.command()
 def init(
-    folder: Annotated[Path, typer.Argument(help="The project's folder; made where it is missing.")] = Path("."),
+    directory: Annotated[Path, typer.Argument(help="The project's directory; made where it is missing.")] = Path("."),
 ) -> None:
-    """Start a project: a folder with a first environment, its test and a config that trains on it."""
+    """Start a project: a directory with a first environment, its test and a config that trains on it."""
     from envs.new_project import FIRST, write_template
 
-    typer.echo(write_template(FIRST, folder).next_steps())
+    typer.echo(write_template(FIRST, directory).next_steps())
 
 
 @config_app.command("list")
@@ -90,12 +90,12 @@ def envs_list() -> None:
 @envs_app.command("new")
 def envs_new(
     name: Annotated[str, typer.Argument(help="The module's name, lower case.")],
-    folder: Annotated[Path, typer.Option(help="Where to write it.")] = Path("."),
+    directory: Annotated[Path, typer.Option(help="Where to write it.")] = Path("."),
 ) -> None:
     """Write a working environment with its test and config, to start your own from."""
     from envs.new_project import write_template
 
-    typer.echo(write_template(name, folder).next_steps())
+    typer.echo(write_template(name, directory).next_steps())
 
 
 @envs_app.command("check")
@@ -113,7 +113,7 @@ def envs_check(
 
 @model_app.command("init")
 def model_init(
-    out: Annotated[Path, typer.Argument(help="Folder to make.")] = Path(".cache/models/tiny-moe"),
+    out: Annotated[Path, typer.Argument(help="Directory to make.")] = Path(".cache/models/tiny-moe"),
     from_scratch: Annotated[
         bool, typer.Option("--from-scratch", help="Warm it up anew on recorded demonstrations (10 to 30 minutes).")
     ] = False,

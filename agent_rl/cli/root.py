@@ -52,7 +52,7 @@ def about(
 
     A first project: agent-rl init PROJECT. A first training run on this machine: agent-rl train quickstart.
     """
-    # Last, so that a folder of the user's never hides an installed package.
+    # Last, so that a directory of the user's never hides an installed package.
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)
 

@@ -15,13 +15,13 @@ app = typer.Typer(no_args_is_help=True, help="Probe, compare, draw, check and ba
 
 @app.command()
 def compare(
-    source: Annotated[Path, typer.Argument(metavar="CONFIG|RUN", help="A YAML config, or a finished run's folder.")],
+    source: Annotated[Path, typer.Argument(metavar="CONFIG|RUN", help="A YAML config, or a finished run's directory.")],
     overrides: Overrides = None,
     tasks: Annotated[int, typer.Option(min=1, help="Tasks to roll out, each group_size times.")] = 16,
     split: Annotated[str, typer.Option(help="Split to take them from.")] = "train",
-    out: Annotated[Path | None, typer.Option(help="Folder for what is found; by default in the run's own.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for what is found; by default in the run's own.")] = None,
     trajectories: Annotated[
-        Path | None, typer.Option(help="Folder with trajectories (an earlier --out, or a run): roll none out anew.")
+        Path | None, typer.Option(help="Directory with trajectories (an earlier --out, or a run): roll none out anew.")
     ] = None,
     rescore: Annotated[
         bool, typer.Option("--rescore", help="Let the engine compute the trajectories again, and compare with that.")
@@ -47,8 +47,10 @@ def compare(
 
 @app.command()
 def figures(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of training runs, the baseline first.")],
-    out: Annotated[Path, typer.Option(help="Folder for the pictures and the table.")] = Path("figures"),
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Directories of training runs, the baseline first.")
+    ],
+    out: Annotated[Path, typer.Option(help="Directory for the pictures and the table.")] = Path("figures"),
 ) -> None:
     """Draw training runs over each other, a colour a setting, and tabulate what their seeds say of the difference."""
     from agent_rl.commands.figures import run_figures
@@ -58,7 +60,7 @@ def figures(
 
 @app.command()
 def check(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a trace (r3.trace in the config).")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of a trace (r3.trace in the config).")],
     require_forward_verify: Annotated[
         bool, typer.Option("--require-forward-verify", help="Demand a record of what every router used.")
     ] = False,
@@ -76,7 +78,7 @@ def check(
 
     try:
         holds = run_check(
-            folder, forward_verify=require_forward_verify, shard_identity=require_shard_identity, json=json
+            directory, forward_verify=require_forward_verify, shard_identity=require_shard_identity, json=json
         )
     except TraceError as error:
         raise typer.Exit(complain(str(error))) from None
@@ -85,12 +87,12 @@ def check(
 
 @app.command()
 def balance(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, or of `agent-rl rollout`.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run, or of `agent-rl rollout`.")],
     expert_ranks: Annotated[
         str, typer.Option(metavar="R,...", help="Expert-parallel sizes to look at (train.parallel.expert).")
     ] = "2,4,8",
     slots: Annotated[int, typer.Option(min=1, help="Experts that a rank may borrow (train.balance.slots).")] = 4,
-    ranks_per_machine: Annotated[
+    ranks_per_node: Annotated[
         int | None, typer.Option(min=1, help="Expert ranks of a machine; all of them by default.")
     ] = None,
     tokens: Annotated[
@@ -108,7 +110,7 @@ def balance(
 
     if not all(part.isdigit() for part in expert_ranks.split(",")):
         raise ConfigError(f"--expert-ranks {expert_ranks}: write numbers between commas, as 2,4,8")
-    question = Question(slots, ranks_per_machine, tokens, steps)
+    question = Question(slots, ranks_per_node, tokens, steps)
     run_balance(run, [int(part) for part in expert_ranks.split(",")], question, json)
 
 
@@ -116,7 +118,7 @@ def balance(
 def probe(
     url: Annotated[str, typer.Argument(metavar="URL", help="The server's address, as in engine.urls.")],
     model: Annotated[
-        Path | None, typer.Option(help="Folder with the model's config.json, where the server's own is not here.")
+        Path | None, typer.Option(help="Directory with the model's config.json, where the server's own is not here.")
     ] = None,
     retract: Annotated[
         bool, typer.Option("--retract", help="Also put running requests back once: on an engine nobody else uses.")
@@ -137,10 +139,10 @@ def probe(
     from agent_rl.config import EngineConfig
     from agent_rl.engine.route_probe.run import probe as probe_server
     from agent_rl.engine.route_probe.run import table
-    from agent_rl.models.spec import read_routed_facts
+    from agent_rl.models.spec import read_moe_spec
     from agent_rl.utils.run_files import write_json
 
-    facts = read_routed_facts(model) if model else None
+    facts = read_moe_spec(model) if model else None
     headers = EngineConfig(api_key_env=api_key_env).headers
     report = run_async(probe_server(url, facts, retract=retract, headers=headers))
     Console().print(table(report))

@@ -15,14 +15,15 @@ from agent_rl.cli.running import RESUMES, run_async
 app = typer.Typer(
     no_args_is_help=True,
     help="Make tasks from your own code: from its commits, from a package's releases, or by putting bugs into it.\n\n"
-    "Each candidate's tests run before and after the fix, three times each, in boxes without a network; what is flaky, "
+    "Each candidate's tests run before and after the fix, three times each, in sandboxes without a network; what is "
+    "flaky, "
     "leaks or can be hacked falls. OUT/tasks.jsonl has the healthy tasks of all three commands, OUT/report.json says "
     "why the others fell. A command that was stopped goes on where it was.",
 )
 
 
 def build_options(
-    out: Annotated[Path, typer.Option("--out", help="Folder of the tasks; a build in it is gone on with.")] = Path(
+    out: Annotated[Path, typer.Option("--out", help="Directory of the tasks; a build in it is gone on with.")] = Path(
         "tasks"
     ),
     tasks: Annotated[
@@ -36,7 +37,7 @@ def build_options(
         float, typer.Option("--timeout", min=1.0, help="Seconds that one run of the tests may take.")
     ] = 120.0,
     disk_mb: Annotated[int, typer.Option(min=64, help="MiB that OUT may have, installed packages included.")] = 16384,
-    memory_mb: Annotated[int, typer.Option(min=128, help="MiB of memory of a box.")] = 2048,
+    memory_mb: Annotated[int, typer.Option(min=128, help="MiB of memory of a sandbox.")] = 2048,
     backend: Annotated[str, typer.Option(help="The sandbox where the tests run.")] = "bubblewrap",
     writer: Annotated[
         str | None, typer.Option(help="An OpenAI-compatible endpoint, http(s)://HOST/v1, that writes the issues.")
@@ -70,7 +71,7 @@ def builds(opens: Callable[..., Any]) -> Callable[..., None]:
 @app.command("from-git")
 @builds
 def tasks_from_git(
-    repo: Annotated[Path, typer.Argument(metavar="REPO", help="Folder of a git repository.")],
+    repo: Annotated[Path, typer.Argument(metavar="REPO", help="Directory of a git repository.")],
     commits: Annotated[int, typer.Option(min=1, help="Look at so many of the newest commits.")] = 500,
 ) -> Any:
     """Make tasks of the commits that change code and its tests; the hidden tests are those of the commit.
@@ -92,7 +93,7 @@ def tasks_from_releases(
     """Make tasks of the steps from one release of a package to the next, all of them or the one that is named.
 
     The source releases are kept in OUT/sdists; `agent-rl tasks inject` takes them, too. None of their code is run
-    outside a box.
+    outside a sandbox.
     """
     from agent_rl.commands.tasks import from_releases
 
@@ -103,7 +104,7 @@ def tasks_from_releases(
 @builds
 def tasks_inject(
     repo: Annotated[
-        Path, typer.Argument(metavar="REPO", help="A git repository (its newest commit), a folder, or a .tar.gz.")
+        Path, typer.Argument(metavar="REPO", help="A git repository (its newest commit), a directory, or a .tar.gz.")
     ],
     seed: Annotated[int, typer.Option(min=0, help="Which bugs are put where, and in which order.")] = 0,
 ) -> Any:

@@ -67,7 +67,7 @@ def evaluate(
     ] = None,
     greedy: Annotated[bool, typer.Option("--greedy", help="Greedy decoding instead of sampling.")] = False,
     out: Annotated[
-        Path | None, typer.Option(help="Folder of the evaluation; by default in the run's own. Resumed if begun.")
+        Path | None, typer.Option(help="Directory of the evaluation; by default in the run's own. Resumed if begun.")
     ] = None,
     tool_calls: Annotated[
         ToolCalls, typer.Option(help="At an endpoint: calls as text in its messages, or its own tools and tool_calls.")
@@ -104,7 +104,7 @@ def eval_compare(
     first: Annotated[
         str,
         typer.Argument(
-            metavar="A", help="An evaluation's folder or results.jsonl or report.json; or RUN:step-N/sampled."
+            metavar="A", help="An evaluation's directory or results.jsonl or report.json; or RUN:step-N/sampled."
         ),
     ],
     second: Annotated[str, typer.Argument(metavar="B", help="Another, of the same tasks.")],
@@ -135,7 +135,7 @@ def doctor(
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each task, to find flaky ones.")] = 3,
     audit: Annotated[bool, typer.Option(help="Look for leaks and try hacks, where the environment can.")] = True,
     out: Annotated[
-        Path | None, typer.Option(help="Folder of the examination; by default in the run's own. Resumed if begun.")
+        Path | None, typer.Option(help="Directory of the examination; by default in the run's own. Resumed if begun.")
     ] = None,
 ) -> None:
     """Examine a config's parts and tasks: does the true fix win, does nothing else? Exit code 1 if something is wrong.

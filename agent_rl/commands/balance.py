@@ -66,7 +66,7 @@ class Question:
     (None: the run's own), and how many of the newest steps are looked at."""
 
     slots: int
-    ranks_per_machine: int | None
+    ranks_per_node: int | None
     tokens: int | None
     steps: int
 
@@ -89,7 +89,7 @@ def run_balance(run: Path, expert_ranks: Sequence[int], question: Question, json
 def _newest(run: Path, count: int) -> list[int]:
     steps = steps_on_disk(run)[-count:]
     if not steps:
-        raise ConfigError(f"{run}: no trajectories there; name a run's folder, or one of `agent-rl rollout`")
+        raise ConfigError(f"{run}: no trajectories there; name a run's directory, or one of `agent-rl rollout`")
     return steps
 
 
@@ -142,7 +142,7 @@ def _planned(planner: Planner, grid: Grid, counts: Counts, last: Counts | None) 
 
 def _grid(sample: Sample, ranks: int, question: Question) -> Grid:
     assert sample.routing is not None
-    experts, each = sample.routing.num_experts, min(question.ranks_per_machine or ranks, ranks)
+    experts, each = sample.routing.num_experts, min(question.ranks_per_node or ranks, ranks)
     if ranks < 2 or experts % ranks or ranks % each:
         raise ConfigError(
             f"--expert-ranks {ranks}: the model has {experts} experts: name numbers from 2 that divide it, and that "

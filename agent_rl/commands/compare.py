@@ -4,7 +4,8 @@
 
     config or run ── rollout (or trajectories on disk) ──▶ samples ──▶ replay        against the engine
                             │                                     ├──▶ native        against the engine
-                            │                                     └──▶ native again  against native: the noise floor
+                            │                                     └──▶ native again  against without_replay: the
+                            noise floor
                             └─ --rescore: the config's engine computes them again, and takes the engine's place
                                (engine again, against what it or another engine sampled: the engine's own noise)
     ──▶ OUT/compare.json, probabilities.png, f_tau.png, routers.png, trajectories/
@@ -29,11 +30,11 @@ from agent_rl.commands.rollout import roll_out
 from agent_rl.config import RunConfig
 from agent_rl.config.loader import load_config, load_recorded
 from agent_rl.controller.preflight import check_lengths, check_model
-from agent_rl.controller.rollout_runtime import open_world
+from agent_rl.controller.rollout_runtime import open_rollout_runtime
 from agent_rl.engine.types import Scores
 from agent_rl.errors import ConfigError
 from agent_rl.models.hub import with_models
-from agent_rl.models.spec import read_facts
+from agent_rl.models.spec import read_model_spec
 from agent_rl.monitoring.console import Display
 from agent_rl.rollout.records import read_trajectories, steps_on_disk
 from agent_rl.train.ray_trainer import RayTrainer
@@ -61,18 +62,18 @@ class TrainerPass:
 @dataclass(frozen=True, slots=True, eq=False)
 class Comparison:
     """The reports of the passes. ``engine``: of the engine that computed the trajectories again, against what was
-    sampled; None where none did. ``native_over_replay``: the ratio of the two means of each log-prob metric."""
+    sampled; None where none did. ``without_over_with_replay``: the ratio of the two means of each log-prob metric."""
 
     replay: MismatchReport
-    native: MismatchReport
+    without_replay: MismatchReport
     floor: MismatchReport
-    native_over_replay: Mapping[str, Estimate]
+    without_over_with_replay: Mapping[str, Estimate]
     engine: MismatchReport | None = None
 
     @property
     def reports(self) -> dict[str, MismatchReport]:
         again = {} if self.engine is None else {"engine again": self.engine}
-        return {"native": self.native, "replay": self.replay, "native again": self.floor, **again}
+        return {"without_replay": self.without_replay, "replay": self.replay, "native again": self.floor, **again}
 
 
 async def run_compare(
@@ -85,11 +86,11 @@ async def run_compare(
     trajectories: Path | None,
     rescore: bool,
 ) -> None:
-    """Compare engine and trainer on the model of ``source``, a config or a finished run's folder.
+    """Compare engine and trainer on the model of ``source``, a config or a finished run's directory.
 
-    ``tasks`` of ``split`` are rolled out ``group_size`` times each, unless ``trajectories`` names a folder that holds
-    some (of an earlier comparison, or of a run: all its steps). ``rescore``: the config's engine computes them again,
-    and the trainer is compared with that pass. Raises ConfigError for what cannot be compared.
+    ``tasks`` of ``split`` are rolled out ``group_size`` times each, unless ``trajectories`` names a directory that
+    holds some (of an earlier comparison, or of a run: all its steps). ``rescore``: the config's engine computes them
+    again, and the trainer is compared with that pass. Raises ConfigError for what cannot be compared.
     """
     config = config_of(source, overrides)
     if rescore and config.rollout.logprob_temperature != 1:
@@ -100,8 +101,8 @@ async def run_compare(
     config = with_models(config)
     config = config.model_copy(update={"train": config.train.model_copy(update={"replay": "r3"})})  # to be replayed
     check_model(config.model)
-    check_lengths(config, read_facts(config.model))
-    out = out or _folder(source, config) / "compare"
+    check_lengths(config, read_model_spec(config.model))
+    out = out or _directory(source, config) / "compare"
     display = Display(f"r3 compare {config.name}")
     with display:
         if trajectories is None:
@@ -126,7 +127,7 @@ async def run_compare(
 
 
 def config_of(source: Path, overrides: Sequence[str]) -> RunConfig:
-    """The config at ``source``; of a run's folder its resolved one, with the model it trained."""
+    """The config at ``source``; of a run's directory its resolved one, with the model it trained."""
     if not source.is_dir():
         return load_config(source, overrides)
     config = load_recorded(source / "config.yaml", overrides)
@@ -135,16 +136,18 @@ def config_of(source: Path, overrides: Sequence[str]) -> RunConfig:
     return config.model_copy(update={"model": source / "model"})
 
 
-def _folder(source: Path, config: RunConfig) -> Path:
+def _directory(source: Path, config: RunConfig) -> Path:
     return source if source.is_dir() else config.run_dir
 
 
-def read_all(folder: Path) -> tuple[Group, ...]:
-    """The trajectories of all steps in ``folder``. Raises ConfigError where there are none."""
-    steps = steps_on_disk(folder)
+def read_all(directory: Path) -> tuple[Group, ...]:
+    """The trajectories of all steps in ``directory``. Raises ConfigError where there are none."""
+    steps = steps_on_disk(directory)
     if not steps:
-        raise ConfigError(f"--trajectories {folder}: no trajectories there; name a run's folder, or a comparison's")
-    return tuple(group for step in steps for group in read_trajectories(folder, step))
+        raise ConfigError(
+            f"--trajectories {directory}: no trajectories there; name a run's directory, or a comparison's"
+        )
+    return tuple(group for step in steps for group in read_trajectories(directory, step))
 
 
 def comparable(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
@@ -162,13 +165,13 @@ async def rescored(
     config: RunConfig, out: Path, display: Display, trajectories: Sequence[Trajectory]
 ) -> list[Trajectory]:
     """The trajectories with the log-probs and routes of one more pass of the config's engine, a prefill each."""
-    facts = read_facts(config.model)
-    async with open_world(config, facts, out / "logs", display, routes=True) as world:
+    facts = read_model_spec(config.model)
+    async with open_rollout_runtime(config, facts, out / "logs", display, routes=True) as runtime:
         display.stage("the engine again", total=len(trajectories))
 
         async def again(index: int, trajectory: Trajectory) -> Trajectory:
-            async with world.limiter:
-                scores = await world.engine.rescore(trajectory.tokens.tolist(), session=str(index), routes=True)
+            async with runtime.limiter:
+                scores = await runtime.engine.rescore(trajectory.tokens.tolist(), session=str(index), routes=True)
             display.advance()
             return _with_scores(trajectory, scores)
 
@@ -188,7 +191,7 @@ def _with_scores(trajectory: Trajectory, scores: Scores) -> Trajectory:
 async def _passes(
     trainer: RayTrainer, config: RunConfig, trajectories: Sequence[Trajectory], display: Display
 ) -> tuple[TrainerPass, TrainerPass, TrainerPass]:
-    """Replay, native, and native once more in other micro-batches."""
+    """Replay, without_replay, and native once more in other micro-batches."""
     samples = [Sample(t.tokens, t.loss_mask, t.logprobs, 0.0, t.routing) for t in trajectories]
 
     async def run(name: str, budget: int, *, replay: bool) -> TrainerPass:
@@ -229,19 +232,21 @@ def _used(sample: Sample, experts: NDArray[np.unsignedinteger]) -> Routing:
 
 
 def compare(
-    trajectories: Sequence[Trajectory], replay: TrainerPass, native: TrainerPass, again: TrainerPass
+    trajectories: Sequence[Trajectory], replay: TrainerPass, without_replay: TrainerPass, again: TrainerPass
 ) -> Comparison:
     """Both passes against the engine, and the second native one against the first."""
     engine = of_engine(trajectories)
     sums = {
-        name: _metric_sums(trajectories, passed, engine) for name, passed in (("native", native), ("replay", replay))
+        name: _metric_sums(trajectories, passed, engine)
+        for name, passed in (("without_replay", without_replay), ("replay", replay))
     }
     return Comparison(
         replay=_report(trajectories, replay, engine),
-        native=_report(trajectories, native, engine),
-        floor=_report(trajectories, again, native),
-        native_over_replay={
-            name: estimate_ratios({name: column}, sums["replay"][name])[name] for name, column in sums["native"].items()
+        without_replay=_report(trajectories, without_replay, engine),
+        floor=_report(trajectories, again, without_replay),
+        without_over_with_replay={
+            name: estimate_ratios({name: column}, sums["replay"][name])[name]
+            for name, column in sums["without_replay"].items()
         },
     )
 
@@ -308,23 +313,29 @@ def _facts(config: RunConfig, trajectories: Sequence[Trajectory]) -> dict[str, A
 
 def _json(comparison: Comparison) -> dict[str, Any]:
     return {
-        "native_over_replay": {name: asdict(ratio) for name, ratio in comparison.native_over_replay.items()},
+        "without_over_with_replay": {
+            name: asdict(ratio) for name, ratio in comparison.without_over_with_replay.items()
+        },
         **{name.replace(" ", "_"): report.to_json() for name, report in comparison.reports.items()},
     }
 
 
 def _draw(
-    out: Path, trajectories: Sequence[Trajectory], replay: TrainerPass, native: TrainerPass, comparison: Comparison
+    out: Path,
+    trajectories: Sequence[Trajectory],
+    replay: TrainerPass,
+    without_replay: TrainerPass,
+    comparison: Comparison,
 ) -> None:
     engine = np.concatenate([t.logprobs[1:][t.loss_mask[1:]] for t in trajectories])
-    scatter = {"without replay": native, "with replay": replay}
+    scatter = {"without replay": without_replay, "with replay": replay}
     panels = {name: (_sampled(trajectories, passed), engine) for name, passed in scatter.items()}
     logprobs = {name: report.total.logprobs for name, report in comparison.reports.items()}
     curves = {name: found.f_tau for name, found in logprobs.items() if found is not None}
     write_atomic(out / "probabilities.png", probability_scatter(panels))
     write_atomic(out / "f_tau.png", f_tau_curves(curves))
-    if comparison.native.total.routes is not None:
-        write_atomic(out / "routers.png", differing_routers(comparison.native.total.routes))
+    if comparison.without_replay.total.routes is not None:
+        write_atomic(out / "routers.png", differing_routers(comparison.without_replay.total.routes))
 
 
 def tables(comparison: Comparison) -> list[Table]:
@@ -332,23 +343,25 @@ def tables(comparison: Comparison) -> list[Table]:
     return [
         _metrics_table(comparison),
         _layers_table(comparison),
-        _parts_table("turn", comparison.native.by_turn, comparison.replay.by_turn),
-        _parts_table("weight version", comparison.native.by_weight_version, comparison.replay.by_weight_version),
+        _parts_table("turn", comparison.without_replay.by_turn, comparison.replay.by_turn),
+        _parts_table(
+            "weight version", comparison.without_replay.by_weight_version, comparison.replay.by_weight_version
+        ),
     ]
 
 
 def _metrics_table(comparison: Comparison) -> Table:
     noise = ["native again, against native"] + ["engine again, against what was sampled"] * bool(comparison.engine)
-    table = Table("against the engine", "native", "replay", "native / replay", *noise)
+    table = Table("against the engine", "without_replay", "replay", "native / replay", *noise)
     totals = [report.total for report in comparison.reports.values()]
     for name in TOKEN_VALUES:
         # The mean factor differs from 1 in its last digits only.
         digits = ".5f" if name == "token_mult_prob_error" else ".3g"
-        native, replay, *again = [_text(t.logprobs.metrics[name], digits) if t.logprobs else "" for t in totals]
-        table.add_row(name, native, replay, _text(comparison.native_over_replay[name]), *again)
+        without_replay, replay, *again = [_text(t.logprobs.metrics[name], digits) if t.logprobs else "" for t in totals]
+        table.add_row(name, without_replay, replay, _text(comparison.without_over_with_replay[name]), *again)
     for level, unit in (("router", "share of routers"), ("token", "share of tokens"), ("sequence", "layers a token")):
-        native, replay, *again = [f"{getattr(t.routes, level):.3g}" if t.routes else "" for t in totals]
-        table.add_row(f"{level}_mismatch\n({unit})", native, replay, "", *again)
+        without_replay, replay, *again = [f"{getattr(t.routes, level):.3g}" if t.routes else "" for t in totals]
+        table.add_row(f"{level}_mismatch\n({unit})", without_replay, replay, "", *again)
     return table
 
 
@@ -361,17 +374,17 @@ def _text(estimate: Estimate, digits: str = ".3g") -> str:
 
 def _layers_table(comparison: Comparison) -> Table:
     table = Table("MoE layer", "sets that differ, native", title="routers by layer")
-    routes = comparison.native.total.routes
+    routes = comparison.without_replay.total.routes
     for layer, share in enumerate(routes.by_layer if routes else ()):
         table.add_row(str(layer), f"{share:.3%}")
     return table
 
 
-def _parts_table(what: str, native: Mapping[Any, Mismatch], replay: Mapping[Any, Mismatch]) -> Table:
+def _parts_table(what: str, without_replay: Mapping[Any, Mismatch], replay: Mapping[Any, Mismatch]) -> Table:
     table = Table(
         what, "sampled tokens", "k3-KL native", "k3-KL replay", "sets that differ, native", title=f"by {what}"
     )
-    for label, part in native.items():
+    for label, part in without_replay.items():
         own, replayed = part.logprobs, replay[label].logprobs
         table.add_row(
             str(label),

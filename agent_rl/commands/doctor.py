@@ -30,10 +30,10 @@ from agent_rl.commands.health import Check, check_parts, checks_table
 from agent_rl.commands.policy import advance
 from agent_rl.config import RunConfig
 from agent_rl.controller.preflight import check_room
-from agent_rl.controller.rollout_runtime import Workshop, open_workshop
+from agent_rl.controller.rollout_runtime import TaskRuntime, open_task_runtime
 from agent_rl.errors import ConfigError
+from agent_rl.evaluation.directory import EvaluationDirectory
 from agent_rl.evaluation.evaluate import evaluate
-from agent_rl.evaluation.folder import EvalFolder
 from agent_rl.evaluation.quarantine import write_quarantine
 from agent_rl.evaluation.report import EpisodeResult
 from agent_rl.monitoring.console import Display, cell
@@ -41,7 +41,7 @@ from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.rollout.scripted_policies import has_gold, solver_runner
 from agent_rl.types import StopReason, Trajectory
-from agent_rl.utils.folder_lock import hold_folder
+from agent_rl.utils.directory_lock import lock_directory
 from agent_rl.utils.run_files import write_json
 from envs import Audited, Environment, Finding, GradingError, Task, TaskRecordError, UndecidableError
 from sandbox import SandboxError
@@ -68,32 +68,32 @@ async def run_doctor(
 ) -> bool:
     """Examine ``config`` and print what was found; True if nothing is wrong."""
     check_room(config.runs_dir)
-    folder = out or config.run_dir / "doctor"
+    directory = out or config.run_dir / "doctor"
     display = Display(f"doctor {config.name}")
-    with hold_folder(folder), display:
+    with lock_directory(directory), display:
         checks = await check_parts(config)
         display.table(checks_table(checks))
         if any(check.name.startswith("sandbox") and not check.ok for check in checks):
             return False
-        async with open_workshop(config, display) as workshop:
-            await workshop.env.prepare(split)
+        async with open_task_runtime(config, display) as task_runtime:
+            await task_runtime.env.prepare(split)
             # All tasks, also those in quarantine: they may have recovered.
-            chosen = list(workshop.env.tasks(split))[:tasks]
+            chosen = list(task_runtime.env.tasks(split))[:tasks]
             if not chosen:
-                raise ConfigError(f"--split {split}: environment {workshop.env.name!r} has no tasks there")
-            broken = _broken(workshop.env, chosen)
+                raise ConfigError(f"--split {split}: environment {task_runtime.env.name!r} has no tasks there")
+            broken = _broken(task_runtime.env, chosen)
             whole = [task for task in chosen if task.id not in broken]
             runs = {
-                policy: await _repeat(config, workshop, policy, whole, repeats, folder, display)
+                policy: await _repeat(config, task_runtime, policy, whole, repeats, directory, display)
                 for policy in ("gold", "noop")
             }
-            findings = await _audit_all(config, workshop, whole, folder, display) if audit else {}
+            findings = await _audit_all(config, task_runtime, whole, directory, display) if audit else {}
     able = any(r.resolved is not None for tasks_ in runs.values() for results in tasks_.values() for r in results)
     diagnoses = [
         broken.get(task.id) or diagnose(task.id, runs["gold"], runs["noop"], findings.get(task.id), machine_grades=able)
         for task in chosen
     ]
-    return _tell(display, folder, checks, diagnoses)
+    return _tell(display, directory, checks, diagnoses)
 
 
 def _broken(env: Environment, tasks: Sequence[Task]) -> dict[str, Diagnosis]:
@@ -108,11 +108,19 @@ def _broken(env: Environment, tasks: Sequence[Task]) -> dict[str, Diagnosis]:
 
 
 async def _repeat(
-    config: RunConfig, workshop: Workshop, policy: str, tasks: Sequence[Task], repeats: int, folder: Path, out: Display
+    config: RunConfig,
+    task_runtime: TaskRuntime,
+    policy: str,
+    tasks: Sequence[Task],
+    repeats: int,
+    directory: Path,
+    out: Display,
 ) -> dict[str, list[EpisodeResult]]:
     """``repeats`` runs of ``policy`` on every task that it can be run on, by task."""
-    able = [_as_new(task) for task in tasks if policy != "gold" or has_gold(workshop.env, task)]
-    place = EvalFolder(folder / policy, {"policy": policy, "env": config.env.name, "options": _plain(config)})
+    able = [_as_new(task) for task in tasks if policy != "gold" or has_gold(task_runtime.env, task)]
+    place = EvaluationDirectory(
+        directory / policy, {"policy": policy, "env": config.env.name, "options": _plain(config)}
+    )
     known = {task.id for task in able}
     results = [r for r in place.results() if r.task_id in known and r.sample < repeats]
     graded = sum(result.resolved is not None for result in results)
@@ -125,7 +133,7 @@ async def _repeat(
 
     await evaluate(
         able,
-        solver_runner(workshop.env, policy, EpisodeRules.of(config)),
+        solver_runner(task_runtime.env, policy, EpisodeRules.of(config)),
         policy=policy,
         limiter=Limiter(config.rollout.concurrency),
         samples=repeats,
@@ -156,13 +164,13 @@ def _by_task(results: Iterable[EpisodeResult]) -> dict[str, list[EpisodeResult]]
 
 
 async def _audit_all(
-    config: RunConfig, workshop: Workshop, tasks: Sequence[Task], folder: Path, display: Display
+    config: RunConfig, task_runtime: TaskRuntime, tasks: Sequence[Task], directory: Path, display: Display
 ) -> dict[str, list[Finding] | str]:
     """Every task's findings, or why there are none; those that ``audits.jsonl`` holds are not made again."""
-    if not hasattr(workshop.env, "audit"):
-        display.note(f"environment {workshop.env.name!r} has no audit: leaks and hacks were not looked for")
+    if not hasattr(task_runtime.env, "audit"):
+        display.note(f"environment {task_runtime.env.name!r} has no audit: leaks and hacks were not looked for")
         return {}
-    env, file = cast(Audited, workshop.env), folder / "audits.jsonl"
+    env, file = cast(Audited, task_runtime.env), directory / "audits.jsonl"
     held = _read_audits(file)
     found: dict[str, list[Finding] | str] = {task.id: held[task.id] for task in tasks if task.id in held}
     display.stage("audit", total=len(tasks) - len(found))
@@ -243,22 +251,22 @@ def diagnose(
     )
 
 
-def _tell(display: Display, folder: Path, checks: Sequence[Check], diagnoses: Sequence[Diagnosis]) -> bool:
+def _tell(display: Display, directory: Path, checks: Sequence[Check], diagnoses: Sequence[Diagnosis]) -> bool:
     """Write doctor.json and the quarantine file, print both as tables; True if nothing is wrong."""
     sick = {item.task_id: item.reasons for item in diagnoses if item.reasons}
     undecided = [item for item in diagnoses if item.undecided and not item.reasons]
     write_json(
-        folder / "doctor.json",
+        directory / "doctor.json",
         {"checks": [asdict(check) for check in checks], "tasks": [asdict(item) for item in diagnoses]},
     )
-    write_quarantine(folder / "quarantine.json", sick)
+    write_quarantine(directory / "quarantine.json", sick)
     healthy = len(diagnoses) - len(sick) - len(undecided)
     display.note(f"{healthy} of {len(diagnoses)} tasks healthy, {len(sick)} sick, {len(undecided)} undecided")
     if sick or undecided:
         display.table(_tasks_table(sick, undecided))
-    display.note(f"report: {folder / 'doctor.json'}")
+    display.note(f"report: {directory / 'doctor.json'}")
     if sick:
-        display.note(f"leave the sick tasks out: env.quarantine={folder / 'quarantine.json'}")
+        display.note(f"leave the sick tasks out: env.quarantine={directory / 'quarantine.json'}")
     return not sick and not undecided and all(check.ok for check in checks)
 
 

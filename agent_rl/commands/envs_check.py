@@ -12,14 +12,14 @@ from rich.table import Table
 
 from agent_rl.errors import UserError
 from agent_rl.monitoring.console import cell
-from envs import EnvContext, load_environment, needs_boxes
+from envs import EnvContext, load_environment, needs_sandboxes
 from envs.conformance import check_environment
-from sandbox import NoBoxes, open_backend
+from sandbox import NullBackend, open_backend
 
 
 async def run_check(name: str, options: Sequence[str], splits: Sequence[str]) -> bool:
     """Check environment ``name`` and print a row a promise; True if all are kept."""
-    backend = open_backend("auto", run_id=uuid.uuid4().hex[:12]) if needs_boxes(name) else NoBoxes()
+    backend = open_backend("auto", run_id=uuid.uuid4().hex[:12]) if needs_sandboxes(name) else NullBackend()
     try:
         environment = load_environment(name, EnvContext(backend=backend), dict(map(_option, options)))
         findings = await check_environment(environment, splits)

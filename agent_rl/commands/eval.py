@@ -10,16 +10,16 @@ from typing import Any
 from urllib.parse import quote
 
 from agent_rl.commands.policy import Policy, PolicyChoice, advance, open_policy, pick_tasks
-from agent_rl.config import OWN_INTERFACE, RunConfig
+from agent_rl.config import OWN_SCAFFOLD, RunConfig
 from agent_rl.controller import preflight
+from agent_rl.evaluation.directory import EvaluationDirectory
 from agent_rl.evaluation.evaluate import evaluate
-from agent_rl.evaluation.folder import EvalFolder
 from agent_rl.evaluation.report import EpisodeResult, EvalReport
 from agent_rl.evaluation.tables import breakdown, table
 from agent_rl.monitoring.console import Display
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.limiter import Limiter
-from agent_rl.utils.folder_lock import hold_folder
+from agent_rl.utils.directory_lock import lock_directory
 from envs import Task
 
 _BOUNDS = {"start_timeout", "grade_timeout"}
@@ -42,7 +42,7 @@ class EvalOptions:
     def split_of(self, config: RunConfig) -> str:
         return self.split or ("train" if self.policy.is_recording else config.eval.split)
 
-    def folder(self, config: RunConfig) -> Path:
+    def directory(self, config: RunConfig) -> Path:
         model = "" if self.policy.model is None else f"-{quote(self.policy.model, safe='')}"
         policy = f"{quote(self.policy.name, safe='')}{model}"
         name = f"{policy}-{self.split_of(config)}{'-greedy' if self.policy.greedy else ''}"
@@ -50,31 +50,36 @@ class EvalOptions:
 
 
 async def run_evaluation(config: RunConfig, options: EvalOptions) -> str | None:
-    """Evaluate and print Pass@1 with its interval; what was there of an earlier start in the folder is kept.
+    """Evaluate and print Pass@1 with its interval; what was there of an earlier start in the directory is kept.
 
     Returns why nothing could be graded, or None where something was.
     """
     options.policy.check()
     preflight.check_room(config.runs_dir)
-    path, display = options.folder(config), Display(f"eval {config.name}")
-    with hold_folder(path):
-        folder = EvalFolder(path, _facts(config, options), defaults=_settings(EpisodeRules()))
+    path, display = options.directory(config), Display(f"eval {config.name}")
+    with lock_directory(path):
+        directory = EvaluationDirectory(path, _facts(config, options), defaults=_settings(EpisodeRules()))
         with display:
             async with open_policy(config, options.policy, path, display) as policy:
                 picked = await pick_tasks(policy, options.split_of(config), options.tasks_of(config))
-                report = await _evaluate(config, options, policy, picked, folder, display)
-        folder.finish(report, picked, options.policy.model or options.policy.name)
+                report = await _evaluate(config, options, policy, picked, directory, display)
+        directory.finish(report, picked, options.policy.model or options.policy.name)
     return _tell(display, report, path)
 
 
 async def _evaluate(
-    config: RunConfig, options: EvalOptions, policy: Policy, tasks: Sequence[Task], folder: EvalFolder, display: Display
+    config: RunConfig,
+    options: EvalOptions,
+    policy: Policy,
+    tasks: Sequence[Task],
+    directory: EvaluationDirectory,
+    display: Display,
 ) -> EvalReport:
-    """Run the samples of ``tasks`` that ``folder`` does not hold yet."""
+    """Run the samples of ``tasks`` that ``directory`` does not hold yet."""
     known = {task.id for task in tasks}
-    done = [result for result in folder.results() if result.task_id in known and result.sample < options.samples]
+    done = [result for result in directory.results() if result.task_id in known and result.sample < options.samples]
     if done:
-        display.note(f"{folder.path}: {len(done)} of {len(tasks) * options.samples} episodes are there already")
+        display.note(f"{directory.path}: {len(done)} of {len(tasks) * options.samples} episodes are there already")
     display.stage(f"Pass@1 of {options.policy.name}", total=len(tasks) * options.samples - _graded(done))
     return await evaluate(
         tasks,
@@ -84,7 +89,7 @@ async def _evaluate(
         samples=options.samples,
         retries=config.rollout.sandbox_retries,
         done=done,
-        on_result=folder.record,
+        on_result=directory.record,
         on_event=lambda event: advance(display, event),
     )
 
@@ -117,7 +122,7 @@ def _graded(results: Sequence[EpisodeResult]) -> int:
 
 
 def _facts(config: RunConfig, options: EvalOptions) -> dict[str, Any]:
-    """What the figures depend on; an evaluation that differs in any of it gets a folder of its own."""
+    """What the figures depend on; an evaluation that differs in any of it gets a directory of its own."""
     policy = options.policy
     endpoint = {"native_tools": policy.native_tools, "request": dict(policy.request)} if policy.model else {}
     return {
@@ -127,7 +132,7 @@ def _facts(config: RunConfig, options: EvalOptions) -> dict[str, Any]:
         "env": config.env.name,
         "env_options": config.env.model_dump(mode="json")["options"],
         "tool_format": config.rollout.tool_format,
-        **({} if config.env.interface == OWN_INTERFACE else {"interface": config.env.interface}),
+        **({} if config.env.scaffold == OWN_SCAFFOLD else {"scaffold": config.env.scaffold}),
         **({} if (harness := config.rollout.harness) is None else {"harness": harness.model_dump(mode="json")}),
         **endpoint,
         **_settings(policy.rules(config)),
@@ -135,7 +140,7 @@ def _facts(config: RunConfig, options: EvalOptions) -> dict[str, Any]:
 
 
 def _model_mark(config: RunConfig, policy: str) -> str:
-    """What tells one model in a folder from the next one written there."""
+    """What tells one model in a directory from the next one written there."""
     if policy != "engine":
         return ""
     files = sorted(config.model.glob("*.safetensors"))

@@ -43,10 +43,11 @@ COLUMN = 20
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run: its folder, setting, learning rate, seed, its steps' metrics, and Pass@1 of its sampled evaluations by
-    step. ``replay`` and what its setting is called without it; None for an ablation, which is no replay that trains."""
+    """One run: its directory, setting, learning rate, seed, its steps' metrics, and Pass@1 of its sampled
+    evaluations by step. ``replay`` and what its setting is called without it; None for an ablation, which is no
+    replay that trains."""
 
-    folder: Path
+    directory: Path
     setting: str
     replay: Replay | None
     without: str
@@ -59,7 +60,7 @@ class Run:
         """A metric in the steps that have it. Raises UserError where none has."""
         found = [row[name] for row in self.rows if name in row]
         if not found:
-            raise UserError(f"{self.folder}: no step has {name}; right would be a run that has made updates")
+            raise UserError(f"{self.directory}: no step has {name}; right would be a run that has made updates")
         return found
 
     @property
@@ -116,10 +117,10 @@ class ReplayWorth:
     reward: SeedDifference | None
 
 
-def run_figures(folders: Sequence[Path], out: Path) -> None:
-    """Draw the runs in ``folders`` and compare their settings, the first one's with each other. Raises UserError for a
-    folder that holds no run with a step, and for two runs of one setting and seed."""
-    runs = named_by_rate([read_run(folder) for folder in folders])
+def run_figures(directories: Sequence[Path], out: Path) -> None:
+    """Draw the runs in ``directories`` and compare their settings, the first one's with each other. Raises UserError
+    for a directory that holds no run with a step, and for two runs of one setting and seed."""
+    runs = named_by_rate([read_run(directory) for directory in directories])
     settings = by_setting(runs)
     first = next(iter(settings.values()))
     compared = [figures_of(name, each, first) for name, each in settings.items()]
@@ -132,7 +133,7 @@ def run_figures(folders: Sequence[Path], out: Path) -> None:
     write_json(
         out / "runs.json",
         {
-            "runs": [str(folder) for folder in folders],
+            "runs": [str(directory) for directory in directories],
             "settings": list(map(asdict, compared)),
             "replay": list(map(asdict, worth)),
         },
@@ -147,16 +148,16 @@ def run_figures(folders: Sequence[Path], out: Path) -> None:
         console.print(cell(sentence))
 
 
-def read_run(folder: Path) -> Run:
-    """The run in ``folder``, as far as it is. Raises UserError."""
-    if not (folder / "config.yaml").is_file() or not (rows := read_metrics(folder)):
-        raise UserError(f"{folder}: no run with a step there; right would be a run's folder")
-    config = load_recorded(folder / "config.yaml")
-    made = read_json(folder / "state.json")["evaluations"]
+def read_run(directory: Path) -> Run:
+    """The run in ``directory``, as far as it is. Raises UserError."""
+    if not (directory / "config.yaml").is_file() or not (rows := read_metrics(directory)):
+        raise UserError(f"{directory}: no run with a step there; right would be a run's directory")
+    config = load_recorded(directory / "config.yaml")
+    made = read_json(directory / "state.json")["evaluations"]
     rates = {evaluation_step(key): report["pass_at_1"] for key, report in made.items() if key.endswith("/sampled")}
     without = config.model_copy(update={"train": config.train.model_copy(update={"replay": "off"})})
     return Run(
-        folder,
+        directory,
         setting_of(config),
         config.train.replay if config.r3.ablation == "none" else None,
         setting_of(without),
@@ -185,7 +186,7 @@ def setting_of(config: RunConfig) -> str:
     return (
         " + ".join(parts)
         + (f", {updates} updates a step" if updates > 1 else "")
-        + (f", depth {config.pipeline.depth}" if config.pipeline.depth else "")
+        + (f", depth {config.async_rollout.depth}" if config.async_rollout.depth else "")
     )
 
 
@@ -205,7 +206,7 @@ def by_setting(runs: Sequence[Run]) -> dict[str, list[Run]]:
         for other in settings.setdefault(run.setting, []):
             if other.seed == run.seed:
                 raise UserError(
-                    f"{other.folder} and {run.folder}: both are {run.setting} with seed {run.seed}; name one"
+                    f"{other.directory} and {run.directory}: both are {run.setting} with seed {run.seed}; name one"
                 )
         settings[run.setting].append(run)
     return settings
@@ -287,7 +288,7 @@ def _largest(runs: Sequence[Run], name: str) -> float:
 
 def f_tau_at_the_end(runs: Sequence[Run]) -> NDArray[np.float64] | None:
     """F(tau) of the tokens sampled in the last :data:`NEWEST` steps of the runs; None where none was kept."""
-    stems = [step_stem(run.folder, step) for run in runs for step in steps_on_disk(run.folder)[-NEWEST:]]
+    stems = [step_stem(run.directory, step) for run in runs for step in steps_on_disk(run.directory)[-NEWEST:]]
     found = [gaps for stem in stems if (gaps := read_gaps(stem)) is not None]
     gaps_T = np.concatenate([np.empty(0), *found])
     return f_tau_curve(gaps_T) if len(gaps_T) else None

@@ -16,16 +16,16 @@ from rich.table import Table
 from agent_rl.config import RunConfig
 from agent_rl.config.loader import load_config
 from agent_rl.controller import preflight
-from agent_rl.controller.placement import EngineNode, engines_on_ray, look_for_room, open_ray
-from agent_rl.controller.sandboxes import box_limits, open_boxes
+from agent_rl.controller.placement import EngineNode, engines_on_ray, find_placement, open_ray
+from agent_rl.controller.sandboxes import open_sandboxes, sandbox_limits
 from agent_rl.engine.factory import open_engine
 from agent_rl.engine.launch import sglang_version
 from agent_rl.engine.ray_actor import Answer
 from agent_rl.engine.ray_servers import look_at_hosts
 from agent_rl.errors import AgentRlError
-from agent_rl.models.spec import read_facts
+from agent_rl.models.spec import read_model_spec
 from agent_rl.monitoring.console import cell
-from envs import EnvsError, needs_boxes
+from envs import EnvsError, needs_sandboxes
 from sandbox import SandboxBackend, SandboxError
 from sandbox.ray.backend import ClusterBackend, Place
 
@@ -76,7 +76,7 @@ async def _check(name: str, look: Callable[[], Awaitable[str]]) -> Check:
 
 async def _model(config: RunConfig) -> str:
     preflight.check_model(config.model)
-    facts = read_facts(config.model)
+    facts = read_model_spec(config.model)
     experts = f"{facts.num_experts} experts, top-{facts.top_k}" if facts.num_experts else "dense"
     return f"{config.model}: {facts.num_layers} layers, {experts}"
 
@@ -88,7 +88,7 @@ async def check_engines_of(config: RunConfig) -> list[Check]:
         return [await _check("engine", lambda: _engine(config))]
     try:
         async with open_ray(config):
-            lacking, nodes = await look_for_room(config)
+            lacking, nodes = await find_placement(config)
             found = await look_at_hosts(config.engine, config.model, [node.id for node in nodes])
     except AgentRlError as error:
         return [Check("engine", False, str(error))]
@@ -108,7 +108,7 @@ async def _engine(config: RunConfig) -> str:
 
 
 async def _running(config: RunConfig) -> str:
-    facts, routes = read_facts(config.model), config.wants_routes
+    facts, routes = read_model_spec(config.model), config.wants_routes
     opening = open_engine(config.engine, config.model, facts, config.runs_dir, routes=routes, publishing=True)
     async with opening as engine:
         found = [await engine.info(url) for url in engine.urls]
@@ -123,11 +123,11 @@ async def _trainer() -> str:
 async def check_sandboxes(config: RunConfig) -> list[Check]:
     """The sandbox of this machine, or of each host; with several hosts also whether they have the same image."""
     try:
-        if not needs_boxes(config.env.name):
-            return [Check("sandbox", True, f"environment {config.env.name} starts no box")]
-        async with open_boxes(config, lambda line: None) as backend:
+        if not needs_sandboxes(config.env.name):
+            return [Check("sandbox", True, f"environment {config.env.name} starts no sandbox")]
+        async with open_sandboxes(config, lambda line: None) as backend:
             if not isinstance(backend, ClusterBackend):
-                return [await _check("sandbox", lambda: _used_box(config, backend))]
+                return [await _check("sandbox", lambda: _used_sandbox(config, backend))]
             checks = [
                 await _check(f"sandbox on {place.host.host_name}", partial(_host, config, backend, place))
                 for place in backend.places
@@ -137,38 +137,38 @@ async def check_sandboxes(config: RunConfig) -> list[Check]:
         return [Check("sandbox", False, str(error))]
 
 
-async def _used_box(config: RunConfig, backend: SandboxBackend) -> str:
-    """Start a box of the config's image, run a command in it, close it."""
+async def _used_sandbox(config: RunConfig, backend: SandboxBackend) -> str:
+    """Start a sandbox of the config's image, run a command in it, close it."""
     started = time.perf_counter()
-    box = await backend.start(box_limits(config.sandbox))
+    sandbox = await backend.start(sandbox_limits(config.sandbox))
     try:
-        result = await box.exec("python3 --version && git --version", timeout=_SECONDS)
+        result = await sandbox.exec("python3 --version && git --version", timeout=_SECONDS)
     finally:
-        await box.close()
+        await sandbox.close()
     seconds = time.perf_counter() - started
     if not result.ok:
-        raise SandboxError(f"python3 and git do not run in a box: {result.text.strip()[-200:]}")
+        raise SandboxError(f"python3 and git do not run in a sandbox: {result.text.strip()[-200:]}")
     versions = ", ".join(result.text.split("\n")[:2])
     runtime = f" with runtime {config.sandbox.runtime}" if config.sandbox.runtime else ""
     return f"{backend.name}{runtime}: {versions}; started, used and closed in {seconds:.2f} s"
 
 
 async def _host(config: RunConfig, cluster: ClusterBackend, place: Place) -> str:
-    """A box used on one host, and what the host says of itself."""
+    """A sandbox used on one host, and what the host says of itself."""
     report, wanted = await cluster.report(place), config.sandbox.disk_mb << 20
-    used = await _used_box(config, place.backend)
+    used = await _used_sandbox(config, place.backend)
     if report.free_bytes is None:
         return f"{used}; {report.limits}, {report.cpus} CPUs"
     if report.free_bytes < wanted:
         raise SandboxError(
-            f"{report.free_bytes >> 20} MiB free on the disk of its boxes, of which each may take sandbox.disk_mb="
+            f"{report.free_bytes >> 20} MiB free on the disk of its sandboxes, of which each may take sandbox.disk_mb="
             f"{config.sandbox.disk_mb}: free some room, or lower it"
         )
     return f"{used}; {report.limits}, {report.cpus} CPUs, {report.free_bytes >> 30} GiB free"
 
 
 async def _image(config: RunConfig, cluster: ClusterBackend) -> str:
-    image = box_limits(config.sandbox).image
+    image = sandbox_limits(config.sandbox).image
     ids = await cluster.image_ids(image)
     return f"{image}: {', '.join(sorted(set(ids.values())))} on {len(ids)} of {len(cluster.places)} hosts"
 

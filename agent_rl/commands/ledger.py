@@ -17,7 +17,7 @@ def ledger(run_dir: Path, console: Console) -> None:
     """Print what became of the positions that the steps of the run in ``run_dir`` took. Raises UserError where there is
     no such run, AgentRlError where its files contradict each other."""
     if not (rows := read_history(run_dir)):
-        raise UserError(f"{run_dir / NAME}: not there or empty: name the folder of a run that has done a step")
+        raise UserError(f"{run_dir / NAME}: not there or empty: name the directory of a run that has done a step")
     counts = Counter(outcome for row in rows for outcome in row.outcomes.values())
     told = ", ".join(f"{counts[outcome]} {name.replace('_', ' ')}" for outcome, name in NAMES.items())
     still_open = gaps(rows)

@@ -12,7 +12,7 @@ import yaml
 
 from agent_rl.config import HarnessConfig, RolloutConfig, RunConfig
 from agent_rl.controller import preflight
-from agent_rl.controller.rollout_runtime import Workshop, open_workshop, open_world
+from agent_rl.controller.rollout_runtime import TaskRuntime, open_rollout_runtime, open_task_runtime
 from agent_rl.errors import ConfigError, UserError
 from agent_rl.monitoring.console import Display
 from agent_rl.rollout.chat_policy import BYTES_A_TOKEN, ChatEngine, Endpoint
@@ -21,7 +21,7 @@ from agent_rl.rollout.episode import EpisodeRules, run_episode
 from agent_rl.rollout.group import EpisodeRunner, RolloutEvent
 from agent_rl.rollout.scripted_policies import recorded, solver_runner
 from agent_rl.types import Trajectory
-from envs import Environment, Task, find_interface
+from envs import Environment, Task, find_scaffold
 from tools.formats import tool_format
 
 SOLVERS = ("gold", "noop")
@@ -65,10 +65,10 @@ class PolicyChoice:
         """How the episodes are driven. A chat model is always told its tools; where the config's own model is not, the
         config's ``max_tokens`` leaves no room for that, and the default of the key holds."""
         rules = EpisodeRules.of(config).for_evaluation(greedy=self.greedy)
-        interface = find_interface(config.env.interface)
-        if self.native_tools and "tool_format" in interface.fixed:
-            raise UserError(f"--tool-calls native: env.interface {interface.name} has calls of its own: leave it out")
-        if self.model is None or config.rollout.describe_tools or "describe_tools" in interface.fixed:
+        scaffold = find_scaffold(config.env.scaffold)
+        if self.native_tools and "tool_format" in scaffold.fixed:
+            raise UserError(f"--tool-calls native: env.scaffold {scaffold.name} has calls of its own: leave it out")
+        if self.model is None or config.rollout.describe_tools or "describe_tools" in scaffold.fixed:
             return rules
         return rules.limited(describe_tools=True, max_tokens=RolloutConfig().max_tokens)
 
@@ -77,7 +77,7 @@ class PolicyChoice:
 class Policy:
     """An opened policy: where it works, what runs one episode, and the tasks it can run (None: all)."""
 
-    workshop: Workshop
+    task_runtime: TaskRuntime
     run: EpisodeRunner
     only: frozenset[str] | None = None
 
@@ -103,7 +103,7 @@ def with_harness(config: RunConfig, command: str | None, choice: PolicyChoice) -
         return config
     if choice.name != "engine":
         raise UserError(f"--harness: a program asks the config's model; leave --policy {choice.name} out")
-    rollout = config.rollout.model_copy(update={"harness": HarnessConfig(command=command, place="host")})
+    rollout = config.rollout.model_copy(update={"harness": HarnessConfig(command=command, location="host")})
     return config.model_copy(update={"rollout": rollout})
 
 
@@ -115,26 +115,26 @@ async def open_policy(
     rules = choice.rules(config)
     if choice.name == "engine":
         facts = preflight.check(config)
-        async with open_world(config, facts, log_dir, display, routes=False) as world:
-            yield Policy(world.workshop, world.runner(rules))
+        async with open_rollout_runtime(config, facts, log_dir, display, routes=False) as runtime:
+            yield Policy(runtime.task_runtime, runtime.runner(rules))
     elif (endpoint := choice.endpoint) is not None:
         engine = ChatEngine(endpoint, timeout=config.engine.request_timeout, retries=config.engine.retries)
         async with engine:
             await engine.check_ready()
-            async with open_workshop(config, display) as workshop:
-                yield Policy(workshop, _chat_runner(workshop.env, engine, endpoint, config, rules))
+            async with open_task_runtime(config, display) as task_runtime:
+                yield Policy(task_runtime, _chat_runner(task_runtime.env, engine, endpoint, config, rules))
     else:
-        async with open_workshop(config, display) as workshop:
-            yield _solver(config, choice, workshop, rules)
+        async with open_task_runtime(config, display) as task_runtime:
+            yield _solver(config, choice, task_runtime, rules)
 
 
-def _solver(config: RunConfig, choice: PolicyChoice, workshop: Workshop, rules: EpisodeRules) -> Policy:
+def _solver(config: RunConfig, choice: PolicyChoice, task_runtime: TaskRuntime, rules: EpisodeRules) -> Policy:
     """A policy without a model: a recording, gold or no-op."""
     if not choice.is_recording:
-        return Policy(workshop, solver_runner(workshop.env, choice.name, rules))
+        return Policy(task_runtime, solver_runner(task_runtime.env, choice.name, rules))
     solver, only = recorded(Path(choice.name.removeprefix(REPLAY)))
-    run = solver_runner(workshop.env, solver, rules, tool_format_name=config.rollout.tool_format)
-    return Policy(workshop, run, only)
+    run = solver_runner(task_runtime.env, solver, rules, tool_format_name=config.rollout.tool_format)
+    return Policy(task_runtime, run, only)
 
 
 def _chat_runner(
@@ -156,9 +156,9 @@ def _chat_runner(
 
 async def pick_tasks(policy: Policy, split: str, count: int | None) -> Sequence[Task]:
     """The first ``count`` tasks of ``split`` that the policy can run (None: all). Raises ConfigError for no task."""
-    env = policy.workshop.env
+    env = policy.task_runtime.env
     await env.prepare(split)
-    held = policy.workshop.tasks(split)
+    held = policy.task_runtime.tasks(split)
     found = [task for task in held if policy.only is None or task.id in policy.only]
     if not held:
         raise ConfigError(f"--split {split}: environment {env.name!r} has no tasks of that split")

@@ -18,13 +18,13 @@ from agent_rl.viewer.runs import overview
 STYLES = {"running": "green", "guard": "red", "stopped": "yellow"}
 
 
-def list_runs(folders: Sequence[Path], console: Console) -> None:
-    """Print the runs and evaluations in ``folders``, each of which is one, or holds some. Raises UserError."""
+def list_runs(directories: Sequence[Path], console: Console) -> None:
+    """Print the runs and evaluations in ``directories``, each of which is one, or holds some. Raises UserError."""
     table = Table("run", "kind", "steps", "Pass@1", "state", "guard")
-    found = [(path, told) for folder in folders for path, told in _runs(folder)]
+    found = [(path, told) for directory in directories for path, told in _runs(directory)]
     if not found:
         raise UserError(
-            f"{', '.join(map(str, folders))}: no run there; right would be a run's folder, or one of several"
+            f"{', '.join(map(str, directories))}: no run there; right would be a run's directory, or one of several"
         )
     for path, told in found:
         state = told["state"]
@@ -35,15 +35,15 @@ def list_runs(folders: Sequence[Path], console: Console) -> None:
     console.print(table)
 
 
-def _runs(folder: Path) -> Iterator[tuple[Path, Mapping[str, Any]]]:
-    """``folder`` itself where it is a run's, else those in it."""
-    if not folder.is_dir():
-        raise UserError(f"{folder}: no folder; right would be a run's, or one of several")
-    told = overview(Index(folder))
+def _runs(directory: Path) -> Iterator[tuple[Path, Mapping[str, Any]]]:
+    """``directory`` itself where it is a run's, else those in it."""
+    if not directory.is_dir():
+        raise UserError(f"{directory}: no directory; right would be a run's, or one of several")
+    told = overview(Index(directory))
     if told["kind"] != "empty":
-        yield folder, told
+        yield directory, told
         return
-    for path in sorted(path for path in folder.iterdir() if path.is_dir()):
+    for path in sorted(path for path in directory.iterdir() if path.is_dir()):
         told = overview(Index(path))
         if told["kind"] != "empty":
             yield path, told

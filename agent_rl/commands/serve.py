@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from agent_rl.config import RunConfig
 from agent_rl.controller import preflight
-from agent_rl.controller.rollout_runtime import open_world
+from agent_rl.controller.rollout_runtime import open_rollout_runtime
 from agent_rl.endpoint.episode import environment
 from agent_rl.endpoint.server import Gateway, open_gateway
 from agent_rl.endpoint.session import HarnessRenderer, Session
@@ -26,10 +26,13 @@ async def run_serve(config: RunConfig, *, port: int) -> None:
     display, facts = Display(f"serve {config.name}"), preflight.check(config)
     logs = config.runs_dir / f"{config.name}-serve" / "logs"
     with display:
-        async with open_gateway(port=port) as gateway, open_world(config, facts, logs, display, routes=False) as world:
-            world.renderer.check_tails()
-            rendering = HarnessRenderer.of(world.renderer, world.format, config.rollout)
-            async with served(gateway, world.engine, rendering, config, facts.max_positions) as session:
+        async with (
+            open_gateway(port=port) as gateway,
+            open_rollout_runtime(config, facts, logs, display, routes=False) as runtime,
+        ):
+            runtime.renderer.check_tails()
+            rendering = HarnessRenderer.of(runtime.renderer, runtime.format, config.rollout)
+            async with served(gateway, runtime.engine, rendering, config, facts.max_positions) as session:
                 for name, value in environment(session.key, gateway.port).items():
                     display.note(f"export {name}={value}")
                 display.stage("serving, until it is interrupted")

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from agent_rl.config import RunConfig
 from agent_rl.controller.preflight import check_room
-from agent_rl.controller.rollout_runtime import open_workshop
+from agent_rl.controller.rollout_runtime import open_task_runtime
 from agent_rl.monitoring.console import Display
-from envs import needs_boxes
+from envs import needs_sandboxes
 from sandbox import open_backend
 from sandbox.base_image import ENGINES, build_image
 from sandbox.docker.backend import DEFAULT_IMAGE
@@ -23,15 +23,17 @@ async def prepare(config: RunConfig) -> None:
     display = Display("setup")
     with display:
         await _image(config, display)
-        async with open_workshop(config, display) as workshop:
+        async with open_task_runtime(config, display) as task_runtime:
             display.stage("tasks: making and verifying those that are not cached")
-            await workshop.env.prepare("train", config.eval.split)
-            counts = ", ".join(f"{len(workshop.env.tasks(split))} {split}" for split in ("train", config.eval.split))
+            await task_runtime.env.prepare("train", config.eval.split)
+            counts = ", ".join(
+                f"{len(task_runtime.env.tasks(split))} {split}" for split in ("train", config.eval.split)
+            )
             display.fact("tasks", counts)
 
 
 async def warm_up(out: Path, shape: str, seed: int) -> None:
-    """Make a starting model of ``shape`` from scratch: demonstrations in real boxes, then supervised training."""
+    """Make a starting model of ``shape`` from scratch: demonstrations in real sandboxes, then supervised training."""
     from agent_rl.demo_model.warmup import WARMUPS, make_model
 
     display = Display("model init")
@@ -44,10 +46,10 @@ async def warm_up(out: Path, shape: str, seed: int) -> None:
 
 async def _image(config: RunConfig, display: Display) -> None:
     """Build the base image where the backend is a container engine that lacks it; other backends need none."""
-    if not needs_boxes(config.env.name):
-        display.fact("sandbox image", f"environment {config.env.name} starts no box")
+    if not needs_sandboxes(config.env.name):
+        display.fact("sandbox image", f"environment {config.env.name} starts no sandbox")
         return
-    if config.sandbox.hosts == "ray":
+    if config.sandbox.placement == "ray":
         display.fact("sandbox image", "each host needs its own: `agent-rl doctor` says which lack it")
         return
     backend = open_backend(config.sandbox.backend, run_id="setup")

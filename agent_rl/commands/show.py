@@ -1,10 +1,10 @@
-"""``agent-rl show``: what agents did, turn by turn, from the folder of a run or an evaluation, or from one file.
+"""``agent-rl show``: what agents did, turn by turn, from the directory of a run or an evaluation, or from one file.
 
 ::
 
     runs/<name>/ ── trajectories/step-NNNNNN.jsonl.zst ─┐
-    an evaluation's folder ── logs/<task>/<n>.json ─────┼─▶ episodes ── --task, --sample ─▶ one: its turns; more: a list
-    either kind of file ────────────────────────────────┘
+    an evaluation's directory ── logs/<task>/<n>.json ─────┼─▶ episodes ── --task, --sample ─▶ one: its turns; more:
+    a list either kind of file ────────────────────────────────┘
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rich.text import Text
 
 from agent_rl.errors import AgentRlError, UserError
 from agent_rl.rollout.jsonl_zst import SUFFIX, read_rows
-from agent_rl.rollout.records import FOLDER, messages_of, steps_on_disk, trajectories_path
+from agent_rl.rollout.records import DIRECTORY, messages_of, steps_on_disk, trajectories_path
 from sandbox import printable
 
 CALL_TAGS = ("<tool_call>", "<function=")
@@ -88,7 +88,7 @@ def _show(
 
 
 def _file_of(path: Path, step: int | None) -> Path:
-    """The file or folder that holds the episodes: of a run the step that is asked for, or its last one."""
+    """The file or directory that holds the episodes: of a run the step that is asked for, or its last one."""
     if path.is_file():
         return path
     if steps := steps_on_disk(path):
@@ -97,13 +97,15 @@ def _file_of(path: Path, step: int | None) -> Path:
         return trajectories_path(path, steps[-1] if step is None else step)
     if (path / "logs").is_dir() and (path / "results.jsonl").is_file():
         return path
-    below = sorted({file.parent for name in ("results.jsonl", FOLDER) for file in path.glob(f"*/**/{name}")})
+    below = sorted({file.parent for name in ("results.jsonl", DIRECTORY) for file in path.glob(f"*/**/{name}")})
     hint = f"; there are some in {below[0]}" if below else ""
-    raise UserError(f"{path}: neither a run's folder with trajectories, nor an evaluation's, nor a file of one{hint}")
+    raise UserError(
+        f"{path}: neither a run's directory with trajectories, nor an evaluation's, nor a file of one{hint}"
+    )
 
 
 def _episodes(file: Path) -> Iterator[Shown]:
-    """The episodes in a JSONL of trajectories, in one log of an evaluation, or in all logs of its folder."""
+    """The episodes in a JSONL of trajectories, in one log of an evaluation, or in all logs of its directory."""
     if file.is_dir():
         logs = (json.loads(log.read_text()) for log in sorted(file.glob("logs/*/*.json")))
         yield from (Shown(row["task_id"], row["sample"], row) for row in logs)

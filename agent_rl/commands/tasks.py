@@ -16,7 +16,7 @@ from rich.table import Table
 from agent_rl.errors import UserError
 from agent_rl.monitoring.console import Display, cell
 from agent_rl.rollout.chat_policy import API_KEY
-from agent_rl.utils.folder_lock import hold_folder
+from agent_rl.utils.directory_lock import lock_directory
 from agent_rl.utils.run_files import write_json
 from envs import EnvContext
 from envs.swe.task_synthesis.bug_injection import Injection
@@ -26,9 +26,9 @@ from envs.swe.task_synthesis.from_commits import History
 from envs.swe.task_synthesis.from_releases import Releases
 from envs.swe.task_synthesis.git import open_git
 from envs.swe.task_synthesis.issues import Writer, counts
-from envs.swe.task_synthesis.pipeline import REPORT, TASKS, Bounds, Harvest, Source
-from envs.swe.task_synthesis.site_packages import Sites
-from envs.swe.task_synthesis.validation import Trial
+from envs.swe.task_synthesis.pipeline import REPORT, TASKS, Bounds, Source, TaskSynthesis
+from envs.swe.task_synthesis.site_packages import SitePackages
+from envs.swe.task_synthesis.validation import Validation
 from sandbox import SandboxSpec, open_backend
 
 
@@ -50,7 +50,7 @@ class Bench:
     """What sources are made with."""
 
     context: EnvContext
-    sites: Sites
+    sites: SitePackages
     options: BuildOptions
 
 
@@ -100,8 +100,8 @@ async def build(open_source: Open, options: BuildOptions) -> None:
         raise UserError("--writer and --writer-model go together: the endpoint's URL and the model's name there")
     writer = Writer(options.writer, options.writer_model or "", os.environ.get(API_KEY, "")) if options.writer else None
     display = Display("tasks")
-    with hold_folder(options.out), display:
-        harvest = Harvest.open(options.out)
+    with lock_directory(options.out), display:
+        harvest = TaskSynthesis.open(options.out)
         backend = open_backend(options.backend, run_id=f"tasks-{uuid.uuid4().hex[:8]}")
         limits = SandboxSpec(memory_mb=options.memory_mb, cpus=2.0, pids=256)
         context = EnvContext(backend, limits=limits, grade_timeout=options.timeout)
@@ -109,10 +109,10 @@ async def build(open_source: Open, options: BuildOptions) -> None:
         try:
             if reaped := await backend.reap():
                 display.note(f"removed {reaped} sandbox(es) that a killed run had left behind")
-            bench = Bench(context, Sites(options.out, await _python(context)), options)
+            bench = Bench(context, SitePackages(options.out, await _python(context)), options)
             async with open_source(bench) as source:
                 name = source.name
-                await harvest.gather(source, Trial(context, options.out, writer), options.bounds, display)
+                await harvest.gather(source, Validation(context, options.out, writer), options.bounds, display)
         except Fallen as fallen:
             raise UserError(str(fallen)) from None
         finally:
@@ -122,15 +122,15 @@ async def build(open_source: Open, options: BuildOptions) -> None:
 
 
 async def _python(context: EnvContext) -> str:
-    """The version of the boxes' Python, as "3.11"."""
-    async with context.box(context.limits) as box:
-        answer = await box.exec("python3 -c 'import sys; print(\"%d.%d\" % sys.version_info[:2])'", timeout=30)
+    """The version of the sandboxes' Python, as "3.11"."""
+    async with context.sandbox(context.limits) as sandbox:
+        answer = await sandbox.exec("python3 -c 'import sys; print(\"%d.%d\" % sys.version_info[:2])'", timeout=30)
     if not answer.ok:
-        raise UserError(f"no python3 in the boxes: {answer.text.strip()[-200:]}")
+        raise UserError(f"no python3 in the sandboxes: {answer.text.strip()[-200:]}")
     return answer.text.strip()
 
 
-def _tell(display: Display, harvest: Harvest, name: str, writer: Writer | None, new: int, seconds: float) -> None:
+def _tell(display: Display, harvest: TaskSynthesis, name: str, writer: Writer | None, new: int, seconds: float) -> None:
     row = harvest.report()[name]
     reasons = [f"{fallen['candidates']} {reason}" for reason, fallen in row["fallen"].items()]
     table = Table("source", "candidates", "healthy", "why the others fell")
@@ -141,8 +141,8 @@ def _tell(display: Display, harvest: Harvest, name: str, writer: Writer | None, 
         display.note(f"issues by {writer.model}: {writer.written}; by the commits' words instead: {fallbacks}")
     pace = f"{60 * new / seconds:.1f} a minute" if seconds else ""
     display.note(
-        f"{new} new healthy tasks in {seconds:.0f} s ({pace}), {len(harvest.healthy)} in {harvest.folder / TASKS}"
+        f"{new} new healthy tasks in {seconds:.0f} s ({pace}), {len(harvest.healthy)} in {harvest.directory / TASKS}"
     )
-    display.note(f"report: {harvest.folder / REPORT}")
+    display.note(f"report: {harvest.directory / REPORT}")
     if harvest.healthy:
-        display.next("doctor", "real", f"env.options.path={harvest.folder / TASKS}")
+        display.next("doctor", "real", f"env.options.path={harvest.directory / TASKS}")

@@ -8,14 +8,14 @@ from rich.console import Console
 from rich.table import Table
 
 from agent_rl.utils.run_files import write_json
-from r3.trace.check import CheckReport, check_folder
+from r3.trace.check import CheckReport, check_dir
 
 SHOWN = 10
 
 
-def run_check(folder: Path, *, forward_verify: bool, shard_identity: bool, json: Path | None) -> bool:
-    """Check the traces in ``folder``, print the table, write the JSON; whether all held. Raises TraceError."""
-    report = check_folder(folder, require_forward_verify=forward_verify, require_shard_identity=shard_identity)
+def run_check(directory: Path, *, forward_verify: bool, shard_identity: bool, json: Path | None) -> bool:
+    """Check the traces in ``directory``, print the table, write the JSON; whether all held. Raises TraceError."""
+    report = check_dir(directory, require_forward_verify=forward_verify, require_shard_identity=shard_identity)
     console = Console()
     console.print(_table(report))
     for line in _verdict(report):

@@ -14,10 +14,12 @@ from agent_rl.viewer.export import export
 from agent_rl.viewer.server import HOST, listen, web_server
 
 
-def run_view(folders: Sequence[Path], *, port: int, out: Path | None, trajectories: int, open_browser: bool) -> None:
-    """Serve until Ctrl-C, or write the export to ``out``. Raises UserError for a folder that is none, or a port that is
-    taken."""
-    resources = Resources(folders)
+def run_view(
+    directories: Sequence[Path], *, port: int, out: Path | None, trajectories: int, open_browser: bool
+) -> None:
+    """Serve until Ctrl-C, or write the export to ``out``. Raises UserError for a directory that is none, or a port
+    that is taken."""
+    resources = Resources(directories)
     if out is not None:
         print(f"{out}: {export(resources, out, trajectories) / 1e6:.1f} MB")
         return

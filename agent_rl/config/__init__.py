@@ -8,7 +8,7 @@ from agent_rl.config.layout import BalanceConfig, ParallelConfig
 from agent_rl.config.r3 import Ablation, R3Config, RouteSource, TraceConfig
 from agent_rl.config.rollout import DynamicSamplingConfig, HarnessConfig, RolloutConfig
 from agent_rl.config.run import RunConfig
-from agent_rl.config.tasks import OWN_INTERFACE, EnvConfig, EvalConfig, SandboxConfig
+from agent_rl.config.tasks import OWN_SCAFFOLD, EnvConfig, EvalConfig, SandboxConfig
 from agent_rl.config.train import (
     AdvantageScale,
     Baseline,
@@ -30,7 +30,7 @@ from agent_rl.config.watch import GuardConfig, LimitConfig, OnSpike, SinkName
 
 __all__ = [
     "MAX_STALENESS",
-    "OWN_INTERFACE",
+    "OWN_SCAFFOLD",
     "Ablation",
     "AdvantageScale",
     "BalanceConfig",

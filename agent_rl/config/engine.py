@@ -27,13 +27,13 @@ class EngineConfig(Section):
     gpus: int = Field(
         1, gt=0, description="GPUs of each server, launched or named: its tensor parallelism, where it runs on GPUs."
     )
-    hosts: Literal["local", "ray"] = Field(
+    placement: Literal["local", "ray"] = Field(
         "local",
         description="Which machines launched servers run on: this one, or those of the Ray cluster (train.ray_address) "
         "that have the GPUs; without GPUs a server takes CPUs there, as many as threads.",
     )
     nodes: int = Field(1, gt=0, description="Machines that each server spans, with gpus / nodes GPUs on each.")
-    least: int | None = Field(
+    min_count: int | None = Field(
         None,
         gt=0,
         description="Servers with which a run begins on a Ray cluster; the others are started when machines with room "
@@ -44,7 +44,7 @@ class EngineConfig(Section):
         description="Whether servers launched on this machine have the trainer's GPUs: they sleep, and free their "
         "memory, while it works.",
     )
-    health_every: float = Field(5.0, gt=0, description="Seconds between two questions about an engine's health.")
+    health_interval: float = Field(5.0, gt=0, description="Seconds between two questions about an engine's health.")
     restarts: int = Field(
         3,
         ge=0,
@@ -128,7 +128,7 @@ class EngineConfig(Section):
     def _can_be_colocated(self) -> EngineConfig:
         reasons = {
             "engine.urls and engine.urls_file name servers of others: leave them out": not self.launched,
-            "engine.hosts ray gives engines GPUs of their own: set hosts to local": self.hosts == "ray",
+            "engine.placement ray gives engines GPUs of their own: set placement to local": self.placement == "ray",
             "engine.device is cpu, where a server can release nothing: turn it off": self.device == "cpu",
         }
         if self.colocate and (wrong := [reason for reason, holds in reasons.items() if holds]):
@@ -137,14 +137,18 @@ class EngineConfig(Section):
 
     @model_validator(mode="after")
     def _makes_sense(self) -> EngineConfig:
-        if self.hosts == "local" and (self.nodes > 1 or self.least):
-            raise ValueError("engine.nodes and engine.least are for servers on a Ray cluster: set engine.hosts to ray")
+        if self.placement == "local" and (self.nodes > 1 or self.min_count):
+            raise ValueError(
+                "engine.nodes and engine.min_count are for servers on a Ray cluster: set engine.placement to ray"
+            )
         if self.gpus % self.nodes and self.device != "cpu":
             raise ValueError(
                 f"engine.gpus is {self.gpus} and engine.nodes {self.nodes}: take a multiple, each has as many"
             )
-        if self.least is not None and self.least > self.count:
-            raise ValueError(f"engine.least is {self.least} and engine.count {self.count}: lower it, or raise count")
+        if self.min_count is not None and self.min_count > self.count:
+            raise ValueError(
+                f"engine.min_count is {self.min_count} and engine.count {self.count}: lower it, or raise count"
+            )
         if len(set(self.urls)) < len(self.urls):
             raise ValueError("engine.urls names a server twice: name each once")
         if self.port + self.count > 65536:

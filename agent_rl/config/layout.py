@@ -9,7 +9,7 @@ from pydantic import Field
 from agent_rl.config.base import Section
 
 Planner = Literal["foremoe", "eplb", "shadow"]
-Home = Literal["contiguous", "measured"]
+ExpertPlacement = Literal["contiguous", "measured"]
 ExpertTransfer = Literal["pool", "exchange"]
 
 
@@ -55,11 +55,11 @@ class BalanceConfig(Section):
     )
     min_rows: int = Field(16, gt=0, description="Products of fewer tokens of a shared expert are filled up to so many.")
     transfer: BalanceTransferConfig = BalanceTransferConfig()
-    within_machine: bool = Field(True, description="In updates, borrow only from ranks of the same machine.")
-    ranks_per_machine: int | None = Field(
+    within_node: bool = Field(True, description="In updates, borrow only from ranks of the same machine.")
+    ranks_per_node: int | None = Field(
         None, gt=0, description="Neighbouring expert ranks that share a machine; None: as the ranks find themselves."
     )
-    home: Home = Field(
+    expert_placement: ExpertPlacement = Field(
         "contiguous",
         description="Which rank keeps an expert: by its number, or so that ranks and machines were even over the first "
         "step after a start or resume, for which the weights are loaded twice.",

@@ -21,10 +21,10 @@ INPUTS = (
     ("engine", "urls_file"),
     ("sandbox", "image_root"),
     ("env", "quarantine"),
-    ("rollout", "harness", "folder"),
+    ("rollout", "harness", "directory"),
     ("train", "kl", "reference"),
 )
-"""Keys of files and folders that a run reads; a relative one is looked for beside the config that names it."""
+"""Keys of files and directories that a run reads; a relative one is looked for beside the config that names it."""
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -32,14 +32,14 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     A config that says ``base: other.yaml`` (a file beside it, or a shipped config) changes that one: sections are
     merged key by key; the options of another environment are dropped. A relative path of what a run reads is looked
-    for beside the config that names it, then in the working folder; what a run writes goes to the working folder.
+    for beside the config that names it, then in the working directory; what a run writes goes to the working directory.
     Raises ConfigError, one line.
     """
     layers = _layers(find_config(path), ())
     inputs = [*INPUTS, *(("env", "options", option) for option in _env_paths([data for _, data in layers]))]
     merged: dict[str, Any] = {}
-    for folder, data in layers:
-        merged = _merged(_without_another_env(merged, data), _looked_up(data, folder, inputs))
+    for directory, data in layers:
+        merged = _merged(_without_another_env(merged, data), _looked_up(data, directory, inputs))
     return _validated(path, merged, overrides)
 
 
@@ -59,7 +59,7 @@ def _validated(path: Path, data: dict[str, Any], overrides: Sequence[str]) -> Ru
 
 
 def _layers(path: Path, above: tuple[Path, ...]) -> list[tuple[Path, dict[str, Any]]]:
-    """The folder and the mapping of every config from the lowest base up to ``path``; ``above`` led here."""
+    """The directory and the mapping of every config from the lowest base up to ``path``; ``above`` led here."""
     if not path.is_file():
         raise ConfigError(
             f"{f'{above[-1]}: base: ' if above else ''}{path}: no such config file "
@@ -102,13 +102,13 @@ def _env_paths(layers: Sequence[dict[str, Any]]) -> frozenset[str]:
     return path_options((names or [EnvConfig().name])[-1]) if may_be_paths else frozenset()
 
 
-def _looked_up(data: dict[str, Any], folder: Path, inputs: Sequence[tuple[str, ...]]) -> dict[str, Any]:
-    """``data`` with those of the paths under ``inputs`` that exist in ``folder`` leading there."""
+def _looked_up(data: dict[str, Any], directory: Path, inputs: Sequence[tuple[str, ...]]) -> dict[str, Any]:
+    """``data`` with those of the paths under ``inputs`` that exist in ``directory`` leading there."""
     for *parents, leaf in inputs:
         section = _section(data, *parents)
         value = section.get(leaf)
-        if isinstance(value, str) and value and (folder / value).exists():
-            section[leaf] = str(folder / value)
+        if isinstance(value, str) and value and (directory / value).exists():
+            section[leaf] = str(directory / value)
     return data
 
 

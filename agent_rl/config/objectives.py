@@ -18,7 +18,7 @@ WIDEST_FOR_SEQUENCES = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class ObjectiveFacts:
+class ObjectiveSpec:
     """One objective.
 
     ``formula``: ``package.module:function``, a :data:`agent_rl.train.loss.objectives.Formula`. ``clip``: how far the
@@ -58,16 +58,16 @@ class ObjectiveFacts:
 
 _FORMULAS = "agent_rl.train.loss.objectives"
 _NAMES = ("GRPO", "GSPO", "CISPO", "REINFORCE", "SAPO", "GMPO")
-GRPO = ObjectiveFacts(f"{_FORMULAS}:grpo", dual_clip=True)
+GRPO = ObjectiveSpec(f"{_FORMULAS}:grpo", dual_clip=True)
 # GSPO's ratio is a mean over a sequence, so its bounds are narrow (arXiv 2507.18071, section 5.1).
-GSPO = ObjectiveFacts(f"{_FORMULAS}:gspo", (3e-4, 4e-4), "sequence", dual_clip=True, aggregation="sequence")
+GSPO = ObjectiveSpec(f"{_FORMULAS}:gspo", (3e-4, 4e-4), "sequence", dual_clip=True, aggregation="sequence")
 # CISPO's weight has no lower bound: no ratio is more than 1 below 1 (arXiv 2506.13585, section 3.1).
-CISPO = ObjectiveFacts(f"{_FORMULAS}:cispo", clip=(1.0, 0.27))
-REINFORCE = ObjectiveFacts(f"{_FORMULAS}:reinforce", clip=None)
+CISPO = ObjectiveSpec(f"{_FORMULAS}:cispo", clip=(1.0, 0.27))
+REINFORCE = ObjectiveSpec(f"{_FORMULAS}:reinforce", clip=None)
 # SAPO gates instead of clipping (arXiv 2511.20347, with the temperatures of its experiments).
-SAPO = ObjectiveFacts(f"{_FORMULAS}:sapo", clip=None, tau=(1.0, 1.05), aggregation="sequence")
+SAPO = ObjectiveSpec(f"{_FORMULAS}:sapo", clip=None, tau=(1.0, 1.05), aggregation="sequence")
 # GMPO bounds the logarithms of its tokens' ratios, widely (arXiv 2507.20673, section 3).
-GMPO = ObjectiveFacts(f"{_FORMULAS}:gmpo", clip=(0.4, 0.4), aggregation="sequence")
+GMPO = ObjectiveSpec(f"{_FORMULAS}:gmpo", clip=(0.4, 0.4), aggregation="sequence")
 
 OBJECTIVES = Registry(
     "objective",
@@ -77,9 +77,9 @@ OBJECTIVES = Registry(
 )
 
 
-def objective_facts(name: str) -> ObjectiveFacts:
+def objective_spec(name: str) -> ObjectiveSpec:
     """The objective registered as ``name``. Raises ConfigError where there is none, or where it does not load."""
     facts = OBJECTIVES.load(name)
-    if not isinstance(facts, ObjectiveFacts):
-        raise ConfigError(f"objective {name!r} is a {type(facts).__name__}, not an ObjectiveFacts")
+    if not isinstance(facts, ObjectiveSpec):
+        raise ConfigError(f"objective {name!r} is a {type(facts).__name__}, not an ObjectiveSpec")
     return facts

@@ -23,7 +23,7 @@ class TraceConfig(Section):
     microbatches: int = Field(2, gt=0, description="Micro-batches of a pass to trace, the first on every data rank.")
     previews: int = Field(8, ge=0, description="Values of a tensor that are written beside its hash.")
     verify_forward: bool = Field(True, description="Also compare the experts every router used with those given.")
-    dir: Path | None = Field(None, description="Folder of the trace; None is r3_trace in the run's folder.")
+    dir: Path | None = Field(None, description="Directory of the trace; None is r3_trace in the run's directory.")
 
 
 class R3Config(Section):
@@ -32,7 +32,7 @@ class R3Config(Section):
     source: RouteSource = Field(
         "sampled", description="A token's routes: those it was sampled with, or the newest prefill's."
     )
-    missing: Literal["native", "drop_sample", "error"] = Field(
+    missing: Literal["without_replay", "drop_sample", "error"] = Field(
         "error", description="Tokens without routes: route natively, leave the trajectory out, or stop."
     )
     missing_budget: float = Field(

@@ -30,11 +30,12 @@ class HarnessConfig(Section):
     command: str = Field(
         ..., description="What bash runs for an episode; its standard input is the task's text.", min_length=1
     )
-    place: Literal["box", "host"] = Field(
-        "box", description="Where it runs: in the task's box, or on this machine, its tools' calls in the box."
+    location: Literal["sandbox", "host"] = Field(
+        "sandbox",
+        description="Where it runs: in the task's sandbox, or on this machine, its tools' calls in the sandbox.",
     )
-    folder: Path | None = Field(
-        None, description="Folder that the box sees read-only as /opt/agent-rl/harness: the program's own files."
+    directory: Path | None = Field(
+        None, description="Directory that the sandbox sees read-only as /opt/agent-rl/harness: the program's own files."
     )
     dialects: tuple[Literal["chat", "responses", "messages"], ...] = Field(
         ("chat", "responses", "messages"), description="The APIs served: OpenAI's two, and Anthropic's Messages."
@@ -57,7 +58,7 @@ class RolloutConfig(Section):
     max_tokens: int = Field(65536, gt=0, description="Tokens a trajectory may hold.")
     max_new_tokens: int = Field(4096, gt=0, description="Tokens one turn may sample.")
     temperature: float = Field(1.0, ge=0, description="Sampling temperature.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; below 1 the log-probs are not renormalised.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; below 1 the log-probs are not renormalized.")
     tool_format: ToolFormat = Field(
         "hermes",
         description="Text format of tool calls: hermes, xml, or one of your own (docs/tools.md).",
@@ -76,7 +77,7 @@ class RolloutConfig(Section):
     recover: Annotated[Literal["off", "turns"], OFF] = Field(
         "off",
         description="Episodes that a kill or the loss of a sandbox host interrupts: begun anew, or gone on with from "
-        "their last whole turn, by calling their tools again in a new box (docs/async.md).",
+        "their last whole turn, by calling their tools again in a new sandbox (docs/async.md).",
     )
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
     harness: HarnessConfig | None = Field(None, description="An agent program in place of the built-in loop.")
@@ -96,7 +97,7 @@ class RolloutConfig(Section):
         return self
 
 
-class PipelineConfig(Section):
+class AsyncRolloutConfig(Section):
     """Sampling beside training."""
 
     depth: int = Field(
@@ -119,10 +120,11 @@ class PipelineConfig(Section):
         return self.depth if self.max_staleness is None else self.max_staleness
 
     @model_validator(mode="after")
-    def _makes_sense(self) -> PipelineConfig:
+    def _makes_sense(self) -> AsyncRolloutConfig:
         if self.staleness < self.depth or (self.staleness and not self.depth):
             raise ValueError(
-                f"pipeline.max_staleness is {self.staleness} and pipeline.depth {self.depth}: it is depth or more, and "
+                f"async_rollout.max_staleness is {self.staleness} and async_rollout.depth {self.depth}: it is depth "
+                "or more, and "
                 "0 where depth is 0"
             )
         return self

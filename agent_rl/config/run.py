@@ -10,22 +10,22 @@ from pydantic import Field, model_validator
 from agent_rl.config.base import Section
 from agent_rl.config.engine import EngineConfig
 from agent_rl.config.r3 import R3Config
-from agent_rl.config.rollout import PipelineConfig, RolloutConfig
-from agent_rl.config.tasks import OWN_INTERFACE, EnvConfig, EvalConfig, SandboxConfig
+from agent_rl.config.rollout import AsyncRolloutConfig, RolloutConfig
+from agent_rl.config.tasks import OWN_SCAFFOLD, EnvConfig, EvalConfig, SandboxConfig
 from agent_rl.config.train import TrainConfig
-from agent_rl.config.watch import GuardConfig, ObserveConfig
+from agent_rl.config.watch import GuardConfig, MonitoringConfig
 
 GpuName = Literal["A100 SXM", "H100 SXM", "H200 SXM", "B200 SXM"]
 
 
 class HardwareConfig(Section):
-    """The machines a run is meant for. Nothing but `agent-rl plan` and `agent-rl rehearse` reads it; sizes in GiB."""
+    """The machines a run is meant for. Nothing but `agent-rl plan` and `agent-rl dry-run` reads it; sizes in GiB."""
 
-    gpu: GpuName = Field("H100 SXM", description="The GPU whose speed `agent-rl rehearse` reckons with.")
+    gpu: GpuName = Field("H100 SXM", description="The GPU whose speed `agent-rl dry-run` reckons with.")
 
     gpu_memory_gb: float | None = Field(None, gt=0, description="Memory of a GPU; None plans for CPU ranks, or device.")
-    gpus_per_host: int = Field(8, gt=0, description="GPUs of a host.")
-    trainer_hosts: int | None = Field(None, gt=0, description="Hosts for trainer ranks; None: as many as they fill.")
+    gpus_per_node: int = Field(8, gt=0, description="GPUs of a host.")
+    trainer_nodes: int | None = Field(None, gt=0, description="Hosts for trainer ranks; None: as many as they fill.")
     host_memory_gb: float | None = Field(None, gt=0, description="Memory of a host; None: this machine's.")
     disk_gb: float | None = Field(None, gt=0, description="Room for runs_dir; None: what is free where it is.")
 
@@ -33,12 +33,12 @@ class HardwareConfig(Section):
 class RunConfig(Section):
     """A whole config file."""
 
-    name: str = Field(..., pattern=r"^[\w.-]+$", description="The run's name; its folder is runs/<name>.")
-    runs_dir: Path = Field(Path("runs"), description="Where run folders go.")
+    name: str = Field(..., pattern=r"^[\w.-]+$", description="The run's name; its directory is runs/<name>.")
+    runs_dir: Path = Field(Path("runs"), description="Where run directories go.")
     seed: int = Field(0, ge=0)
     model: Path = Field(
         ...,
-        description="What to start from: the folder of a Hugging Face checkpoint, an id on the hub (OWNER/NAME, or "
+        description="What to start from: the directory of a Hugging Face checkpoint, an id on the hub (OWNER/NAME, or "
         "OWNER/NAME@REVISION), or tiny-moe or paper-moe, which are shipped.",
     )
     engine: EngineConfig = EngineConfig()
@@ -48,45 +48,45 @@ class RunConfig(Section):
     train: TrainConfig = TrainConfig()
     r3: R3Config = R3Config()
     guard: GuardConfig = GuardConfig()
-    pipeline: PipelineConfig = PipelineConfig()
+    async_rollout: AsyncRolloutConfig = AsyncRolloutConfig()
     eval: EvalConfig = EvalConfig()
-    observe: ObserveConfig = ObserveConfig()
+    monitoring: MonitoringConfig = MonitoringConfig()
     hardware: HardwareConfig = HardwareConfig()
 
     @model_validator(mode="before")
     @classmethod
-    def _filled_by_the_interface(cls, data: Any) -> Any:
+    def _with_scaffold_defaults(cls, data: Any) -> Any:
         """``data`` with the keys of ``rollout`` that its interface decides and that it leaves out."""
         env, rollout = (data.get("env") or {}, data.get("rollout") or {}) if isinstance(data, dict) else (None, None)
         if not isinstance(env, dict) or not isinstance(rollout, dict):
             return data
-        name = env.get("interface", OWN_INTERFACE)
-        if name == OWN_INTERFACE or not isinstance(name, str):
+        name = env.get("scaffold", OWN_SCAFFOLD)
+        if name == OWN_SCAFFOLD or not isinstance(name, str):
             return data
-        from envs import InterfaceError, find_interface
+        from envs import ScaffoldError, find_scaffold
 
         try:
-            interface = find_interface(name)
-        except InterfaceError:
+            scaffold = find_scaffold(name)
+        except ScaffoldError:
             return data  # the section env refuses it, with the key's name
-        return {**data, "rollout": {**interface.defaults, **interface.fixed, **rollout}}
+        return {**data, "rollout": {**scaffold.defaults, **scaffold.fixed, **rollout}}
 
     @model_validator(mode="after")
-    def _keeps_the_interface(self) -> RunConfig:
-        if self.env.interface == OWN_INTERFACE:
+    def _check_scaffold(self) -> RunConfig:
+        if self.env.scaffold == OWN_SCAFFOLD:
             return self
-        from envs import find_interface
+        from envs import find_scaffold
 
-        for key, value in find_interface(self.env.interface).fixed.items():
+        for key, value in find_scaffold(self.env.scaffold).fixed.items():
             if getattr(self.rollout, key) != value:
                 raise ValueError(
-                    f"rollout.{key} is {getattr(self.rollout, key)} and env.interface {self.env.interface} has "
+                    f"rollout.{key} is {getattr(self.rollout, key)} and env.scaffold {self.env.scaffold} has "
                     f"{value}: leave rollout.{key} out"
                 )
         if self.env.tool_style != "full":
             raise ValueError(
-                f"env.tool_style {self.env.tool_style} is of the interface {OWN_INTERFACE}: leave it out with "
-                f"env.interface {self.env.interface}"
+                f"env.tool_style {self.env.tool_style} is of the interface {OWN_SCAFFOLD}: leave it out with "
+                f"env.scaffold {self.env.scaffold}"
             )
         return self
 
@@ -103,10 +103,12 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _reaches_the_endpoint(self) -> RunConfig:
         harness = self.rollout.harness
-        if harness is not None and harness.place == "box" and self.sandbox.hosts == "ray":
+        if harness is not None and harness.location == "sandbox" and self.sandbox.placement == "ray":
             raise ValueError(
-                "rollout.harness.place box and sandbox.hosts ray: boxes on other machines do not reach the endpoint; "
-                "set place to host, or hosts to local"
+                "rollout.harness.location sandbox and sandbox.placement ray: sandboxes on other machines do not "
+                "reach the "
+                "endpoint; "
+                "set location to host, or placement to local"
             )
         return self
 
@@ -121,7 +123,7 @@ class RunConfig(Section):
         if self.rollout.group_size == 1 and not by_batch:
             raise ValueError(
                 f"rollout.group_size is 1 and train.baseline {self.train.baseline} compares within a group: set it to "
-                "2 or more, or baseline and scale to batch"
+                "2 or more, or baseline and advantage_scale to batch"
             )
         return self
 
@@ -136,23 +138,24 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _corrects_what_is_stale(self) -> RunConfig:
-        if not self.pipeline.depth:
+        if not self.async_rollout.depth:
             return self
         source, correction = self.train.old_logprob.source, self.train.correction
         if source == "rescore":
             raise ValueError(
-                "pipeline.depth is above 0 and train.old_logprob.source rescore: the weights that sampled are gone "
+                "async_rollout.depth is above 0 and train.old_logprob.source rescore: the weights that sampled are "
+                "gone "
                 "when the engine is asked again; take rollout, or recompute with a train.correction"
             )
         if source == "recompute" and correction.weight is None and correction.mask is None:
             raise ValueError(
-                "pipeline.depth is above 0 and train.old_logprob.source recompute without a train.correction: the "
+                "async_rollout.depth is above 0 and train.old_logprob.source recompute without a train.correction: the "
                 "loss would take old weights' tokens for the present ones'; set train.correction.weight, or source to "
                 "rollout"
             )
         if self.engine.pause_mode == "retract" and self.wants_routes:
             raise ValueError(
-                "pipeline.depth is above 0, train.replay r3 and engine.pause_mode retract: the routes of running "
+                "async_rollout.depth is above 0, train.replay r3 and engine.pause_mode retract: the routes of running "
                 "requests would be computed again by other weights; take pause_mode turn"
             )
         return self
@@ -162,7 +165,8 @@ class RunConfig(Section):
         """Colocated engines have the GPUs of all ranks, and engine and trainer never work at once."""
         held, world = self.engine.count * self.engine.gpus, self.train.parallel.world_size
         reasons = {
-            "pipeline.depth is above 0, where sampling goes on beside training: set it to 0": self.pipeline.depth > 0,
+            "async_rollout.depth is above 0, where sampling goes on beside training: set it to "
+            "0": self.async_rollout.depth > 0,
             "train.device is cpu: turn it off": self.train.device == "cpu",
             "train.ray_address may lead to other machines: leave it out": self.train.ray_address is not None,
             f"engine.count times engine.gpus is {held} and train.parallel.world_size {world}: make them equal": held
@@ -207,7 +211,7 @@ class RunConfig(Section):
         return self.train.replay == "r3"
 
     @property
-    def reference_folder(self) -> Path | None:
+    def reference_dir(self) -> Path | None:
         """The checkpoint of the KL penalty's reference model; None without a penalty."""
         kl = self.train.kl
         return (kl.reference or self.model) if kl.coefficient else None

@@ -9,19 +9,19 @@ from pydantic import AfterValidator, Field
 
 from agent_rl.config.base import Section
 
-OWN_INTERFACE = "agent-rl"
+OWN_SCAFFOLD = "agent-rl"
 
 
-def _interface(name: str) -> str:
+def _scaffold(name: str) -> str:
     """``name``, if it is an interface's. The usual one is known without a look at the environments' package."""
-    if name == OWN_INTERFACE:
+    if name == OWN_SCAFFOLD:
         return name
-    from envs import InterfaceError, find_interface
+    from envs import ScaffoldError, find_scaffold
 
     try:
-        find_interface(name)
-    except InterfaceError as error:
-        raise ValueError(f"env.interface: {error}") from None
+        find_scaffold(name)
+    except ScaffoldError as error:
+        raise ValueError(f"env.scaffold: {error}") from None
     return name
 
 
@@ -46,34 +46,35 @@ class SandboxConfig(Section):
     )
     runtime: str | None = Field(
         None,
-        description="What the container engine starts boxes with: runsc for gVisor, where the engine knows it; None "
+        description="What the container engine starts sandboxes with: runsc for gVisor, where the engine knows it; "
+        "None "
         "takes the engine's default.",
     )
     image: str | None = Field(None, description="Image for tasks that name none; None takes the backend's default.")
     image_root: Path | None = Field(
         None,
-        description="Folder below which the images that tasks name must lie under bubblewrap, where an image is a "
-        "folder of this machine. None: tasks with images of their own are refused there.",
+        description="Directory below which the images that tasks name must lie under bubblewrap, where an image is a "
+        "directory of this machine. None: tasks with images of their own are refused there.",
     )
-    memory_mb: int = Field(512, gt=0, description="Memory limit of one box.")
-    pids: int = Field(128, gt=0, description="Process limit of one box.")
-    cpus: float = Field(1.0, gt=0, description="CPU limit of one box.")
-    disk_mb: int = Field(4096, gt=0, description="Disk in MiB by which one box may grow, or it is ended.")
-    inodes: int = Field(200_000, gt=0, description="Files, folders and links by which one box may grow.")
-    hosts: Literal["local", "ray"] = Field(
+    memory_mb: int = Field(512, gt=0, description="Memory limit of one sandbox.")
+    pids: int = Field(128, gt=0, description="Process limit of one sandbox.")
+    cpus: float = Field(1.0, gt=0, description="CPU limit of one sandbox.")
+    disk_mb: int = Field(4096, gt=0, description="Disk in MiB by which one sandbox may grow, or it is ended.")
+    inodes: int = Field(200_000, gt=0, description="Files, directories and links by which one sandbox may grow.")
+    placement: Literal["local", "ray"] = Field(
         "local",
-        description="Which machines boxes are on: this one, or the nodes of the Ray cluster (train.ray_address).",
+        description="Which machines sandboxes are on: this one, or the nodes of the Ray cluster (train.ray_address).",
     )
-    boxes_per_host: int = Field(
-        64, gt=0, description="Boxes on one host of the Ray cluster; those that grade an episode come on top."
+    sandboxes_per_node: int = Field(
+        64, gt=0, description="Sandboxes on one host of the Ray cluster; those that grade an episode come on top."
     )
-    max_starts: int = Field(8, gt=0, description="Boxes being started on a host at once.")
-    max_execs: int = Field(64, gt=0, description="Commands running in a host's boxes at once.")
+    max_starts: int = Field(8, gt=0, description="Sandboxes being started on a host at once.")
+    max_execs: int = Field(64, gt=0, description="Commands running in a host's sandboxes at once.")
     pull: bool = Field(False, description="Fetch container images that are not on the machine.")
     image_budget_gb: float | None = Field(
         None, gt=0, description="Disk for fetched images, in GB; those used longest ago are removed. None: no limit."
     )
-    warm: int = Field(0, ge=0, description="Idle boxes that a host keeps ready, like those asked for lately.")
+    prewarmed: int = Field(0, ge=0, description="Idle sandboxes that a host keeps ready, like those asked for lately.")
 
 
 class EnvConfig(Section):
@@ -81,8 +82,8 @@ class EnvConfig(Section):
 
     name: str = Field("mini", description="The environment.")
     options: dict[str, Any] = Field(default_factory=dict, description="Arguments of the environment's constructor.")
-    interface: Annotated[str, AfterValidator(_interface)] = Field(
-        OWN_INTERFACE,
+    scaffold: Annotated[str, AfterValidator(_scaffold)] = Field(
+        OWN_SCAFFOLD,
         description="How agents meet the tasks of swe and mini: agent-rl, r2egym, mini-swe-agent, openhands, or one of "
         "your own (docs/interfaces.md). It decides keys of rollout that the config leaves out.",
     )
@@ -98,7 +99,7 @@ class EnvConfig(Section):
     @property
     def grading_limit(self) -> float:
         """Seconds a whole grading may take: the hidden tests run twice at most (with the agent's patch, and with the
-        true fix to compare with), each time in a box that is started for it."""
+        true fix to compare with), each time in a sandbox that is started for it."""
         return 2 * (self.start_timeout + self.grade_timeout)
 
 

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from agent_rl.config.base import OFF, Precision, Section, registered
 from agent_rl.config.layout import BalanceConfig, ParallelConfig
-from agent_rl.config.objectives import Aggregation, objective_facts
+from agent_rl.config.objectives import Aggregation, objective_spec
 from agent_rl.errors import ConfigError
 
 FilterKind = Literal["none", "overlong", "compact"]
@@ -23,7 +23,7 @@ OldLogprobSource = Literal["recompute", "rollout", "rescore"]
 CorrectionWeight = Literal["token", "sequence"]
 CorrectionMask = Literal["token", "sequence", "geometric"]
 KlEstimator = Literal["k1", "k2", "k3"]
-Objective = Annotated[str, registered("train.objective", objective_facts, ConfigError)]
+Objective = Annotated[str, registered("train.objective", objective_spec, ConfigError)]
 
 
 class RescoreConfig(Section):
@@ -51,7 +51,7 @@ class CorrectionConfig(Section):
     )
     weight_low: float = Field(0.0, ge=0, description="Weights below this are raised to it.")
     weight_high: float | None = Field(2.0, gt=0, description="Weights above this are cut to it; None: none is.")
-    normalise: bool = Field(False, description="Divide the weights by their mean over the step.")
+    normalize: bool = Field(False, description="Divide the weights by their mean over the step.")
     mask: CorrectionMask | None = Field(
         None,
         description="Leave out tokens whose ratio of the trainer's probability to the rollout's is out of bounds: "
@@ -71,9 +71,9 @@ class CorrectionConfig(Section):
             raise ValueError(
                 f"train.correction.mask_low is {self.mask_low:g}, above mask_high {self.mask_high:g}: swap them"
             )
-        if self.normalise and self.weight is None:
+        if self.normalize and self.weight is None:
             raise ValueError(
-                "train.correction.normalise divides weights by their mean: set weight to token or sequence"
+                "train.correction.normalize divides weights by their mean: set weight to token or sequence"
             )
         return self
 
@@ -86,19 +86,19 @@ class KlConfig(Section):
     k3_limit: float | None = Field(
         10.0, gt=0, description="The most that k3 of one token may be; beyond it has no gradient. None: no limit."
     )
-    where: Literal["loss", "reward"] = Field(
+    apply_to: Literal["loss", "reward"] = Field(
         "loss", description="A term of the loss (GRPO), or taken from the advantages token by token (REINFORCE++)."
     )
     reference: Path | None = Field(
-        None, description="The reference's checkpoint, a folder or a hub id; None: the starting model."
+        None, description="The reference's checkpoint, a directory or a hub id; None: the starting model."
     )
 
     @model_validator(mode="after")
     def _makes_sense(self) -> KlConfig:
-        if self.estimator == "k1" and self.where == "loss":
+        if self.estimator == "k1" and self.apply_to == "loss":
             raise ValueError(
                 "train.kl: k1 in the loss has a gradient whose mean is 0, it is noise alone: take estimator k2 "
-                "(its gradient is the KL's) or k3, or set where to reward"
+                "(its gradient is the KL's) or k3, or set apply_to to reward"
             )
         if self.reference is not None and not self.coefficient:
             raise ValueError("train.kl.reference is given and train.kl.coefficient is 0: give it a coefficient")
@@ -166,9 +166,9 @@ class TrainConfig(Section):
     baseline: Baseline = Field(
         "mean", description="What a reward is compared with: its group's mean, the others' of it, or the step's mean."
     )
-    scale: AdvantageScale = Field(
+    advantage_scale: AdvantageScale = Field(
         "group",
-        description="Whose standard deviation advantages are divided by; batch: they are normalised over the step's "
+        description="Whose standard deviation advantages are divided by; batch: they are normalized over the step's "
         "sampled tokens.",
     )
     overlong: OverlongConfig = OverlongConfig()
@@ -225,20 +225,23 @@ class TrainConfig(Section):
         ge=0,
         description="How often dead ranks are started again, from the last checkpoint, before the next is complete.",
     )
-    native_every: int = Field(1, ge=0, description="Measure mismatch_native/* every so many steps; 0 never.")
+    measure_without_replay_every: int = Field(
+        1, ge=0, description="Measure mismatch_without_replay/* every so many steps; 0 never."
+    )
     checkpoint_every: int = Field(5, ge=0, description="Steps between checkpoints; 0 keeps only the last.")
     keep_checkpoints: int = Field(2, gt=0, description="The newest checkpoints kept.")
     keep_every: int = Field(0, ge=0, description="Also keep the checkpoints of multiples of so many steps; 0: none.")
 
     @model_validator(mode="after")
     def _makes_sense(self) -> TrainConfig:
-        facts, tau = objective_facts(self.objective), self.tau_positive or self.tau_negative
+        facts, tau = objective_spec(self.objective), self.tau_positive or self.tau_negative
         if problem := facts.refusal(self.objective, self.eps_low, self.eps_high, self.dual_clip, tau):
             raise ValueError(problem)
-        if self.baseline == "batch" and self.scale == "group":
+        if self.baseline == "batch" and self.advantage_scale == "group":
             raise ValueError(
-                "train.scale group divides by a group's spread and train.baseline batch compares over groups: "
-                "set scale to batch or none"
+                "train.advantage_scale group divides by a group's spread and train.baseline batch compares over "
+                "groups: "
+                "set advantage_scale to batch or none"
             )
         if self.offload_activations and self.recompute != "full":
             raise ValueError(
@@ -250,7 +253,7 @@ class TrainConfig(Section):
     @property
     def clip(self) -> Clip:
         """The configured bounds, or the objective's own; no bounds at all for one that clips nothing."""
-        facts = objective_facts(self.objective)
+        facts = objective_spec(self.objective)
         low, high = facts.clip or (math.inf, math.inf)
         tau = facts.tau and (self.tau_positive or facts.tau[0], self.tau_negative or facts.tau[1])
         return Clip(self.eps_low or low, self.eps_high or high, self.dual_clip, tau)
@@ -258,13 +261,13 @@ class TrainConfig(Section):
     @property
     def averaged_over(self) -> Aggregation:
         """The configured aggregation, or the objective's own."""
-        return self.aggregation or objective_facts(self.objective).aggregation
+        return self.aggregation or objective_spec(self.objective).aggregation
 
     @property
-    def normalises_penalised(self) -> bool:
-        """Whether the ranks normalise advantages over the step after the KL penalty was taken from them (REINFORCE++,
+    def normalizes_penalized(self) -> bool:
+        """Whether the ranks normalize advantages over the step after the KL penalty was taken from them (REINFORCE++,
         arXiv 2501.03262, eq. 8 to 10)."""
-        return bool(self.kl.coefficient) and self.kl.where == "reward" and self.scale == "batch"
+        return bool(self.kl.coefficient) and self.kl.apply_to == "reward" and self.advantage_scale == "batch"
 
     @property
     def total_updates(self) -> int:

@@ -55,7 +55,7 @@ class GuardConfig(Section):
     )
 
 
-class ObserveConfig(Section):
+class MonitoringConfig(Section):
     """What of a run is kept for whoever looks at it."""
 
     token_detail: bool = Field(

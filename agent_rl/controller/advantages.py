@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from agent_rl.config import AdvantageScale, Baseline, OverlongConfig
 from agent_rl.errors import TrainerError
-from agent_rl.types import Branch, Fate, Group, Sample, StopReason, Trajectory, Verdict
+from agent_rl.types import Branch, Group, Sample, StopReason, TrainingDecision, TrainingStatus, Trajectory
 from r3.routing import Routing, Span, SpanKind
 
 
@@ -28,7 +28,7 @@ class GroupSamples:
     zero_variance_groups: int
     dropped: int = 0
     overlong_penalty: float = 0.0
-    verdicts: tuple[Verdict, ...] = ()
+    verdicts: tuple[TrainingDecision, ...] = ()
     origins: tuple[tuple[int, int], ...] = ()
 
     @property
@@ -75,7 +75,7 @@ def samples_of(
     drop_missing: bool = False,
     masked: Collection[StopReason] = (),
     penalty: Callable[[int], float] = lambda tokens: 0.0,
-    normalised: bool = True,
+    normalized: bool = True,
     by_sequence: bool = True,
     published: int | None = None,
     eps: float = 1e-6,
@@ -87,11 +87,11 @@ def samples_of(
     mean over sequences of each one's mean; a branch then weighs as its share of its trajectory's sampled tokens, so
     that the trajectory's mean is taken, whatever branch a token is in.
 
-    ``scale`` "batch" normalises over all the step's sampled tokens, ``(A - mean) / std``, and ``baseline`` "batch"
+    ``scale`` "batch" normalizes over all the step's sampled tokens, ``(A - mean) / std``, and ``baseline`` "batch"
     compares with the mean of all the step's rewards: both together are REINFORCE++ (arXiv 2501.03262, eq. 10, whose
     advantages are those of tokens), the first alone is its variant with a baseline, the group's mean. A group of equal
     rewards teaches under either, and counts for mean and deviation; then only a step of equal rewards is dropped.
-    ``normalised`` False leaves that division to the ranks, who take a KL from the advantages first. ``penalty``: what
+    ``normalized`` False leaves that division to the ranks, who take a KL from the advantages first. ``penalty``: what
     is taken from the reward of a trajectory of so many tokens (:func:`overlong_penalty`). A trajectory in which
     nothing was sampled counts for its group's advantages and is no sample. Where the engine sent the routes of some
     tokens only, the others' rows are absent and the trainer routes those tokens itself; with ``drop_missing`` such a
@@ -118,19 +118,21 @@ def samples_of(
     teaching = [bool(own.any()) for own in advantages]
     if "batch" in (baseline, scale):
         teaching = [any(teaching)] * len(groups)
-    if scale == "batch" and normalised:
+    if scale == "batch" and normalized:
         advantages = _over_tokens(members_of, advantages, eps)
     judged = iter(
-        Verdict(_fate(t, teaches, masked), advantage)
+        TrainingDecision(_fate(t, teaches, masked), advantage)
         for members, own, teaches in zip(members_of, advantages, teaching, strict=True)
         for t, advantage in zip(members, own.tolist(), strict=True)
     )
-    verdicts = tuple(Verdict(Fate.DROPPED) if missed else next(judged) for own in missing for missed in own)
+    verdicts = tuple(
+        TrainingDecision(TrainingStatus.DROPPED) if missed else next(judged) for own in missing for missed in own
+    )
     everything = [t for group in groups for t in group.trajectories]
     made = [
         ((at, branch), sample)
         for at, (t, verdict) in enumerate(zip(everything, verdicts, strict=True))
-        if verdict.fate is Fate.TRAINED and verdict.advantage is not None
+        if verdict.training_status is TrainingStatus.TRAINED and verdict.advantage is not None
         for branch, sample in _samples(at, t, verdict.advantage, like, by_sequence, published)
     ]
     samples, origins = tuple(sample for _, sample in made), tuple(origin for origin, _ in made)
@@ -169,12 +171,12 @@ def _advantages(
     return np.split(flat, np.cumsum([len(group) for group in rewards]))[:-1]
 
 
-def _fate(trajectory: Trajectory, teaches: bool, masked: Collection[StopReason]) -> Fate:
+def _fate(trajectory: Trajectory, teaches: bool, masked: Collection[StopReason]) -> TrainingStatus:
     if not trajectory.sampled_tokens:
-        return Fate.EMPTY
+        return TrainingStatus.EMPTY
     if trajectory.stop in masked:
-        return Fate.MASKED
-    return Fate.TRAINED if teaches else Fate.UNIFORM
+        return TrainingStatus.MASKED
+    return TrainingStatus.TRAINED if teaches else TrainingStatus.UNIFORM
 
 
 def _reward(group: Group, trajectory: Trajectory) -> float:

@@ -12,7 +12,7 @@ from agent_rl.rollout.filters import filter_metrics
 from agent_rl.rollout.group import DroppedGroup, Rollout
 from agent_rl.rollout.metrics import rollout_metrics
 from agent_rl.rollout.rescore import rescore_metrics
-from agent_rl.types import Fate, Group, Sample, StopReason, Verdict
+from agent_rl.types import Group, Sample, StopReason, TrainingDecision, TrainingStatus
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,9 +31,9 @@ class Batch:
         return self.groups + self.discarded
 
     @property
-    def verdicts_of_discarded(self) -> tuple[Verdict, ...]:
+    def verdicts_of_discarded(self) -> tuple[TrainingDecision, ...]:
         """One for each trajectory of the discarded groups."""
-        return tuple(Verdict(Fate.DISCARDED) for group in self.discarded for _ in group.trajectories)
+        return tuple(TrainingDecision(TrainingStatus.DISCARDED) for group in self.discarded for _ in group.trajectories)
 
 
 def batch_of(outcomes: Mapping[int, Outcome], ended: Mapping[int, Group | DroppedGroup]) -> Batch:

@@ -5,8 +5,8 @@
     step N ── copy to host memory ──▶ step N+1 ...            training waits for the copy alone
                      └── written by the ranks' threads ──▶ renamed into place ──▶ older ones and journals removed
 
-A checkpoint counts only when its folder is complete; until then the one before it and the journals since are kept, so a
-kill at any moment loses no finished episode. A write that fails ends the run at the next step's end.
+A checkpoint counts only when its directory is complete; until then the one before it and the journals since are
+kept, so a kill at any moment loses no finished episode. A write that fails ends the run at the next step's end.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from agent_rl.config import MAX_STALENESS, TrainConfig
 from agent_rl.controller.async_rollout.task_ledger import Ledger
 from agent_rl.controller.journal import Journal, lineage
 from agent_rl.controller.state import RunState
-from agent_rl.train.checkpoint import folder as checkpoint
-from agent_rl.train.checkpoint.folder import Manifest
+from agent_rl.train.checkpoint import directory as checkpoint
+from agent_rl.train.checkpoint.directory import Manifest
 from agent_rl.train.ray_trainer import RayTrainer
 from agent_rl.utils.concurrency import shielded
 
@@ -99,8 +99,8 @@ class Checkpoints:
         ``good``: a step after which the run may have gone wrong; the newest checkpoint up to it stays.
         """
         await self.finish()
-        folder = self._state.checkpoint(progress.step)
-        saved = await self._trainer.begin_save(folder, asdict(progress))
+        directory = self._state.checkpoint(progress.step)
+        saved = await self._trainer.begin_save(directory, asdict(progress))
         self._writing = asyncio.create_task(self._complete(saved, progress, good))
 
     def check(self) -> None:
@@ -121,16 +121,16 @@ class Checkpoints:
 
     async def _complete(self, saved: asyncio.Task[None], progress: Progress, good: int | None) -> None:
         await saved
-        # To its end: another start of the run, in this process, looks through the same folders.
+        # To its end: another start of the run, in this process, looks through the same directories.
         await shielded(asyncio.to_thread(self._forget_old, progress, good))
 
     def _forget_old(self, progress: Progress, good: int | None) -> None:
         self._journal.forget_through(progress.step, progress.is_open)
         last_good = None if good is None else self.newest(good)
-        for folder in checkpoint.complete_checkpoints(self._state.checkpoints)[: -self._config.keep_checkpoints]:
-            if folder != last_good and not self._kept_for_good(folder):
-                checkpoint.remove(folder)
+        for directory in checkpoint.complete_checkpoints(self._state.checkpoints)[: -self._config.keep_checkpoints]:
+            if directory != last_good and not self._kept_for_good(directory):
+                checkpoint.remove(directory)
 
-    def _kept_for_good(self, folder: Path) -> bool:
+    def _kept_for_good(self, directory: Path) -> bool:
         every = self._config.keep_every
-        return bool(every and checkpoint.checkpoint_step(folder) % every == 0)
+        return bool(every and checkpoint.checkpoint_step(directory) % every == 0)

@@ -47,7 +47,7 @@ class Ask:
 
 def engine_ask(engine: EngineConfig, device: str) -> Ask:
     """What the engines ask for with which a run begins."""
-    key, count = ("engine.least", engine.least) if engine.least else ("engine.count", engine.count)
+    key, count = ("engine.min_count", engine.min_count) if engine.min_count else ("engine.count", engine.count)
     each = {"CPU": 1.0, "GPU": engine.gpus / engine.nodes} if device == "cuda" else {"CPU": max(1.0, engine.threads)}
     where = "" if engine.nodes == 1 else f" on each of {engine.nodes} machines"
     return Ask(f"{key} for {_many(count, 'engine')} of {amount(each)}{where}", count, each, engine.nodes)

@@ -14,14 +14,14 @@ from agent_rl.utils.concurrency import beside, shielded
 from agent_rl.weight_sync.sync import WeightSync
 
 
-class Newcomers:
+class EngineAdmission:
     """Probes the engines that wait for the published weights, and brings them there one after the other."""
 
     def __init__(self, config: RunConfig, engine: SGLangEngine, sync: WeightSync) -> None:
         self._config, self._engine, self._sync = config, engine, sync
 
     @asynccontextmanager
-    async def welcomed(self) -> AsyncIterator[None]:
+    async def admit(self) -> AsyncIterator[None]:
         """Within the block engines may join, so the trainer's weights must not change; those that wait already join
         first, and one that is just joining is waited for. Raises EngineLost, from within, where no engine is left."""
         for url in self._engine.fleet.waiting:

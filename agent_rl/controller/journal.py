@@ -94,11 +94,11 @@ class _Found:
 
 
 class Journal:
-    """All journals of a run, in ``folder``. :meth:`recover` once, then :meth:`begin` a step after the other. ``turns``:
-    whether turns are written down, and episodes that did not end go on from them."""
+    """All journals of a run, in ``directory``. :meth:`recover` once, then :meth:`begin` a step after the other.
+    ``turns``: whether turns are written down, and episodes that did not end go on from them."""
 
-    def __init__(self, folder: Path, run_id: str, *, turns: bool = False) -> None:
-        self._folder, self._turns = folder, turns
+    def __init__(self, directory: Path, run_id: str, *, turns: bool = False) -> None:
+        self._directory, self._turns = directory, turns
         self._header = {"format": FORMAT, "trajectories": records.FORMAT, "run_id": run_id}
         self._found: dict[int, _Found] = {}
         self._frames: dict[int, list[_Frame]] = defaultdict(list)
@@ -114,9 +114,9 @@ class Journal:
     def recover(self, step: int, lineages: Mapping[int, str], is_open: Callable[[int], bool]) -> None:
         """Look through what an earlier start left, for a run that goes on after ``step``. ``lineages`` name the weights
         that are known, by version; of older files only what ``is_open`` counts."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._directory.mkdir(parents=True, exist_ok=True)
         self._step = step
-        for path in sorted(self._folder.glob("step-*.journal")):
+        for path in sorted(self._directory.glob("step-*.journal")):
             at = int(path.stem.removeprefix("step-"))
             if not self._look_through(at, path) or (at <= step and self._weights(at) != lineages.get(at - 1)):
                 self._forget(at)
@@ -174,7 +174,7 @@ class Journal:
         """``run``, but giving what was found of ``position`` first, and writing down what finishes afresh.
 
         An episode that did not end goes on from its turns, if the weights that sampled the first are not before
-        ``oldest``: one of an earlier start of the run, or one whose box was lost with its host.
+        ``oldest``: one of an earlier start of the run, or one whose sandbox was lost with its host.
         Infrastructure failures are not written down: they are run again in any case. One is read or written at a time,
         so that a group has its members in the order of its frames, in this start of the run and in the next: an update
         adds up over them in that order.
@@ -213,7 +213,7 @@ class Journal:
     def forget_through(self, step: int, is_open: Callable[[int], bool]) -> None:
         """Remove the files up to that of ``step`` that hold nothing of a position that ``is_open``: a checkpoint holds
         what was learned from them."""
-        for path in self._folder.glob("step-*.journal"):
+        for path in self._directory.glob("step-*.journal"):
             at = int(path.stem.removeprefix("step-"))
             if at <= step and not any(map(is_open, tuple(self._holds[at]))):
                 path.unlink()
@@ -327,7 +327,7 @@ class Journal:
         return self._file.tell()
 
     def _path(self, step: int) -> Path:
-        return self._folder / f"step-{step:06d}.journal"
+        return self._directory / f"step-{step:06d}.journal"
 
 
 class EpisodeLog:
@@ -360,7 +360,7 @@ class EpisodeLog:
         await self._begin_anew("differed")
 
     async def failed(self, stop: StopReason) -> None:
-        """The infrastructure failed it. Only where its box's host was lost does it go on, by whoever runs next."""
+        """The infrastructure failed it. Only where its sandbox's host was lost does it go on, by whoever runs next."""
         if stop is StopReason.HOST_LOST:
             self._journal._episodes[self._position][self.episode.key] = self.episode
         elif self.episode.turns:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from agent_rl.config import EngineConfig, ParallelConfig, RunConfig
 from agent_rl.controller.cluster_resources import Ask, amount, engine_ask, rank_ask, shortage
-from agent_rl.engine.ray_servers import Room
+from agent_rl.engine.ray_servers import Reservation
 from agent_rl.errors import TrainerError, UserError
 from agent_rl.train.parallel_checks import rank_blocks, straddling
 from agent_rl.train.ray_launch import rank_bundles, rank_device
@@ -35,20 +35,20 @@ _BLOCK_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Rooms:
+class Reservations:
     """What is reserved for a run: a room for each engine, and one for all ranks. Empty where none is on Ray.
 
     ``note``: which groups of ranks lie over several machines, in one line; None where none does.
     """
 
-    engines: tuple[Room, ...] = ()
+    engines: tuple[Reservation, ...] = ()
     ranks: PlacementGroup | None = None
     note: str | None = None
 
 
 def needs_ray(config: RunConfig) -> bool:
     """Whether a run needs Ray before its parts are opened."""
-    return engines_on_ray(config) or config.sandbox.hosts == "ray" or config.train.ray_address is not None
+    return engines_on_ray(config) or config.sandbox.placement == "ray" or config.train.ray_address is not None
 
 
 def open_ray(config: RunConfig) -> AbstractAsyncContextManager[None]:
@@ -58,7 +58,7 @@ def open_ray(config: RunConfig) -> AbstractAsyncContextManager[None]:
 
 def local_cpus(config: RunConfig) -> int:
     """How many CPUs a local Ray has: one for each rank, and those of all engines, also of those beyond
-    ``engine.least``."""
+    ``engine.min_count``."""
     ranks = config.train.parallel.world_size
     if not engines_on_ray(config):
         return ranks
@@ -67,11 +67,11 @@ def local_cpus(config: RunConfig) -> int:
 
 
 @asynccontextmanager
-async def open_rooms(config: RunConfig, *, ranks: bool) -> AsyncIterator[Rooms]:
+async def open_reservations(config: RunConfig, *, ranks: bool) -> AsyncIterator[Reservations]:
     """The run's connection to Ray, where it needs one, and in it the room for its engines and, with ``ranks``, for the
     trainer. Raises UserError, in one line, where Ray has too little for them."""
     if not (needs_ray(config) if ranks else engines_on_ray(config)):
-        yield Rooms()
+        yield Reservations()
         return
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(open_ray(config))
@@ -94,7 +94,7 @@ class EngineNode:
     has: str
 
 
-async def look_for_room(config: RunConfig) -> tuple[str | None, list[EngineNode]]:
+async def find_placement(config: RunConfig) -> tuple[str | None, list[EngineNode]]:
     """Why the cluster that this process is connected to has too little for the run, in one line, where that is so; and
     the nodes that its engines may run on."""
     return await asyncio.to_thread(_look_for_room, config)
@@ -120,10 +120,10 @@ def _look_for_room(config: RunConfig) -> tuple[str | None, list[EngineNode]]:
 
 def engines_on_ray(config: RunConfig) -> bool:
     """Whether its engines are started on a Ray cluster."""
-    return config.engine.launched and config.engine.hosts == "ray"
+    return config.engine.launched and config.engine.placement == "ray"
 
 
-def _reserve(config: RunConfig, groups: list[PlacementGroup], *, ranks: bool) -> Rooms:
+def _reserve(config: RunConfig, groups: list[PlacementGroup], *, ranks: bool) -> Reservations:
     """Reserve all room, and note it in ``groups``. Blocking."""
     import ray
 
@@ -139,7 +139,7 @@ def _reserve(config: RunConfig, groups: list[PlacementGroup], *, ranks: bool) ->
     note = None
     if held is not None:
         note = straddling(config.train.parallel, [machine for _, machine in rank_bundles(held)])
-    return Rooms(tuple(Room(group, what, device) for group in groups if group is not held), held, note)
+    return Reservations(tuple(Reservation(group, what, device) for group in groups if group is not held), held, note)
 
 
 def _in_blocks(trainer: Ask, parallel: ParallelConfig) -> list[Ask | None]:

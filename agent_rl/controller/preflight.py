@@ -11,7 +11,7 @@ from agent_rl.config import RunConfig
 from agent_rl.config.builtin import MODELS
 from agent_rl.engine.factory import check_engines
 from agent_rl.errors import UserError
-from agent_rl.models.spec import ModelFacts, check_alike, read_facts
+from agent_rl.models.spec import ModelSpec, check_alike, read_model_spec
 from agent_rl.train.batching.partition import over_budget
 from agent_rl.train.hf_index import check_checkpoint
 from agent_rl.train.ray_session import check_ray
@@ -21,20 +21,20 @@ FREE_BYTES_WANTED = 1 << 30
 TRAINER_PACKAGES = ("torch", "megatron-core", "ray")
 
 
-def check(config: RunConfig) -> ModelFacts:
+def check(config: RunConfig) -> ModelSpec:
     """The facts of the config's model. Raises UserError for what would fail later: no model, no engine environment, no
     agent program, no room on the disk."""
     check_model(config.model)
-    facts = read_facts(config.model)
+    facts = read_model_spec(config.model)
     if config.train.kl.reference is not None:
         check_model(config.train.kl.reference, key="train.kl.reference")
         check_alike(facts, config.model, config.train.kl.reference, "train.kl.reference")
-    if config.engine.launched and config.engine.hosts == "local" and not Path(config.engine.python).exists():
+    if config.engine.launched and config.engine.placement == "local" and not Path(config.engine.python).exists():
         raise UserError(f"engine.python: no interpreter {config.engine.python}; `agent-rl install engine` makes it")
     harness = config.rollout.harness
-    if harness is not None and harness.folder is not None and not harness.folder.is_dir():
+    if harness is not None and harness.directory is not None and not harness.directory.is_dir():
         raise UserError(
-            f"rollout.harness.folder: {harness.folder}: no such folder; install the agent program there first"
+            f"rollout.harness.directory: {harness.directory}: no such directory; install the agent program there first"
         )
     check_room(config.runs_dir)
     return facts
@@ -62,7 +62,7 @@ def check_trainer() -> None:
         raise UserError(f"not installed: {', '.join(missing)}; `agent-rl install trainer` installs them")
 
 
-def check_weights(config: RunConfig, facts: ModelFacts) -> None:
+def check_weights(config: RunConfig, facts: ModelSpec) -> None:
     """Raises ConfigError for a checkpoint that lacks a shard or a tensor, or has one of another shape than its config
     says; of the policy, and of the KL penalty's reference. Reads the files' heads alone."""
     check_checkpoint(config.model, facts)
@@ -70,7 +70,7 @@ def check_weights(config: RunConfig, facts: ModelFacts) -> None:
         check_checkpoint(config.train.kl.reference, facts, "train.kl.reference")
 
 
-def check_replay(config: RunConfig, facts: ModelFacts) -> None:
+def check_replay(config: RunConfig, facts: ModelSpec) -> None:
     """Raises UserError where replay is asked of a dense model."""
     if config.train.replay != "off" and facts.layout is None:
         raise UserError(
@@ -79,7 +79,7 @@ def check_replay(config: RunConfig, facts: ModelFacts) -> None:
         )
 
 
-def check_lengths(config: RunConfig, facts: ModelFacts) -> None:
+def check_lengths(config: RunConfig, facts: ModelSpec) -> None:
     """Raises UserError where a trajectory may grow beyond what the trainer's micro-batch or the model's context holds.
 
     A longer sequence is never cut and its budget never raised: this is where it is told, before anything starts.
@@ -100,23 +100,25 @@ def check_lengths(config: RunConfig, facts: ModelFacts) -> None:
         )
 
 
-def check_model(folder: Path, key: str = "model") -> None:
-    if not (folder / "config.json").is_file():
-        tiny = f"`agent-rl model init {folder}` makes it" if folder.name in MODELS else "name the folder of one"
-        raise UserError(f"{key}: {folder}: no Hugging Face checkpoint there (no config.json); {tiny}")
+def check_model(directory: Path, key: str = "model") -> None:
+    if not (directory / "config.json").is_file():
+        tiny = (
+            f"`agent-rl model init {directory}` makes it" if directory.name in MODELS else "name the directory of one"
+        )
+        raise UserError(f"{key}: {directory}: no Hugging Face checkpoint there (no config.json); {tiny}")
 
 
-def check_room(folder: Path) -> None:
-    """A run needs a folder, and room in it for checkpoints and trajectories."""
-    existing = folder.absolute()
+def check_room(directory: Path) -> None:
+    """A run needs a directory, and room in it for checkpoints and trajectories."""
+    existing = directory.absolute()
     while not existing.exists():
         existing = existing.parent
     if not existing.is_dir():
-        raise UserError(f"runs_dir: {existing} is a file: name a folder, or one that is to be made")
+        raise UserError(f"runs_dir: {existing} is a file: name a directory, or one that is to be made")
     free = shutil.disk_usage(existing).free
     if free < FREE_BYTES_WANTED:
         raise UserError(
-            f"runs_dir: {folder}: {free / 2**20:.0f} MiB free, "
+            f"runs_dir: {directory}: {free / 2**20:.0f} MiB free, "
             f"a run wants {FREE_BYTES_WANTED / 2**20:.0f} MiB; "
             "free some room or set runs_dir to another disk"
         )

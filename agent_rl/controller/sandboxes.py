@@ -1,4 +1,4 @@
-"""Where boxes are, by the config: on this machine, or on all hosts of a Ray cluster; within the limits of each."""
+"""Where sandboxes are, by the config: on this machine, or on all hosts of a Ray cluster; within the limits of each."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from dataclasses import replace
 
 from agent_rl.config import RunConfig, SandboxConfig
 from agent_rl.controller.placement import open_ray
-from envs import needs_boxes
-from sandbox import ImagePolicy, NoBoxes, SandboxBackend, SandboxPool, SandboxSpec, open_backend
+from envs import needs_sandboxes
+from sandbox import ImagePolicy, NullBackend, SandboxBackend, SandboxPool, SandboxSpec, open_backend
 from sandbox.ray.backend import ClusterBackend
 from sandbox.ray.open import open_cluster
 
 
 @asynccontextmanager
-async def open_boxes(config: RunConfig, tell: Callable[[str], None]) -> AsyncIterator[SandboxBackend]:
-    """The config's sandbox backend; none where its environment starts no boxes. ``tell`` is given a line for every host
-    that is lost.
+async def open_sandboxes(config: RunConfig, tell: Callable[[str], None]) -> AsyncIterator[SandboxBackend]:
+    """The config's sandbox backend; none where its environment starts no sandboxes. ``tell`` is given a line for
+    every host that is lost.
 
     Raises SandboxUnavailableError where this machine or a host lacks it, UserError where no Ray answers.
     """
     async with AsyncExitStack() as stack:
         backend: SandboxBackend
-        if not needs_boxes(config.env.name):
-            backend = NoBoxes()
-        elif config.sandbox.hosts == "ray":
+        if not needs_sandboxes(config.env.name):
+            backend = NullBackend()
+        elif config.sandbox.placement == "ray":
             await stack.enter_async_context(open_ray(config))
             backend = await _on_hosts(config.sandbox, tell)
         else:
@@ -41,14 +41,14 @@ async def _on_hosts(config: SandboxConfig, tell: Callable[[str], None]) -> Clust
         run_id=_run_id(),
         images=_images(config),
         runtime=config.runtime,
-        boxes_per_host=config.boxes_per_host,
+        sandboxes_per_node=config.sandboxes_per_node,
         pool=lambda host: _pool(host, config),
         tell=tell,
     )
 
 
-def box_limits(config: SandboxConfig) -> SandboxSpec:
-    """The template of every box: the config's image, memory, processes, CPUs and disk."""
+def sandbox_limits(config: SandboxConfig) -> SandboxSpec:
+    """The template of every sandbox: the config's image, memory, processes, CPUs and disk."""
     limits = SandboxSpec(
         memory_mb=config.memory_mb,
         pids=config.pids,
@@ -65,8 +65,8 @@ def _local(config: SandboxConfig) -> SandboxBackend:
 
 
 def _pool(backend: SandboxBackend, config: SandboxConfig) -> SandboxPool:
-    """One machine's boxes, as many at once as the config allows on one."""
-    return SandboxPool(backend, max_starts=config.max_starts, max_execs=config.max_execs, warm=config.warm)
+    """One machine's sandboxes, as many at once as the config allows on one."""
+    return SandboxPool(backend, max_starts=config.max_starts, max_execs=config.max_execs, prewarmed=config.prewarmed)
 
 
 def _images(config: SandboxConfig) -> ImagePolicy:

@@ -33,7 +33,7 @@ from agent_rl.config import RunConfig
 from agent_rl.errors import ConfigError
 from agent_rl.evaluation.finished import report_path
 from agent_rl.evaluation.report import EvalReport
-from agent_rl.rollout.records import EVALUATIONS, FOLDER
+from agent_rl.rollout.records import DIRECTORY, EVALUATIONS
 from agent_rl.train.expert_balancing.report import forget_balance
 from agent_rl.utils.run_files import read_json, write_atomic, write_json
 
@@ -59,7 +59,7 @@ MAY_CHANGE = (
 
 
 class RunState:
-    """A run's folder and its progress. Opening an existing folder resumes it."""
+    """A run's directory and its progress. Opening an existing directory resumes it."""
 
     def __init__(self, config: RunConfig) -> None:
         self.dir = config.run_dir
@@ -96,7 +96,7 @@ class RunState:
         self._resumes = [*self._resumes, step] if self._begun else []
         self._begun = True
         self._evaluations = {key: value for key, value in self._evaluations.items() if evaluation_step(key) <= step}
-        for path in (*(self.dir / FOLDER).glob("step-*"), *(self.dir / EVALUATIONS).glob("step-*")):
+        for path in (*(self.dir / DIRECTORY).glob("step-*"), *(self.dir / EVALUATIONS).glob("step-*")):
             if int(path.name.split("-")[1].split(".")[0]) > step:
                 path.unlink() if path.is_file() else shutil.rmtree(path)
         self._write()
@@ -116,18 +116,18 @@ class RunState:
         write_atomic(path, yaml.safe_dump(resolved, sort_keys=False).encode())
 
 
-def keep_tokenizer(model: Path, folder: Path) -> None:
-    """Copy the tokenizer of ``model`` into a run's folder, where it has one as a single file."""
+def keep_tokenizer(model: Path, directory: Path) -> None:
+    """Copy the tokenizer of ``model`` into a run's directory, where it has one as a single file."""
     source = model / "tokenizer.json"
     if source.is_file():
-        write_atomic(folder / "tokenizer.json", source.read_bytes())
+        write_atomic(directory / "tokenizer.json", source.read_bytes())
 
 
 def evaluation_step(key: str) -> int:
     return int(key.split("/")[0].removeprefix("step-"))
 
 
-def _check_same(old: Mapping[str, Any], new: Mapping[str, Any], folder: Path) -> None:
+def _check_same(old: Mapping[str, Any], new: Mapping[str, Any], directory: Path) -> None:
     """A resumed run must be the same run: name the first key that differs."""
     for key in sorted(_flatten(old).keys() | _flatten(new).keys()):
         parts = set(key.split("."))
@@ -136,8 +136,8 @@ def _check_same(old: Mapping[str, Any], new: Mapping[str, Any], folder: Path) ->
         before, after = _flatten(old).get(key), _flatten(new).get(key)
         if before != after:
             raise ConfigError(
-                f"{key}: {folder} was begun with {before!r}, the config now says {after!r}; "
-                "give the run another name, or remove the folder to start anew"
+                f"{key}: {directory} was begun with {before!r}, the config now says {after!r}; "
+                "give the run another name, or remove the directory to start anew"
             )
 
 

@@ -15,11 +15,11 @@ from agent_rl.utils.run_files import write_json
 
 MEANS = (
     "mismatch/k3_kl",
-    "mismatch_native/k3_kl",
+    "mismatch_without_replay/k3_kl",
     "mismatch/logprob_abs_diff",
-    "mismatch_native/logprob_abs_diff",
+    "mismatch_without_replay/logprob_abs_diff",
     "r3/router_mismatch",
-    "mismatch_native/router_mismatch",
+    "mismatch_without_replay/router_mismatch",
     "rollout/tokens_per_second",
     "time/step",
 )

@@ -2,12 +2,14 @@
 
 ::
 
-    RolloutPump ── groups ──▶ WorkBuffer.take ── Batch ──▶ samples_of ── samples ──▶ trainer.step ── weights ──▶ engine
+    RolloutProducer ── groups ──▶ RolloutBuffer.take ── Batch ──▶ samples_of ── samples ──▶ trainer.step ── weights
+    ──▶ engine
         ▲                                                                                                         │
-        └───────────────────────────── WorkBuffer.release, after the published version ◀──────────────────────────┘
+        └───────────────────────────── RolloutBuffer.release, after the published version ◀──────────────────────────┘
 
-With ``pipeline.depth`` 0 there is room for one batch at a time: a step's episodes are all sampled with the weights the
-step before published, and nothing runs beside training or evaluation. With more, sampling runs so many batches ahead.
+With ``async_rollout.depth`` 0 there is room for one batch at a time: a step's episodes are all sampled with the
+weights the step before published, and nothing runs beside training or evaluation. With more, sampling runs so many
+batches ahead.
 
 What a step consumed and produced is on disk before the next begins, and every episode as soon as it ends; a killed run
 goes on from its last checkpoint with the episodes that had finished since, and so does one whose trainer died, by
@@ -26,18 +28,18 @@ from functools import partial
 from agent_rl.config import RunConfig
 from agent_rl.controller import preflight
 from agent_rl.controller.advantages import GroupSamples, overlong_penalty, samples_of
-from agent_rl.controller.async_rollout.buffer import BufferRules, WorkBuffer
+from agent_rl.controller.async_rollout.buffer import BufferRules, RolloutBuffer
 from agent_rl.controller.async_rollout.evaluations import Evaluations
 from agent_rl.controller.async_rollout.ledger_file import History, StepRow
-from agent_rl.controller.async_rollout.producer import RolloutPump
+from agent_rl.controller.async_rollout.producer import RolloutProducer
 from agent_rl.controller.async_rollout.task_ledger import Ledger, Outcome
 from agent_rl.controller.batch import Batch, batch_metrics, batch_of, check_filled, goodput, rescore_values
 from agent_rl.controller.checkpoints import Checkpoints, Progress
-from agent_rl.controller.engine_admission import Newcomers
+from agent_rl.controller.engine_admission import EngineAdmission
 from agent_rl.controller.guard import Guard
 from agent_rl.controller.journal import Journal
-from agent_rl.controller.placement import Rooms, needs_ray, open_rooms
-from agent_rl.controller.rollout_runtime import World, open_world
+from agent_rl.controller.placement import Reservations, needs_ray, open_reservations
+from agent_rl.controller.rollout_runtime import RolloutRuntime, open_rollout_runtime
 from agent_rl.controller.route_checks import check_budget, probe_engines
 from agent_rl.controller.skipped_updates import why_idle
 from agent_rl.controller.state import RunState, keep_tokenizer
@@ -47,7 +49,7 @@ from agent_rl.controller.trainer_restarts import Restarts
 from agent_rl.engine.types import Scorer
 from agent_rl.errors import TrainerDied
 from agent_rl.evaluation.quarantine import Quarantine
-from agent_rl.models.spec import ModelFacts
+from agent_rl.models.spec import ModelSpec
 from agent_rl.monitoring.console import Display
 from agent_rl.monitoring.loop_lag import LoopLag
 from agent_rl.monitoring.metrics_log import MetricsLog
@@ -61,7 +63,7 @@ from agent_rl.rollout.rescore import Rescorer
 from agent_rl.train.ray_trainer import RayTrainer
 from agent_rl.types import TokenDetail
 from agent_rl.utils.concurrency import beside, cancel_on_signals
-from agent_rl.utils.folder_lock import hold_folder
+from agent_rl.utils.directory_lock import lock_directory
 from agent_rl.weight_sync.sync import WeightSync
 from envs import Task
 
@@ -89,19 +91,19 @@ async def train(config: RunConfig) -> None:
     preflight.check_lengths(config, facts)
     check_sinks(config)
     display = Display(config.name)
-    with hold_folder(config.run_dir), display:
+    with lock_directory(config.run_dir), display:
         await preflight.ask_elsewhere(config)
         if needs_ray(config):
             display.stage("connecting to Ray")
-        async with open_rooms(config, ranks=True) as rooms:  # before the folder is bound to the config
+        async with open_reservations(config, ranks=True) as rooms:  # before the directory is bound to the config
             if rooms.note is not None:
                 display.note(rooms.note)
             state = RunState(config)
             if config.r3.ablation != "none":
                 display.fact("experiment", f"r3.ablation {config.r3.ablation}: routes are kept from the trainer")
             keep_tokenizer(config.model, state.dir)
-            async with _parts(config, facts, state, display, rooms) as (world, trainer):
-                begin = partial(TrainingRun, config, state, display, world, trainer)
+            async with _parts(config, facts, state, display, rooms) as (runtime, trainer):
+                begin = partial(TrainingRun, config, state, display, runtime, trainer)
                 summary = await run_to_the_end(begin, Restarts(config.train.restarts))
     display.note(f"{state.dir}/summary.json   {state.dir}/run.png")
     display.table(summary_table(summary))
@@ -110,8 +112,8 @@ async def train(config: RunConfig) -> None:
 
 @asynccontextmanager
 async def _parts(
-    config: RunConfig, facts: ModelFacts, state: RunState, display: Display, rooms: Rooms
-) -> AsyncIterator[tuple[World, RayTrainer]]:
+    config: RunConfig, facts: ModelSpec, state: RunState, display: Display, rooms: Reservations
+) -> AsyncIterator[tuple[RolloutRuntime, RayTrainer]]:
     """The world and the trainer, started side by side: each takes many seconds, mostly of imports.
 
     One Ray serves both. Where the world needs it, ``rooms`` brought it, else the trainer starts it.
@@ -123,17 +125,17 @@ async def _parts(
             if not config.engine.colocate:
                 starting.create_task(trainer.start())
             where = state.dir / "logs"
-            opening = open_world(
+            opening = open_rollout_runtime(
                 config, facts, where, display, routes=config.wants_routes, publishing=True, rooms=rooms.engines
             )
-            world = await stack.enter_async_context(opening)
-            await probe_engines(config, world.engine, display)
+            runtime = await stack.enter_async_context(opening)
+            await probe_engines(config, runtime.engine, display)
             display.stage("starting the trainer")
             if config.engine.colocate:  # SGLang wants as much free memory on all of its GPUs when it starts
-                await world.engine.sleep.begin()
+                await runtime.engine.sleep.begin()
                 starting.create_task(trainer.start())
         cancel_on_signals()
-        yield world, trainer
+        yield runtime, trainer
 
 
 async def run_to_the_end(begin: Callable[[], TrainingRun], restarts: Restarts) -> dict[str, object]:
@@ -144,7 +146,7 @@ async def run_to_the_end(begin: Callable[[], TrainingRun], restarts: Restarts) -
         run = begin()
         try:
             if death is not None:
-                await run.world.engine.sleep.begin()
+                await run.runtime.engine.sleep.begin()
                 await run.trainer.restart()
             return await run.run()
         except TrainerDied as error:
@@ -157,13 +159,15 @@ async def run_to_the_end(begin: Callable[[], TrainingRun], restarts: Restarts) -
 class TrainingRun:
     """A run from its last checkpoint on, to its last step."""
 
-    def __init__(self, config: RunConfig, state: RunState, display: Display, world: World, trainer: RayTrainer) -> None:
+    def __init__(
+        self, config: RunConfig, state: RunState, display: Display, runtime: RolloutRuntime, trainer: RayTrainer
+    ) -> None:
         self.config, self.state, self.display = config, state, display
-        self.world, self.trainer = world, trainer
+        self.runtime, self.trainer = runtime, trainer
         self.rules = EpisodeRules.of(config)
         self.metrics = MetricsLog(state.dir, openers(SinkRun(state.dir, state.run_id, config)), display.note)
-        self.sync = WeightSync(config, world.engine, trainer, state.dir / "weights", display.note)
-        self.newcomers = Newcomers(config, world.engine, self.sync)
+        self.sync = WeightSync(config, runtime.engine, trainer, state.dir / "weights", display.note)
+        self.newcomers = EngineAdmission(config, runtime.engine, self.sync)
         self.guard = Guard(config.guard, state.dir, display.note)
         self.journal = Journal(state.dir / "journal", state.run_id, turns=config.rollout.recover == "turns")
         self.history = History(state.dir)
@@ -171,15 +175,15 @@ class TrainingRun:
         self.progress = Progress(state.run_id)
         self.quarantine = Quarantine(state.dir / "quarantine.json")
         self.masked = masked_stops(config.train.filter)
-        self.rescorer = _rescorer(config, world.engine)
+        self.rescorer = _rescorer(config, runtime.engine)
         self.loop_lag = LoopLag()
-        self.lane = "rollout" if config.pipeline.depth else ""
-        told = partial(self._on_event, lane="evaluation" if config.pipeline.depth else "")
-        self.evaluations = Evaluations(config, state, display, world, self.newcomers, self.quarantine, told)
+        self.lane = "rollout" if config.async_rollout.depth else ""
+        told = partial(self._on_event, lane="evaluation" if config.async_rollout.depth else "")
+        self.evaluations = Evaluations(config, state, display, runtime, self.newcomers, self.quarantine, told)
 
     async def run(self) -> dict[str, object]:
         """All remaining steps, with the evaluations before, between and after them. Returns the summary."""
-        total, env = self.config.train.steps, self.world.workshop.env
+        total, env = self.config.train.steps, self.runtime.task_runtime.env
         await env.prepare("train", self.config.eval.split)
         await self._resume()
         done = self.progress.step
@@ -188,9 +192,9 @@ class TrainingRun:
             self.display.step(int(row["step"]), row)
         await self._publish(self.progress, Clock())
         await self.evaluations.begin(done)
-        tasks = self.world.workshop.tasks("train")
+        tasks = self.runtime.task_runtime.tasks("train")
         check_enough(tasks, self.config.rollout.tasks_per_step)
-        buffer = WorkBuffer(self._rules(), Ledger(self.progress.position, self.progress.ahead), done)
+        buffer = RolloutBuffer(self._rules(), Ledger(self.progress.position, self.progress.ahead), done)
         pump = self._pump(buffer, tasks)
         async with beside(self.loop_lag.watch()), pump.running():
             for step in range(done + 1, total + 1):
@@ -202,7 +206,7 @@ class TrainingRun:
         await self.evaluations.finish()
         await self.checkpoints.finish()
         await self.trainer.export(self.state.dir / "model")
-        facts = {"sandbox": self.world.workshop.backend.name, "engine": f"sglang, {self.config.engine.dtype}"}
+        facts = {"sandbox": self.runtime.task_runtime.backend.name, "engine": f"sglang, {self.config.engine.dtype}"}
         return await asyncio.to_thread(summarize, self.state, self.metrics.rows, facts, steps=total)
 
     async def close(self) -> None:
@@ -225,52 +229,52 @@ class TrainingRun:
         self.guard.resume(step)
 
     def _rules(self) -> BufferRules:
-        rollout, pipeline = self.config.rollout, self.config.pipeline
+        rollout, ahead = self.config.rollout, self.config.async_rollout
         return BufferRules(
             width=rollout.tasks_per_step,
-            depth=pipeline.depth,
-            staleness=pipeline.staleness,
+            depth=ahead.depth,
+            staleness=ahead.staleness,
             most_draws=rollout.dynamic_sampling.max_draws * rollout.tasks_per_step,
             steps=self.config.train.steps,
             dynamic=rollout.dynamic_sampling.enabled,
         )
 
-    def _pump(self, buffer: WorkBuffer, tasks: Sequence[Task]) -> RolloutPump:
-        return RolloutPump(
+    def _pump(self, buffer: RolloutBuffer, tasks: Sequence[Task]) -> RolloutProducer:
+        return RolloutProducer(
             self.config,
             tasks,
             buffer,
             self.journal,
-            self.world.runner(self.rules),
-            limiter=self.world.limiter,
+            self.runtime.runner(self.rules),
+            limiter=self.runtime.limiter,
             left_out=self.quarantine,
             rescore=self.rescorer,
             on_event=partial(self._on_event, lane=self.lane),
         )
 
-    async def _step(self, step: int, buffer: WorkBuffer, pump: RolloutPump) -> None:
+    async def _step(self, step: int, buffer: RolloutBuffer, pump: RolloutProducer) -> None:
         clock = Clock()
         async with clock.stage("step"):
-            async with clock.stage("rollout"), self.newcomers.welcomed():
+            async with clock.stage("rollout"), self.newcomers.admit():
                 batch, values = await self._take(step, buffer, pump)
             values |= {
                 "data/position": float(buffer.ledger.position),
-                "pipeline/buffered": float(buffer.ledger.count(Outcome.KEPT)),
-                "pipeline/unfinished": float(len(buffer.ledger.open)),
+                "async_rollout/buffered": float(buffer.ledger.count(Outcome.KEPT)),
+                "async_rollout/unfinished": float(len(buffer.ledger.open)),
             }
             if self.config.wants_routes:
                 check_budget(step, batch.groups, self.config.r3)
             prepared = self._samples(step, batch)
             values |= prepared.metrics
-            details: dict[int, TokenDetail] | None = {} if self.config.observe.token_detail else None
+            details: dict[int, TokenDetail] | None = {} if self.config.monitoring.token_detail else None
             if prepared.samples:
-                await self.world.engine.sleep.begin()
+                await self.runtime.engine.sleep.begin()
                 self.display.stage(f"step {step}: update")
-                native = self._measure_native(step)
+                native = self._measure_without_replay(step)
                 spike = self.guard.spike_norm(self.metrics.rows)
                 values |= await self.trainer.step(
                     prepared.samples,
-                    measure_native=native,
+                    measure_without_replay=native,
                     step=step,
                     spike_norm=spike,
                     on_detail=None if details is None else details.update,
@@ -285,12 +289,12 @@ class TrainingRun:
                 verdicts=(*prepared.verdicts, *batch.verdicts_of_discarded),
                 details=None if details is None else {prepared.origins[at]: own for at, own in details.items()},
             )
-        values |= clock.values | self.world.metrics() | self.world.engine.fleet.metrics()
-        engine = self.world.engine
+        values |= clock.values | self.runtime.metrics() | self.runtime.engine.fleet.metrics()
+        engine = self.runtime.engine
         values |= engine.gate.metrics() | engine.load.metrics(engine.fleet.in_use) | engine.sleep.metrics()
         values |= self.journal.metrics(step) | self.loop_lag.metrics()
         values |= goodput(prepared.samples, batch.sampled, values["time/step"])
-        values["pipeline/trainer_idle"] = values["time/rollout"] / values["time/step"]
+        values["async_rollout/trainer_idle"] = values["time/rollout"] / values["time/step"]
         values |= self.history.append(StepRow(step, batch.outcomes, tuple(group.task_id for group in batch.sampled)))
         values |= self.guard.judge(step, values, self.metrics.rows)
         await asyncio.to_thread(self.metrics.append, step, values)
@@ -303,7 +307,7 @@ class TrainingRun:
         return samples_of(
             batch.groups,
             baseline=self.config.train.baseline,
-            scale=self.config.train.scale,
+            scale=self.config.train.advantage_scale,
             drop_missing=self.config.wants_routes and self.config.r3.missing == "drop_sample",
             masked=self.masked,
             penalty=partial(
@@ -311,12 +315,12 @@ class TrainingRun:
                 limit=self.config.rollout.max_tokens,
                 overlong=self.config.train.overlong,
             ),
-            normalised=not self.config.train.normalises_penalised,
+            normalized=not self.config.train.normalizes_penalized,
             by_sequence=self.config.train.averaged_over == "sequence",
             published=step - 1,
         )
 
-    async def _take(self, step: int, buffer: WorkBuffer, pump: RolloutPump) -> tuple[Batch, dict[str, float]]:
+    async def _take(self, step: int, buffer: RolloutBuffer, pump: RolloutProducer) -> tuple[Batch, dict[str, float]]:
         """The batch of ``step``, as soon as it is there, and what is measured of it."""
         rollout = self.config.rollout
         episodes = rollout.tasks_per_step * rollout.group_size
@@ -343,8 +347,8 @@ class TrainingRun:
         if line := self.quarantine.learn(event):
             self.display.note(line)
 
-    def _measure_native(self, step: int) -> bool:
-        every = self.config.train.native_every
+    def _measure_without_replay(self, step: int) -> bool:
+        every = self.config.train.measure_without_replay_every
         return every > 0 and step % every == 0
 
     async def _publish(self, progress: Progress, clock: Clock) -> Mapping[str, float]:
@@ -353,10 +357,10 @@ class TrainingRun:
         await self.evaluations.finish()
         self.display.stage(f"step {progress.step}: weights to the engine")
         by_turns = self.config.engine.pause_mode == "turn"
-        async with clock.stage("weight_sync"), self.world.engine.gate.closed() if by_turns else nullcontext():
-            await self.world.engine.sleep.load()
+        async with clock.stage("weight_sync"), self.runtime.engine.gate.closed() if by_turns else nullcontext():
+            await self.runtime.engine.sleep.load()
             values = await self.sync.publish(progress.step)
-            await self.world.engine.sleep.end()
+            await self.runtime.engine.sleep.end()
             if progress.step < self.config.train.steps:
                 await self._begin(progress.step + 1, progress.weights)
             return values

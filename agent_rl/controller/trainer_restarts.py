@@ -1,6 +1,6 @@
 """A trainer's rank dies and the run goes on by itself: ranks are started anew and the last checkpoint is loaded.
 
-Engines, boxes and the controller stay. From the checkpoint on the steps are done again as after a kill of the whole
+Engines, sandboxes and the controller stay. From the checkpoint on the steps are done again as after a kill of the whole
 run, with the episodes that the journal holds.
 """
 

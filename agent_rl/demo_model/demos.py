@@ -1,4 +1,4 @@
-"""Scripted demonstrations of how to fix a generated task, played with the real tools in real boxes.
+"""Scripted demonstrations of how to fix a generated task, played with the real tools in real sandboxes.
 
 The demonstrator knows the true fix. It is imperfect on purpose: a fixed share of its demonstrations submits without an
 edit and another writes a wrong line, so that a model which imitates it knows how to fix a bug but often does not, and
@@ -20,8 +20,8 @@ from tools import ParseFailure, ToolCall, ToolSet, swe_tools, tool_format
 
 Dialogue = tuple[Message, ...]
 
-_DEMOS_PER_BOX = 100
-_BOXES = 2
+_DEMOS_PER_SANDBOX = 100
+_SANDBOXES = 2
 _WORKDIR = "/testbed"
 _FORMAT = tool_format("xml")
 
@@ -56,27 +56,27 @@ async def record_demonstrations(
 ) -> list[Dialogue]:
     """One demonstration a task, in the tasks' order; ``progress`` is called with how many more are done.
 
-    Demonstrations share boxes, one after another: nothing of an earlier task is shown in a later one.
+    Demonstrations share sandboxes, one after another: nothing of an earlier task is shown in a later one.
     """
-    gate = asyncio.Semaphore(_BOXES)
+    gate = asyncio.Semaphore(_SANDBOXES)
 
     async def record(start: int) -> list[Dialogue]:
         async with gate:
-            chunk = tasks[start : start + _DEMOS_PER_BOX]
+            chunk = tasks[start : start + _DEMOS_PER_SANDBOX]
             dialogues = await _record_chunk(context, chunk, demonstrator, random.Random(f"{seed}/{start}"))
         if progress is not None:
             progress(len(dialogues))
         return dialogues
 
     async with asyncio.TaskGroup() as group:
-        parts = [group.create_task(record(start)) for start in range(0, len(tasks), _DEMOS_PER_BOX)]
+        parts = [group.create_task(record(start)) for start in range(0, len(tasks), _DEMOS_PER_SANDBOX)]
     return [dialogue for part in parts for dialogue in part.result()]
 
 
 async def _record_chunk(
     context: EnvContext, tasks: Sequence[MiniTask], demonstrator: Demonstrator, rng: random.Random
 ) -> list[Dialogue]:
-    async with context.box(replace(context.limits, workdir=_WORKDIR)) as sandbox:
+    async with context.sandbox(replace(context.limits, workdir=_WORKDIR)) as sandbox:
         return [await _record(sandbox, task, demonstrator.turns(task, rng)) for task in tasks]
 
 

@@ -171,14 +171,14 @@ def _previous_token_vectors(sizes: TinyMoe) -> tuple[NDArray[np.float32], NDArra
     return query.astype(np.float32), key.astype(np.float32)
 
 
-def save_checkpoint(folder: Path, weights: Weights, sizes: TinyMoe, *, eos: int, pad: int) -> None:
-    """Write ``model.safetensors``, ``config.json`` and ``generation_config.json`` into ``folder``.
+def save_checkpoint(directory: Path, weights: Weights, sizes: TinyMoe, *, eos: int, pad: int) -> None:
+    """Write ``model.safetensors``, ``config.json`` and ``generation_config.json`` into ``directory``.
 
     The tied output projection is written out too: SGLang's Qwen3-MoE never ties.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(parents=True, exist_ok=True)
     weights = {**weights, "lm_head.weight": weights["model.embed_tokens.weight"].copy()}
-    save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(sizes.config(eos, pad), indent=2) + "\n")
+    save_file(weights, str(directory / "model.safetensors"), metadata={"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(sizes.config(eos, pad), indent=2) + "\n")
     generation = {"eos_token_id": eos, "pad_token_id": pad, "do_sample": True, "temperature": 1.0}
-    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")

@@ -61,10 +61,10 @@ def _with_plain_tags(tokenizer: Tokenizer) -> Tokenizer:
     return Tokenizer.from_str(json.dumps(data))
 
 
-def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write ``tokenizer.json`` and ``tokenizer_config.json`` (with the chat template) into ``folder``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
+def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
+    """Write ``tokenizer.json`` and ``tokenizer_config.json`` (with the chat template) into ``directory``."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": EOS,
@@ -74,7 +74,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         "model_max_length": 4096,
         "chat_template": chat_template(),
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def chat_template() -> str:

@@ -17,7 +17,7 @@ from agent_rl.demo_model.demos import Demonstrator, Dialogue, record_demonstrati
 from agent_rl.demo_model.init import SHAPES, TinyMoe, initial_weights, save_checkpoint
 from agent_rl.demo_model.tokenizer import EOS, PAD, save_tokenizer, train_tokenizer
 from agent_rl.render.chat import ChatRenderer
-from agent_rl.utils.folder_lock import LOCK, hold_folder
+from agent_rl.utils.directory_lock import LOCK, lock_directory
 from agent_rl.utils.run_files import read_json, write_json
 from envs import EnvContext
 from envs.mini import MiniTask, stream
@@ -52,12 +52,12 @@ WARMUPS: Mapping[str, WarmupSettings] = {
 async def make_model(out: Path, settings: WarmupSettings, backend: SandboxBackend, progress: Progress) -> None:
     """Make a starting model in ``out``, which appears whole or not at all.
 
-    A warm-up that was stopped goes on where it was, from what it keeps in a folder beside ``out``. ``progress`` is
+    A warm-up that was stopped goes on where it was, from what it keeps in a directory beside ``out``. ``progress`` is
     called with a line for each stage. Raises UserError where another process is at work on ``out``.
     """
     work = out.parent / f".{out.name}-warmup"
     blank, trained = work / "blank", work / "trained"
-    with hold_folder(work):
+    with lock_directory(work):
         _keep_only(work, settings)
         tasks = list(islice(stream("train", _TASK_SEED + settings.seed), settings.demonstrations))
         dialogues = await _demonstrations(work / "demonstrations.json", tasks, settings, backend, progress)
@@ -89,7 +89,7 @@ async def _demonstrations(
     """A demonstration of each task: those in the file ``path``, or recorded now and kept there."""
     if (held := _recorded(path)) is not None:
         return held
-    progress(f"{len(tasks)} tasks generated; recording a demonstration of each in {backend.name} boxes")
+    progress(f"{len(tasks)} tasks generated; recording a demonstration of each in {backend.name} sandboxes")
     done = 0
 
     def count(more: int) -> None:
@@ -110,14 +110,14 @@ def _recorded(path: Path) -> list[Dialogue] | None:
 
 
 def make_blank(
-    folder: Path, dialogues: Sequence[Dialogue], tasks: Sequence[MiniTask], settings: WarmupSettings
+    directory: Path, dialogues: Sequence[Dialogue], tasks: Sequence[MiniTask], settings: WarmupSettings
 ) -> None:
-    """An untrained model with its tokenizer, in ``folder``."""
+    """An untrained model with its tokenizer, in ``directory``."""
     tokenizer = train_tokenizer(_corpus(dialogues, tasks))
-    save_tokenizer(tokenizer, folder)
+    save_tokenizer(tokenizer, directory)
     weights = initial_weights(settings.sizes, settings.seed)
     eos, pad = tokenizer.token_to_id(EOS), tokenizer.token_to_id(PAD)
-    save_checkpoint(folder, weights, settings.sizes, eos=eos, pad=pad)
+    save_checkpoint(directory, weights, settings.sizes, eos=eos, pad=pad)
 
 
 def _corpus(dialogues: Sequence[Dialogue], tasks: Sequence[MiniTask]) -> Iterable[str]:
@@ -126,13 +126,13 @@ def _corpus(dialogues: Sequence[Dialogue], tasks: Sequence[MiniTask]) -> Iterabl
         yield f"{task.old}\n{task.new}"
 
 
-def encode(dialogues: Sequence[Dialogue], folder: Path) -> list[tuple[NDArray[np.int32], NDArray[np.float32]]]:
+def encode(dialogues: Sequence[Dialogue], directory: Path) -> list[tuple[NDArray[np.int32], NDArray[np.float32]]]:
     """Each dialogue's tokens, exactly as an episode would have them, and their loss weights.
 
     The demonstrator's own tokens weigh 1, all others 0.2: reading code teaches the model what correct code looks like.
     """
-    renderer = ChatRenderer(folder)
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    renderer = ChatRenderer(directory)
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     return [_encode(dialogue, renderer, tokenizer) for dialogue in dialogues]
 
 
@@ -174,14 +174,14 @@ async def _train(
         await trainer.export(out)
 
 
-def _to_bfloat16(folder: Path) -> None:
+def _to_bfloat16(directory: Path) -> None:
     """Round the weights to bfloat16, the engine's precision: engine and trainer then start from the same numbers."""
     import torch
     from safetensors.torch import load_file, save_file
 
     weights: dict[str, torch.Tensor] = {}  # with lm_head.weight, tied as it is: SGLang's Qwen3-MoE never ties
-    for shard in sorted(folder.glob("*.safetensors")):
+    for shard in sorted(directory.glob("*.safetensors")):
         weights |= {name: tensor.to(torch.bfloat16) for name, tensor in load_file(shard).items()}
         shard.unlink()
-    (folder / "model.safetensors.index.json").unlink(missing_ok=True)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (directory / "model.safetensors.index.json").unlink(missing_ok=True)
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})

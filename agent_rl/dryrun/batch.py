@@ -7,13 +7,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agent_rl.config import RunConfig
-from agent_rl.models.spec import ModelFacts
+from agent_rl.models.spec import ModelSpec
 from agent_rl.train.batching.mini_steps import MiniStepShare
 from agent_rl.types import Sample
 from r3.routing import Routing, narrowest_dtype
 
 
-def make_samples(config: RunConfig, facts: ModelFacts, expert_rank: int, skew: float) -> dict[int, Sample]:
+def make_samples(config: RunConfig, facts: ModelSpec, expert_rank: int, skew: float) -> dict[int, Sample]:
     """As many samples as fill a micro-batch for every pipeline stage, by index."""
     length = min(config.rollout.max_tokens, config.train.microbatch_tokens)
     count = config.train.microbatch_tokens // length * config.train.parallel.pipeline
@@ -40,7 +40,7 @@ def share_of(samples: dict[int, Sample], config: RunConfig) -> MiniStepShare:
     return MiniStepShare(batches, tokens, len(samples))
 
 
-def routes(facts: ModelFacts, tokens: int, expert_ranks: int, loaded: int, skew: float) -> NDArray[np.unsignedinteger]:
+def routes(facts: ModelSpec, tokens: int, expert_ranks: int, loaded: int, skew: float) -> NDArray[np.unsignedinteger]:
     """Experts ``[tokens, moe_layers, top_k]``: those of rank ``loaded`` are chosen ``skew`` times as often as the mean
     rank's, all others alike; the same in every layer."""
     each = facts.num_experts // expert_ranks

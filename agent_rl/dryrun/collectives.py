@@ -168,6 +168,6 @@ class Collectives:
     def all_gather_object(self, out: list[Any], item: Any, group: Any = None) -> None:
         out[:] = [item] * len(out) if self.gathered is None else self.gathered(item)
 
-    def broadcast_object_list(self, box: list[Any], *_: Any, **__: Any) -> None:
-        if box[0] is None:
-            box[0] = self.objects()
+    def broadcast_object_list(self, sandbox: list[Any], *_: Any, **__: Any) -> None:
+        if sandbox[0] is None:
+            sandbox[0] = self.objects()

@@ -19,12 +19,12 @@ _SOURCE = Path(__file__).with_name("guard.cpp")
 
 def build_guard() -> Path:
     """The library for this torch, built where it is not there yet (2 s). Raises UserError where it can't be."""
-    compiler, torch = shutil.which("c++") or shutil.which("g++"), _torch_folder()
+    compiler, torch = shutil.which("c++") or shutil.which("g++"), _torch_dir()
     if compiler is None:
-        raise UserError("agent-rl rehearse builds a small library and finds no C++ compiler: install g++")
+        raise UserError("agent-rl dry-run builds a small library and finds no C++ compiler: install g++")
     version = (torch / "version.py").read_bytes()
     key = hashlib.sha256(_SOURCE.read_bytes() + version + str(torch).encode()).hexdigest()[:16]
-    library = Path(tempfile.gettempdir()) / f"agent-rl-rehearsal-{os.getuid()}" / f"{key}.so"
+    library = Path(tempfile.gettempdir()) / f"agent-rl-dry run-{os.getuid()}" / f"{key}.so"
     if not library.exists():
         library.parent.mkdir(mode=0o700, exist_ok=True)
         partial = library.with_suffix(f".{os.getpid()}")
@@ -33,7 +33,7 @@ def build_guard() -> Path:
         done = subprocess.run([*command, f"-Wl,-rpath,{torch}/lib"], capture_output=True, text=True, check=False)
         if done.returncode:
             reason = _first_error(done.stderr)
-            raise UserError(f"agent-rl rehearse: {compiler} could not build {_SOURCE.name}: {reason}")
+            raise UserError(f"agent-rl dry-run: {compiler} could not build {_SOURCE.name}: {reason}")
         partial.rename(library)
     return library
 
@@ -44,14 +44,14 @@ def load_guard(library: Path) -> None:
     ctypes.CDLL(str(library))
 
 
-def _torch_folder() -> Path:
+def _torch_dir() -> Path:
     found = importlib.util.find_spec("torch")
     if found is None or found.origin is None:
         raise UserError("not installed: torch; `agent-rl install trainer` installs it")
-    folder = Path(found.origin).parent
-    if (folder / "lib" / "libtorch_cuda.so").exists():
-        raise UserError("agent-rl rehearse needs a CPU build of torch, and this one has CUDA: use another environment")
-    return folder
+    directory = Path(found.origin).parent
+    if (directory / "lib" / "libtorch_cuda.so").exists():
+        raise UserError("agent-rl dry-run needs a CPU build of torch, and this one has CUDA: use another environment")
+    return directory
 
 
 def _first_error(text: str) -> str:

@@ -14,7 +14,7 @@ from agent_rl.dryrun.names import Owner
 
 @dataclass(frozen=True, slots=True)
 class RankJob:
-    """Rank ``rank`` of ``config`` over the model whose config.json is in folder ``model``. Experts of this rank are
+    """Rank ``rank`` of ``config`` over the model whose config.json is in directory ``model``. Experts of this rank are
     chosen ``skew`` times as often as a rank's mean. ``library``: of :func:`agent_rl.dryrun.fake_device.build_guard`."""
 
     config: RunConfig

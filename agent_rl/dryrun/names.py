@@ -10,7 +10,7 @@ ENGINES = "engines"
 STEP = ("rest of a step", "old log-probs", "reference", "update", "step")
 """The phases of a global step; the first is what is done between the others."""
 OUT = ("export", "publish", "refused publish")
-"""The phases in which weights leave the trainer: to a folder, to engines, and to engines of which one takes none."""
+"""The phases in which weights leave the trainer: to a directory, to engines, and to engines of which one takes none."""
 
 Owner = Literal["weights", "gradients", "optimizer", "activations", "temporaries", "copies", "other state"]
 """Who holds memory of the GPU. ``activations`` are kept for a backward pass, ``copies`` of weights are on their way

@@ -29,9 +29,9 @@ from agent_rl.errors import AgentRlError, TrainerError
 from agent_rl.planner.hardware import Gpu
 from agent_rl.planner.planner import engines
 from agent_rl.train.hf_index import change_shapes, expected_shapes
-from agent_rl.train.requests import OptimizerSpec, RankOrder, StepOrder
+from agent_rl.train.requests import OptimizerSpec, StepRequest, WorkerRequest
 from agent_rl.weight_sync.adapters import SUFFIX
-from agent_rl.weight_sync.order import PublishOrder
+from agent_rl.weight_sync.order import PublishRequest
 from r3.shard import stage_layers
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def _run(job: RankJob, stage: Stage, done: Done) -> None:
     train, ledger, collectives = job.config.train, stage.ledger, stage.collectives
     _shapes_for_weights(job, ledger)
     _room_for_experts(job)
-    order = RankOrder(job.config, job.model, job.model if train.kl.coefficient else None, "cuda", threads=1)
+    order = WorkerRequest(job.config, job.model, job.model if train.kl.coefficient else None, "cuda", threads=1)
     with ledger.phase("start"):
         rank = TrainerRank(order, OptimizerSpec.of(train), job.rank, master_addr="", master_port=0)
     collectives.names = _groups()
@@ -120,7 +120,7 @@ def _run(job: RankJob, stage: Stage, done: Done) -> None:
     _own_state(rank, ledger)
     done.static = ledger.held
     with ledger.phase(STEP[0]):
-        rank.grpo(samples, [share], StepOrder(job.config, measure_native=False), shards)
+        rank.grpo(samples, [share], StepRequest(job.config, measure_without_replay=False), shards)
     gc.collect()
     done.left = ledger.held - done.static
     if ranks.pipeline_size > 1:
@@ -201,7 +201,7 @@ def _publish(job: RankJob, rank: Any, stage: Stage) -> None:
         for name, refusing in zip(OUT[1:], (False, True), strict=True):
             stand_in.refusing = refusing
             with ledger.phase(name, owner="copies"):
-                report = rank.publish(PublishOrder(stand_in.urls, name, engine))
+                report = rank.publish(PublishRequest(stand_in.urls, name, engine))
                 failures = [*stand_in.complaints, *(report.failures.values() if report else ())]
                 if stand_in.complaints or (report is not None and bool(failures) != refusing):
                     raise TrainerError(failures[0] if failures else "an engine refused, and nobody noticed")
@@ -264,7 +264,7 @@ def _shapes_for_weights(job: RankJob, ledger: Ledger) -> None:
             plain(*arguments)
 
     replaced: Any = hf
-    replaced.load_weights, replaced.SliceReader = load, lambda folder: ShapeReader(job)
+    replaced.load_weights, replaced.SliceReader = load, lambda directory: ShapeReader(job)
     chosen: Any = kernel_choice  # kernels have no values to be proved by: the first that is there is taken
     chosen.examine = lambda candidate, *_: None if candidate.there else "it is not installed"
 

@@ -1,4 +1,4 @@
-"""A rehearsal as tables: memory, work, waits and seconds by phase, bytes by group, beside the plan's figures."""
+"""A dry run as tables: memory, work, waits and seconds by phase, bytes by group, beside the plan's figures."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _sending(record: RankRecord, config: RunConfig, phase: str) -> float:
 
 
 def _over_hosts(config: RunConfig, ranks: list[int]) -> bool:
-    return len({rank // config.hardware.gpus_per_host for rank in ranks}) > 1
+    return len({rank // config.hardware.gpus_per_node for rank in ranks}) > 1
 
 
 def _rate(config: RunConfig, ranks: list[int]) -> float:

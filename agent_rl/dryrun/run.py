@@ -1,4 +1,4 @@
-"""``agent-rl rehearse``: what is checked before anything starts, a process for each rank and depth, the results."""
+"""``agent-rl dry-run``: what is checked before anything starts, a process for each rank and depth, the results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from agent_rl.config import RunConfig
 from agent_rl.dryrun.fake_device import build_guard
 from agent_rl.dryrun.job import RankJob, RankRecord
 from agent_rl.errors import TrainerError, UserError
-from agent_rl.models.spec import ModelFacts
+from agent_rl.models.spec import ModelSpec
 from agent_rl.planner.compute_model import PlannedPublish, PlannedStep, planned_publish, planned_step
 from agent_rl.planner.known_models import CONFIGS, planned_model
 from agent_rl.planner.memory_model import RankBytes, rank_bytes
@@ -75,8 +75,8 @@ def rehearse(config: RunConfig, *, ranks: Sequence[int], skew: float, layers: st
     depths, library = _depths(layers, config, facts), build_guard()
     parallel = config.train.parallel
     chosen = ranks or sorted({0, parallel.world_size - 1 if parallel.pipeline > 1 else 0})
-    with tempfile.TemporaryDirectory(prefix="agent-rl-rehearsal-") as folder, ThreadPoolExecutor(2) as pool:
-        models = {depth: _write_model(config, depth, Path(folder) / str(depth)) for depth in depths}
+    with tempfile.TemporaryDirectory(prefix="agent-rl-dry run-") as directory, ThreadPoolExecutor(2) as pool:
+        models = {depth: _write_model(config, depth, Path(directory) / str(depth)) for depth in depths}
         placed = _on_machines(config)
         jobs = [RankJob(placed, models[depth], rank, skew, library) for rank in chosen for depth in depths]
         records = list(pool.map(_run, jobs))
@@ -88,17 +88,17 @@ def rehearse(config: RunConfig, *, ranks: Sequence[int], skew: float, layers: st
 
 
 def _on_machines(config: RunConfig) -> RunConfig:
-    """The config with the expert ranks that a host of ``hardware.gpus_per_host`` has, where experts are balanced: a
+    """The config with the expert ranks that a host of ``hardware.gpus_per_node`` has, where experts are balanced: a
     rank would ask the others on which machine they are, and here all are on this one."""
     train, balance = config.train, config.train.balance
-    if not balance.enabled or balance.ranks_per_machine is not None:
+    if not balance.enabled or balance.ranks_per_node is not None:
         return config
-    here = math.gcd(train.parallel.expert, config.hardware.gpus_per_host)
-    spread = balance.model_copy(update={"ranks_per_machine": here})
+    here = math.gcd(train.parallel.expert, config.hardware.gpus_per_node)
+    spread = balance.model_copy(update={"ranks_per_node": here})
     return config.model_copy(update={"train": train.model_copy(update={"balance": spread})})
 
 
-def check(config: RunConfig, *, ranks: Sequence[int], skew: float) -> ModelFacts:
+def check(config: RunConfig, *, ranks: Sequence[int], skew: float) -> ModelSpec:
     """The model's facts. Raises UserError or ConfigError, one line, for what can't be rehearsed or would not start."""
     facts, parallel = planned_model(config.model), config.train.parallel
     refuse([*layout_problems(config, facts), *hosts_problems(config)])
@@ -140,7 +140,7 @@ def planned(config: RunConfig, *, rank: int = 0, skew: float = 1.0, layers: int 
     )
 
 
-def _depths(layers: str, config: RunConfig, facts: ModelFacts) -> list[int]:
+def _depths(layers: str, config: RunConfig, facts: ModelSpec) -> list[int]:
     """Depths in layers of the whole model."""
     chunks = config.train.parallel.pipeline * config.train.parallel.virtual_pipeline
     if layers == "all":
@@ -156,14 +156,14 @@ def _depths(layers: str, config: RunConfig, facts: ModelFacts) -> list[int]:
     return depths
 
 
-def _write_model(config: RunConfig, depth: int, folder: Path) -> Path:
-    """A folder with the model's config.json, so many layers deep."""
+def _write_model(config: RunConfig, depth: int, directory: Path) -> Path:
+    """A directory with the model's config.json, so many layers deep."""
     path = config.model / "config.json"
     known: Mapping[str, Any] = json.loads(path.read_text()) if path.is_file() else CONFIGS[config.model.name]
     raw = {key: value for key, value in known.items() if key != "layer_types"}
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(raw | {"num_hidden_layers": depth}))
-    return folder
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(raw | {"num_hidden_layers": depth}))
+    return directory
 
 
 def _run(job: RankJob) -> RankRecord:
@@ -172,10 +172,10 @@ def _run(job: RankJob) -> RankRecord:
         done = subprocess.run(command, input=job.dump(), capture_output=True, timeout=_SECONDS, check=False)
     except subprocess.TimeoutExpired:
         raise TrainerError(
-            f"the rehearsal of rank {job.rank} took more than {_SECONDS:g} s: rehearse fewer layers (--layers 2,4)"
+            f"the dry run of rank {job.rank} took more than {_SECONDS:g} s: rehearse fewer layers (--layers 2,4)"
         ) from None
     lines = done.stdout.splitlines()
     if done.returncode or not lines:
         last = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-        raise TrainerError(f"the rehearsal of rank {job.rank} broke off: {last[0]}")
+        raise TrainerError(f"the dry run of rank {job.rank} broke off: {last[0]}")
     return RankRecord.load(lines[-1])

@@ -2,11 +2,11 @@
 
 The program is started beside its session and ends the episode by ending itself::
 
-    it submitted by the box API, or ended with 0         submitted
+    it submitted by the sandbox API, or ended with 0         submitted
     a limit had ended the session before                 max_turns
     it ended after it was told that the context is full  context_full
     rollout.time_limit passed                            time_limit
-    the engine or the box failed                         as in the built-in loop
+    the engine or the sandbox failed                         as in the built-in loop
     it ended before any reply had reached it             harness_failure: infrastructure, run again
     it ended otherwise                                   program_failed: graded
 
@@ -26,28 +26,28 @@ from agent_rl.config import HarnessConfig
 from agent_rl.endpoint.host_process import LONGEST, run_on_host
 from agent_rl.endpoint.server import BRIDGE, MODEL, SOCKET, Gateway
 from agent_rl.endpoint.session import ExtendingRenderer, HarnessRenderer, Session
-from agent_rl.engine.generation_gate import TurnGate
+from agent_rl.engine.generation_gate import GenerationGate
 from agent_rl.engine.types import Engine
 from agent_rl.errors import HarnessError
 from agent_rl.rollout.episode import EpisodeRules, EpisodeRun
 from agent_rl.types import StopReason, Trajectory
-from envs import Boxed, Dialogue, Environment, Episode, Grade, Task
+from envs import Dialogue, Environment, Episode, Grade, HasSandbox, Task
 from sandbox import ExecResult, Sandbox, bounded, printable
-from sandbox.pool import PooledBox
+from sandbox.pool import PooledSandbox
 from tools import ToolCallFormat, ToolSet
 
-BOX_GATEWAY = "/opt/agent-rl/gateway"
-BOX_HARNESS = "/opt/agent-rl/harness"
-BOX_PORT = 8377
+SANDBOX_GATEWAY = "/opt/agent-rl/gateway"
+SANDBOX_HARNESS = "/opt/agent-rl/harness"
+SANDBOX_PORT = 8377
 _OUTPUT_SHOWN = 600
 
 
 def agent_binds(gateway: Gateway, harness: HarnessConfig) -> dict[str, str]:
-    """What the agents' boxes see of the host, so that a program in them reaches the endpoint."""
-    if harness.place == "host":
+    """What the agents' sandboxes see of the host, so that a program in them reaches the endpoint."""
+    if harness.location == "host":
         return {}
-    own = {} if harness.folder is None else {str(harness.folder.resolve()): BOX_HARNESS}
-    return {str(gateway.folder): BOX_GATEWAY, **own}
+    own = {} if harness.directory is None else {str(harness.directory.resolve()): SANDBOX_HARNESS}
+    return {str(gateway.directory): SANDBOX_GATEWAY, **own}
 
 
 class HarnessRun(EpisodeRun):
@@ -64,26 +64,26 @@ class HarnessRun(EpisodeRun):
         renderer: ExtendingRenderer,
         fmt: ToolCallFormat,
         rules: EpisodeRules,
-        gate: TurnGate | None = None,
+        gate: GenerationGate | None = None,
     ) -> None:
         super().__init__(env, task, engine, renderer, fmt, rules, gate)
         assert rules.rollout.harness is not None
         self.gateway, self.harness = gateway, rules.rollout.harness
         rendering = HarnessRenderer.of(renderer, fmt, self.limits)
         self.served = Session(self.session, engine, rendering, rules, min(context, self.limits.max_tokens))
-        self.box: Sandbox | None = None
+        self.sandbox: Sandbox | None = None
         self.failed: HarnessError | None = None
 
     def _open(self, episode: Episode, tools: ToolSet) -> None:
         """Nothing is rendered before the program asks."""
         self.served.messages = episode.messages
-        if self.harness.place == "host":
+        if self.harness.location == "host":
             self.served.tools = tools
-        elif isinstance(episode, Boxed):
-            self.box = episode.sandbox
+        elif isinstance(episode, HasSandbox):
+            self.sandbox = episode.sandbox
         else:
             raise HarnessError(
-                f"environment {self.env.name} has no box for rollout.harness.place box: set place to host"
+                f"environment {self.env.name} has no sandbox for rollout.harness.location sandbox: set location to host"
             )
 
     async def _act(self, partner: ToolSet | Dialogue) -> StopReason:
@@ -96,7 +96,9 @@ class HarnessRun(EpisodeRun):
     async def _driven(self) -> StopReason:
         """Run the program to its end, or to the episode's."""
         async with self.gateway.serving(self.served):
-            program = asyncio.ensure_future(self._in_box(self.box) if self.box is not None else self._on_host())
+            program = asyncio.ensure_future(
+                self._in_sandbox(self.sandbox) if self.sandbox is not None else self._on_host()
+            )
             try:
                 await self._until_either({program, self.served.broken})
             finally:
@@ -132,15 +134,15 @@ class HarnessRun(EpisodeRun):
         self.failed = HarnessError(f"the program failed ({_account(result)})")
         return StopReason.PROGRAM_FAILED
 
-    async def _in_box(self, box: Sandbox) -> ExecResult:
-        bridge = ["python3", f"{BOX_GATEWAY}/{BRIDGE}", f"{BOX_GATEWAY}/{SOCKET}", str(BOX_PORT)]
+    async def _in_sandbox(self, sandbox: Sandbox) -> ExecResult:
+        bridge = ["python3", f"{SANDBOX_GATEWAY}/{BRIDGE}", f"{SANDBOX_GATEWAY}/{SOCKET}", str(SANDBOX_PORT)]
         argv = [*bridge, "bash", "-c", self.harness.command]
-        run = box.exec_beside if isinstance(box, PooledBox) else box.exec
-        return await run(argv, timeout=LONGEST, env=self._env(BOX_PORT), stdin=self._prompt())
+        run = sandbox.exec_beside if isinstance(sandbox, PooledSandbox) else sandbox.exec
+        return await run(argv, timeout=LONGEST, env=self._env(SANDBOX_PORT), stdin=self._prompt())
 
     async def _on_host(self) -> ExecResult:
-        folder = self.gateway.folder
-        with tempfile.TemporaryDirectory(prefix="home-", dir=folder, ignore_cleanup_errors=True) as home:
+        directory = self.gateway.directory
+        with tempfile.TemporaryDirectory(prefix="home-", dir=directory, ignore_cleanup_errors=True) as home:
             env = {"PATH": os.environ.get("PATH", os.defpath), "HOME": home, "LANG": "C.UTF-8"}
             return await run_on_host(self.harness.command, {**env, **self._env(self.gateway.port)}, self._prompt())
 

@@ -5,7 +5,7 @@
     POST /s/KEY/v1/chat/completions, /v1/responses, /v1/messages     or without /s/KEY, the key as Bearer or x-api-key
     POST /s/KEY/v1/messages/count_tokens
     GET  /s/KEY/v1/models
-    GET  /s/KEY/box/task, POST /s/KEY/box/call                       for programs on the host (:mod:`.box_api`)
+    GET  /s/KEY/sandbox/task, POST /s/KEY/sandbox/call                       for programs on the host (:mod:`.box_api`)
 
 A reply is sampled whole and then sent, streamed or not. A client that leaves before finds its reply when it asks for
 the same again; a reply counts as delivered once all but the last of it was sent and its client was still there.
@@ -36,11 +36,11 @@ from agent_rl.endpoint.dialects.messages import Messages
 from agent_rl.endpoint.dialects.responses import Responses
 from agent_rl.endpoint.messages import Ask, Dialect, Refusal, Reply, read_whole
 from agent_rl.endpoint.session import Session
-from agent_rl.endpoint.task_api import box_routes
+from agent_rl.endpoint.task_api import sandbox_routes
 from agent_rl.errors import UserError
 from agent_rl.rollout.conversation_tree import Node
 from sandbox import socket_proxy as bridge
-from sandbox.temp_dir import OwnFolder
+from sandbox.temp_dir import TempDirectory
 
 MODEL = "agent-rl"
 DIALECTS: dict[str, tuple[str, Dialect]] = {
@@ -48,8 +48,8 @@ DIALECTS: dict[str, tuple[str, Dialect]] = {
     "responses": ("/v1/responses", Responses()),
     "messages": ("/v1/messages", Messages()),
 }
-FOLDER = "agent-rl-gateway-"
-"""What the name of an endpoint's folder begins with. Those of killed runs are removed by the next that serves."""
+DIRECTORY = "agent-rl-gateway-"
+"""What the name of an endpoint's directory begins with. Those of killed runs are removed by the next that serves."""
 SOCKET = "gateway.sock"
 BRIDGE = "bridge.py"
 _LONGEST_SOCKET = 107  # bytes: sockaddr_un.sun_path holds 108 with the null byte
@@ -59,12 +59,12 @@ _BACKLOG = 1024
 
 
 class Gateway:
-    """The sessions by their keys, and where the endpoint is: ``folder`` holds the unix socket and the bridge to it for
-    boxes, ``port`` is that on loopback. Who holds ``turn`` reads its request: of many that come at once each waits for
-    the event loop by itself, so that whatever else the loop does goes on in between."""
+    """The sessions by their keys, and where the endpoint is: ``directory`` holds the unix socket and the bridge to
+    it for sandboxes, ``port`` is that on loopback. Who holds ``turn`` reads its request: of many that come at once each
+    waits for the event loop by itself, so that whatever else the loop does goes on in between."""
 
-    def __init__(self, folder: Path, port: int) -> None:
-        self.folder, self.port = folder, port
+    def __init__(self, directory: Path, port: int) -> None:
+        self.directory, self.port = directory, port
         self._sessions: dict[str, Session] = {}
         self._over: set[str] = set()
         self.turn = asyncio.Lock()
@@ -103,14 +103,14 @@ class Gateway:
 @asynccontextmanager
 async def open_gateway(dialects: Sequence[str] = tuple(DIALECTS), *, port: int = 0) -> AsyncIterator[Gateway]:
     """Serve the endpoint until left. ``port`` 0 takes a free one. Raises UserError where no socket can be made."""
-    own = await asyncio.to_thread(OwnFolder, FOLDER)
-    folder = own.path
+    own = await asyncio.to_thread(TempDirectory, DIRECTORY)
+    directory = own.path
     try:
-        sockets = [_unix_socket(folder / SOCKET), _loopback(port)]
-        shutil.copy(bridge.__file__, folder / BRIDGE)
-        os.chmod(folder, 0o755)  # a container's root may be another user of the host; the key is the secret
-        gateway = Gateway(folder, sockets[1].getsockname()[1])
-        app = Starlette(routes=[*_routes(gateway, dialects), *box_routes(gateway.session)])
+        sockets = [_unix_socket(directory / SOCKET), _loopback(port)]
+        shutil.copy(bridge.__file__, directory / BRIDGE)
+        os.chmod(directory, 0o755)  # a container's root may be another user of the host; the key is the secret
+        gateway = Gateway(directory, sockets[1].getsockname()[1])
+        app = Starlette(routes=[*_routes(gateway, dialects), *sandbox_routes(gateway.session)])
         server = _Server(_config(app))
         serving = asyncio.create_task(server.serve(sockets), name="gateway")
         try:
@@ -147,7 +147,9 @@ def _config(app: Starlette) -> uvicorn.Config:
 
 def _unix_socket(path: Path) -> socket.socket:
     if len(os.fsencode(path)) > _LONGEST_SOCKET:
-        raise UserError(f"{path}: too long for a unix socket ({_LONGEST_SOCKET} bytes): set TMPDIR to a shorter folder")
+        raise UserError(
+            f"{path}: too long for a unix socket ({_LONGEST_SOCKET} bytes): set TMPDIR to a shorter directory"
+        )
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(str(path))
     path.chmod(0o666)

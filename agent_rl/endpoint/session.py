@@ -14,7 +14,7 @@ from agent_rl.config import RolloutConfig
 from agent_rl.endpoint.messages import Ask, Finish, Refusal, Reply
 from agent_rl.engine.types import Engine
 from agent_rl.errors import EngineAborted, TemplateError
-from agent_rl.rollout.conversation_tree import ChatMessage, Forest, Node, Plan, Tokens, Tools
+from agent_rl.rollout.conversation_tree import ChatMessage, ConversationTree, Node, Plan, Tokens, Tools
 from agent_rl.rollout.episode import MAX_ABORTS, EpisodeRules
 from agent_rl.rollout.initial_prompt import Renderer, open_conversation
 from agent_rl.types import FinishReason, StopReason, Turn
@@ -99,7 +99,7 @@ class Session:
     key: str = field(default_factory=lambda: secrets.token_hex(16))
 
     def __post_init__(self) -> None:
-        self.forest = Forest(self.rendering, routes=self.rules.routes)
+        self.forest = ConversationTree(self.rendering, routes=self.rules.routes)
         self.ended: StopReason | None = None
         self.context_full = False
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -153,10 +153,11 @@ class Session:
         self._took[node].clients -= 1
 
     async def call(self, call: ToolCall) -> ToolResult:
-        """Call one of the task's tools. Raises Refusal; SandboxError where the box broke, which ends the session."""
+        """Call one of the task's tools. Raises Refusal; SandboxError where the sandbox broke, which ends the
+        session."""
         self._check_open()
         if self.tools is None:
-            raise Refusal("bad", "this session has no tools: its program runs in the box itself")
+            raise Refusal("bad", "this session has no tools: its program runs in the sandbox itself")
         try:
             result = await self.tools.call(call)
         except Exception as error:

@@ -2,11 +2,11 @@
 
 ::
 
-    GET  /s/KEY/box/task     {"messages": [...], "tools": [...], "max_turns": 50, "max_parse_failures": 3}
-    POST /s/KEY/box/call     {"name": "bash", "arguments": {...}}
+    GET  /s/KEY/sandbox/task     {"messages": [...], "tools": [...], "max_turns": 50, "max_parse_failures": 3}
+    POST /s/KEY/sandbox/call     {"name": "bash", "arguments": {...}}
                              -> {"text": "...", "submitted": false, "failed": false}
 
-Calls run in the task's box, by the environment's own tools; one that submits ends the episode as such.
+Calls run in the task's sandbox, by the environment's own tools; one that submits ends the episode as such.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Call(Loose):
     arguments: dict[str, Any] = Field(default_factory=dict)
 
 
-def box_routes(find: Callable[[Request], Session]) -> list[BaseRoute]:
+def sandbox_routes(find: Callable[[Request], Session]) -> list[BaseRoute]:
     """The routes of the API. ``find`` gives a request's session, or raises Refusal."""
 
     async def task(request: Request) -> Response:
@@ -57,12 +57,12 @@ def box_routes(find: Callable[[Request], Session]) -> list[BaseRoute]:
         except Refusal as refusal:
             return _answer({"error": refusal.text}, refusal.status)
         except SandboxError:
-            return _answer({"error": "the episode is over: its box broke"}, 400)
+            return _answer({"error": "the episode is over: its sandbox broke"}, 400)
         return _answer({"text": result.text, "submitted": result.submitted, "failed": result.failed})
 
     return [
-        Route("/s/{key}/box/task", task, methods=["GET"]),
-        Route("/s/{key}/box/call", call, methods=["POST"]),
+        Route("/s/{key}/sandbox/task", task, methods=["GET"]),
+        Route("/s/{key}/sandbox/call", call, methods=["POST"]),
     ]
 
 

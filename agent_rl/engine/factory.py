@@ -10,12 +10,12 @@ from pathlib import Path
 from agent_rl.config import EngineConfig
 from agent_rl.engine.fleet import Fleet, Member
 from agent_rl.engine.launch import EngineServer, refuse_unservable
-from agent_rl.engine.ray_servers import HostedServer, Room
+from agent_rl.engine.ray_servers import HostedServer, Reservation
 from agent_rl.engine.sglang import SGLangEngine
-from agent_rl.engine.supervisor import FleetKeeper, story
+from agent_rl.engine.supervisor import EngineSupervisor, story
 from agent_rl.engine.types import Server
 from agent_rl.errors import EngineError, EngineKeyRefused, UserError
-from agent_rl.models.spec import ModelFacts, refuse_dense
+from agent_rl.models.spec import ModelSpec, refuse_dense
 from agent_rl.utils.concurrency import beside, collect_rarely, first_leaf
 from agent_rl.utils.http import AsyncHttp
 
@@ -27,15 +27,15 @@ ANSWER_SECONDS = 15.0
 async def open_engine(
     config: EngineConfig,
     model: Path,
-    facts: ModelFacts,
+    facts: ModelSpec,
     run_dir: Path,
     note: Callable[[str], None] = lambda line: None,
     *,
     routes: bool = True,
     publishing: bool = False,
-    rooms: Sequence[Room] = (),
+    rooms: Sequence[Reservation] = (),
 ) -> AsyncIterator[SGLangEngine]:
-    """A checked client of the engine(s) in ``config``, which serve the checkpoint in folder ``model``.
+    """A checked client of the engine(s) in ``config``, which serve the checkpoint in directory ``model``.
 
     ``routes``: whether they are to capture the routes. ``rooms``: on a Ray cluster, one for each engine. Launched
     servers log to ``run_dir/engine-N.log`` and are stopped on the way out. ``note`` is called with a line for each
@@ -51,7 +51,7 @@ async def open_engine(
     fleet = Fleet(config.restarts)
     fleet.listeners.append(lambda before, after: _tell(note, before, after))
     servers: Mapping[str, Server] = {}
-    if config.launched and config.hosts == "ray":
+    if config.launched and config.placement == "ray":
         servers = _hosted(config, model, facts, run_dir, rooms, note, routes=routes)
     elif config.launched:
         servers = _local(config, model, facts, run_dir, routes=routes)
@@ -62,7 +62,7 @@ async def open_engine(
     async with AsyncExitStack() as stack:
         engine = SGLangEngine((), facts, config, fleet=fleet, servers=servers, routes=routes)
         stack.push_async_callback(engine.close)
-        keeper = FleetKeeper(engine, servers, config)
+        keeper = EngineSupervisor(engine, servers, config)
         stack.push_async_callback(keeper.close)
         try:
             await keeper.open()
@@ -77,7 +77,7 @@ async def open_engine(
 
 
 def _local(
-    config: EngineConfig, model: Path, facts: ModelFacts, run_dir: Path, *, routes: bool
+    config: EngineConfig, model: Path, facts: ModelSpec, run_dir: Path, *, routes: bool
 ) -> dict[str, EngineServer]:
     logs = [run_dir / f"engine-{number}.log" for number in range(config.count)]
     servers = {
@@ -91,9 +91,9 @@ def _local(
 def _hosted(
     config: EngineConfig,
     model: Path,
-    facts: ModelFacts,
+    facts: ModelSpec,
     run_dir: Path,
-    rooms: Sequence[Room],
+    rooms: Sequence[Reservation],
     tell: Callable[[str], None],
     *,
     routes: bool,

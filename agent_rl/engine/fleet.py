@@ -196,10 +196,10 @@ class Fleet:
             self._turn(replace(member, phase=Phase.RETIRED, reason=reason))
 
     def metrics(self) -> dict[str, float]:
-        """``fleet/*``: how many engines serve now, and what happened since this was last asked."""
+        """``engines/*``: how many engines serve now, and what happened since this was last asked."""
         counts, self._counts = self._counts, Counter()
         values = {"serving": len(self.urls(Phase.SERVING)), **{name: counts[name] for name in _EVENTS}}
-        return {f"fleet/{name}": float(value) for name, value in values.items()}
+        return {f"engines/{name}": float(value) for name, value in values.items()}
 
     def _lose(self, member: Member, phase: Phase, reason: str) -> None:
         lost = replace(member, phase=phase, admitted=False, misses=0, losses=member.losses + 1, reason=reason)

@@ -22,14 +22,14 @@ AGAIN_SECONDS = 0.1
 
 
 @dataclass(slots=True, eq=False)
-class Passage:
+class InFlightRequest:
     """One request on its way through: how it is aborted, and whether it was."""
 
     abort: Callable[[], Awaitable[None]]
     cut: bool = False
 
 
-class TurnGate:
+class GenerationGate:
     """Open at first. ``patience``: seconds until requests that do not end although they were aborted are left alone."""
 
     def __init__(self, patience: float = 120.0) -> None:
@@ -37,7 +37,7 @@ class TurnGate:
         self._open, self._idle = asyncio.Event(), asyncio.Event()
         self._open.set()
         self._idle.set()
-        self._passing: set[Passage] = set()
+        self._passing: set[InFlightRequest] = set()
         self._closings = 0
         self._limits: dict[asyncio.Timeout, float] = {}
         self._cut_turns = self._cut_tokens = 0
@@ -52,9 +52,9 @@ class TurnGate:
             await self._open.wait()
 
     @contextmanager
-    def passing(self, abort: Callable[[], Awaitable[None]]) -> Iterator[Passage]:
+    def passing(self, abort: Callable[[], Awaitable[None]]) -> Iterator[InFlightRequest]:
         """Around one request, begun where :meth:`opened` returned; ``abort`` asks its engine to give it up."""
-        passage = Passage(abort)
+        passage = InFlightRequest(abort)
         self._passing.add(passage)
         self._idle.clear()
         try:
@@ -64,7 +64,7 @@ class TurnGate:
             if not self._passing:
                 self._idle.set()
 
-    def note_cut(self, tokens: int) -> None:
+    def note_interrupted(self, tokens: int) -> None:
         """A request was cut that had computed ``tokens``."""
         self._cut_turns += 1
         self._cut_tokens += tokens
@@ -73,7 +73,7 @@ class TurnGate:
         """What was cut since this was last asked."""
         turns, tokens = self._cut_turns, self._cut_tokens
         self._cut_turns = self._cut_tokens = 0
-        return {"pipeline/cut_turns": float(turns), "pipeline/reprefilled_tokens": float(tokens)}
+        return {"async_rollout/interrupted_turns": float(turns), "async_rollout/reprefilled_tokens": float(tokens)}
 
     @contextmanager
     def uncharged(self, limit: asyncio.Timeout) -> Iterator[None]:
@@ -134,7 +134,7 @@ class TurnGate:
                         async with asyncio.timeout(AGAIN_SECONDS):
                             await self._idle.wait()
 
-    async def _cut(self, passage: Passage) -> None:
+    async def _cut(self, passage: InFlightRequest) -> None:
         passage.cut = True
         await passage.abort()
 

@@ -22,7 +22,7 @@ from types import TracebackType
 from agent_rl.config import EngineConfig
 from agent_rl.engine.shared_memory import remove_stale
 from agent_rl.errors import ConfigError, EngineError, EngineStartError
-from agent_rl.models.spec import ModelFacts
+from agent_rl.models.spec import ModelSpec
 from agent_rl.utils.concurrency import shielded
 from agent_rl.utils.http import AsyncHttp
 
@@ -55,7 +55,7 @@ class Seat:
 class EngineServer:
     """One SGLang server as an async context manager; it may be stopped and started again.
 
-    ``model`` is a checkpoint's folder, ``log`` the file its output goes to (that of the start before is kept beside
+    ``model`` is a checkpoint's directory, ``log`` the file its output goes to (that of the start before is kept beside
     it). ``number``: which of ``engine.count`` servers it is; ``seat``: where it listens, on this machine alone by
     default. Entering raises ConfigError for a wrong config and EngineStartError, with the reason from the log, when the
     server dies or is not healthy in time.
@@ -264,8 +264,8 @@ def reason_in_log(log: str) -> str:
     return detail or (lines[-1].strip() if lines else "its log is empty")
 
 
-def refuse_unservable(facts: ModelFacts, model: Path, device: str) -> None:
-    """Raises ConfigError for the checkpoint in folder ``model`` where SGLang 0.5.23 on ``device`` would go wrong.
+def refuse_unservable(facts: ModelSpec, model: Path, device: str) -> None:
+    """Raises ConfigError for the checkpoint in directory ``model`` where SGLang 0.5.23 on ``device`` would go wrong.
 
     It takes every layer of a qwen2_moe or qwen3_moe for one with experts: a dense layer's weights are dropped without a
     word, and whatever lies in memory routes its tokens; models of dense families are served as they are. It adds a
@@ -343,13 +343,13 @@ def _stop_group(process: subprocess.Popen[bytes]) -> None:
 def group_members(group: int) -> list[int]:
     """Ids of the processes of process group ``group`` that still run (zombies don't)."""
     members = []
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit():
+    for directory in Path("/proc").iterdir():
+        if not directory.name.isdigit():
             continue
         try:
-            state, _, pgrp = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
+            state, _, pgrp = (directory / "stat").read_text().rpartition(")")[2].split()[:3]
         except OSError:
             continue  # it ended while we looked
         if int(pgrp) == group and state != "Z":
-            members.append(int(folder.name))
+            members.append(int(directory.name))
     return members

@@ -12,11 +12,11 @@ from pathlib import Path
 from agent_rl.config import EngineConfig
 from agent_rl.engine.launch import EngineServer, Seat, free_port, sglang_version
 from agent_rl.errors import AgentRlError, EngineStartError, UserError
-from sandbox.temp_dir import OwnFolder
+from sandbox.temp_dir import TempDirectory
 
 _LOOK_SECONDS = 0.2
 _LOG_BYTES = 4 << 20
-_FOLDER = "agent-rl-engine-"
+_DIRECTORY = "agent-rl-engine-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True)
-class ServerOrder:
+class ServerRequest:
     """What is to be started: the server of ``config`` (whose ``device`` is decided) on the checkpoint ``model``.
 
     ``number``, ``capture_routes``, ``seat``: as :class:`agent_rl.engine.launch.EngineServer` takes them. ``log``: where
@@ -52,21 +52,21 @@ class Answer:
     fault: str = ""
 
 
-class LogFolder:
-    """A folder for a server's log on this machine. Those whose owners were killed are removed as one is made."""
+class LogDirectory:
+    """A directory for a server's log on this machine. Those whose owners were killed are removed as one is made."""
 
     def __init__(self) -> None:
-        self._folder = OwnFolder(_FOLDER)
-        self.log = self._folder.path / "engine.log"
+        self._directory = TempDirectory(_DIRECTORY)
+        self.log = self._directory.path / "engine.log"
 
     def take(self) -> bytes:
-        """Remove the folder; the end of its log."""
+        """Remove the directory; the end of its log."""
         end = b""
         if self.log.exists():
             with self.log.open("rb") as file:
                 file.seek(max(0, self.log.stat().st_size - _LOG_BYTES))
                 end = file.read()
-        self._folder.remove()
+        self._directory.remove()
         return end
 
 
@@ -74,7 +74,7 @@ class EngineHost:
     """The actor; wrap with ``ray.remote``."""
 
     def __init__(self) -> None:
-        self._folder: LogFolder | None = None
+        self._directory: LogDirectory | None = None
         self._server: EngineServer | None = None
 
     async def arrive(self) -> Arrival:
@@ -92,13 +92,13 @@ class EngineHost:
         except AgentRlError as error:
             return Answer(fault=str(error))
 
-    async def start(self, order: ServerOrder) -> Answer:
+    async def start(self, order: ServerRequest) -> Answer:
         """Start the server and wait until it is healthy; its address."""
-        self._folder = folder = await asyncio.to_thread(LogFolder)
+        self._directory = directory = await asyncio.to_thread(LogDirectory)
         self._server = EngineServer(
             order.config,
             order.model,
-            folder.log,
+            directory.log,
             number=order.number,
             capture_routes=order.capture_routes,
             seat=order.seat,
@@ -107,28 +107,28 @@ class EngineHost:
             await asyncio.to_thread(_refuse_absent, order.model)
             return Answer(await self._server.start())
         except (EngineStartError, UserError) as error:
-            return Answer(fault=str(error).replace(str(folder.log), str(order.log)))
+            return Answer(fault=str(error).replace(str(directory.log), str(order.log)))
 
     async def ended(self, log: Path) -> str:
-        """Wait until the server is dead; why, in one line. ``log``: as of :class:`ServerOrder`."""
-        server, folder = self._server, self._folder
+        """Wait until the server is dead; why, in one line. ``log``: as of :class:`ServerRequest`."""
+        server, directory = self._server, self._directory
         assert server is not None, "start() comes first"
-        assert folder is not None, "stop() comes last"
+        assert directory is not None, "stop() comes last"
         while (reason := server.death()) is None:  # noqa: ASYNC110
             await asyncio.sleep(_LOOK_SECONDS)
-        return reason.replace(str(folder.log), str(log))
+        return reason.replace(str(directory.log), str(log))
 
     async def stop(self) -> bytes:
         """End all processes of the server and remove its log; the end of that."""
-        folder, self._folder = self._folder, None
-        if self._server is None or folder is None:
+        directory, self._directory = self._directory, None
+        if self._server is None or directory is None:
             return b""
         await self._server.stop()
-        return await asyncio.to_thread(folder.take)
+        return await asyncio.to_thread(directory.take)
 
 
 def _refuse_absent(model: Path) -> None:
-    """Raises UserError where this machine does not have the checkpoint in folder ``model``."""
+    """Raises UserError where this machine does not have the checkpoint in directory ``model``."""
     if not (model / "config.json").is_file():
         raise UserError(
             f"model: {model}: no Hugging Face checkpoint there (no config.json); put it at the same path on every "

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from agent_rl.config import EngineConfig
 from agent_rl.engine.launch import Seat, at
-from agent_rl.engine.ray_actor import Answer, Arrival, EngineHost, ServerOrder
+from agent_rl.engine.ray_actor import Answer, Arrival, EngineHost, ServerRequest
 from agent_rl.errors import EngineStartError
 from agent_rl.utils.concurrency import first_leaf, shielded
 
@@ -32,7 +32,7 @@ _CALLS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class Reservation:
     """What an engine reserved: a bundle of ``group`` on each of its machines. ``what`` says what that is in words;
     ``device``: cpu or cuda."""
 
@@ -53,7 +53,7 @@ class _Place:
 class HostedServer:
     """One engine in its ``room``; a :class:`agent_rl.engine.supervisor.Server`.
 
-    ``model`` is a checkpoint's folder on every machine. The servers' logs come to ``log`` (of an engine over several
+    ``model`` is a checkpoint's directory on every machine. The servers' logs come to ``log`` (of an engine over several
     machines one beside it for each further one) when they have ended. ``tell`` is given a line when the engine waits
     for a machine, and when it got one.
     """
@@ -63,7 +63,7 @@ class HostedServer:
         config: EngineConfig,
         model: Path,
         log: Path,
-        room: Room,
+        room: Reservation,
         *,
         number: int,
         capture_routes: bool,
@@ -128,7 +128,7 @@ class HostedServer:
         return starts[0].result()
 
     async def _start_at(self, place: _Place, seat: Seat) -> str:
-        order = ServerOrder(self._config, self._model, self._number, self._capture, seat, place.log)
+        order = ServerRequest(self._config, self._model, self._number, self._capture, seat, place.log)
         answer: Answer = await _unless_lost(place.actor.start.remote(order), f"the machine {place.arrival.node}")
         if answer.fault:
             raise EngineStartError(f"{place.arrival.node}: {answer.fault}")
@@ -162,9 +162,9 @@ class HostedServer:
 
 async def look_at_hosts(config: EngineConfig, model: Path, nodes: Sequence[str]) -> list[Answer]:
     """What each node of the Ray cluster, by its id, has of what a server takes."""
-    actors, folder = await asyncio.to_thread(_start_on, nodes), await asyncio.to_thread(model.absolute)
+    actors, directory = await asyncio.to_thread(_start_on, nodes), await asyncio.to_thread(model.absolute)
     try:
-        return await asyncio.gather(*(_looked(actor.look.remote(config, folder)) for actor in actors))
+        return await asyncio.gather(*(_looked(actor.look.remote(config, directory)) for actor in actors))
     finally:
         await asyncio.gather(*(_end(actor, None) for actor in actors))
 
@@ -180,7 +180,7 @@ async def _looked(call: Any) -> Answer:
         return Answer(fault=str(error))
 
 
-def _start_actors(room: Room) -> list[Any]:
+def _start_actors(room: Reservation) -> list[Any]:
     """An actor in every bundle of ``room``, with all that is reserved there. Blocking."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 _REMEMBERED = 1 << 16
 
 
-class SessionHomes:
+class SessionAffinity:
     """Keeps each session on the engine it began on; a new one goes where the fewest requests run.
 
     Plain consistent hashing would pin a session to an engine however busy that is; here load is looked at once, when

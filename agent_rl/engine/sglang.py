@@ -30,9 +30,9 @@ import numpy as np
 
 from agent_rl.config import EngineConfig
 from agent_rl.engine.fleet import Fleet
-from agent_rl.engine.generation_gate import TurnGate
+from agent_rl.engine.generation_gate import GenerationGate
 from agent_rl.engine.response import Asked, read_answer, read_scores, split_body
-from agent_rl.engine.session_affinity import SessionHomes
+from agent_rl.engine.session_affinity import SessionAffinity
 from agent_rl.engine.sleep import EngineSleep
 from agent_rl.engine.types import EngineInfo, Scores, Server
 from agent_rl.engine.unsupported_args import refusal
@@ -46,7 +46,7 @@ from agent_rl.errors import (
     RoutesMissingError,
     UserError,
 )
-from agent_rl.models.spec import ModelFacts, difference, read_facts
+from agent_rl.models.spec import ModelSpec, difference, read_model_spec
 from agent_rl.types import Completion, FinishReason, SamplingParams, TokenIds
 from agent_rl.utils.concurrency import Pulse, shielded
 from agent_rl.utils.http import AsyncHttp, retried, timed_out
@@ -81,7 +81,7 @@ class SGLangEngine:
     def __init__(
         self,
         urls: str | Sequence[str],
-        facts: ModelFacts,
+        facts: ModelSpec,
         config: EngineConfig | None = None,
         *,
         fleet: Fleet | None = None,
@@ -93,11 +93,11 @@ class SGLangEngine:
         self.fleet = fleet or _unattended((urls,) if isinstance(urls, str) else urls, config.restarts)
         self.facts, self._layout = facts, facts.layout
         self._routes = routes
-        self.gate = TurnGate(config.weight_sync_timeout)
+        self.gate = GenerationGate(config.weight_sync_timeout)
         self.load = EngineLoad()
         self._turns = Pulse()
         self.fleet.listeners.append(lambda before, after: self._turns.give())
-        self._homes = SessionHomes()
+        self._homes = SessionAffinity()
         self._slots: dict[str, asyncio.Semaphore] = {}
         self._common: dict[str, str] = {}
         self._retries = config.retries
@@ -143,7 +143,7 @@ class SGLangEngine:
         """Sample after ``tokens``; see :class:`agent_rl.engine.types.Engine`.
 
         ``max_new_tokens`` is lowered to what the model's context still holds. Log-probs are those of the distribution
-        sampled from, temperature applied (raw at temperature 0), not renormalised for top-p or top-k. The model's own
+        sampled from, temperature applied (raw at temperature 0), not renormalized for top-p or top-k. The model's own
         end-of-text token ends a turn too.
         """
         return await self._ask(self._request(tokens, sampling, routes_from), tokens, routes_from, session)
@@ -245,7 +245,7 @@ class SGLangEngine:
         """``completion``, told to be cut unless it had just ended by itself."""
         if completion.finish is not FinishReason.ABORT:
             return completion
-        self.gate.note_cut(prompt_tokens + len(completion.tokens))
+        self.gate.note_interrupted(prompt_tokens + len(completion.tokens))
         return replace(completion, cut=True)
 
     def _check_version(self, asked: Asked, version: str, floor: int) -> None:
@@ -379,14 +379,16 @@ class SGLangEngine:
             info = await self._http.get_json(f"{url}/model_info")
         except EngineRejected:
             return
-        kind, folder = info.get("model_type"), Path(str(info.get("tokenizer_path") or ""))
+        kind, directory = info.get("model_type"), Path(str(info.get("tokenizer_path") or ""))
         if kind not in (None, self.facts.kind):
             raise UserError(f"the engine at {url} serves a {kind}, and the config's model is a {self.facts.kind}")
-        if (folder / "config.json").is_file() and (found := difference(self.facts, read_facts(folder))) is not None:
+        if (directory / "config.json").is_file() and (
+            found := difference(self.facts, read_model_spec(directory))
+        ) is not None:
             raise UserError(
-                f"the engine at {url} serves {folder}, which is another model than the config's: it has {found}"
+                f"the engine at {url} serves {directory}, which is another model than the config's: it has {found}"
             )
-        self._refuse_mixed(url, "the tokenizer", folder.name)
+        self._refuse_mixed(url, "the tokenizer", directory.name)
 
     def _refuse_mixed(self, url: str, what: str, value: str) -> None:
         """Raise UserError where an engine has another ``what`` than those before it; one may not tell (empty)."""

@@ -39,10 +39,10 @@ class FileId(NamedTuple):
         return cls(os.major(status.st_dev), os.minor(status.st_dev), status.st_ino)
 
 
-def remove_stale(folder: Path = SHARED_MEMORY) -> int:
-    """Remove what this user's dead servers left in ``folder``; returns how many files."""
+def remove_stale(directory: Path = SHARED_MEMORY) -> int:
+    """Remove what this user's dead servers left in ``directory``; returns how many files."""
     # Listed before it is looked who uses them: a maker has its file open from the moment the name is there.
-    found = dict(_files_of_servers(folder))
+    found = dict(_files_of_servers(directory))
     if not found:
         return 0
     used = {file for process in Path("/proc").glob("[0-9]*") for file in files_used_by(int(process.name))}
@@ -52,8 +52,8 @@ def remove_stale(folder: Path = SHARED_MEMORY) -> int:
     return len(stale)
 
 
-def _files_of_servers(folder: Path) -> Iterator[tuple[Path, FileId]]:
-    for path in (path for pattern in _NAMES for path in folder.glob(pattern)):
+def _files_of_servers(directory: Path) -> Iterator[tuple[Path, FileId]]:
+    for path in (path for pattern in _NAMES for path in directory.glob(pattern)):
         with contextlib.suppress(FileNotFoundError):  # removed while we looked
             status = path.stat()
             if status.st_uid == os.geteuid():
@@ -68,10 +68,10 @@ def _maker_lives(name: str) -> bool:
 
 def files_used_by(process: int) -> Iterator[FileId]:
     """Every file that a process has mapped or open, as far as it lets us look; none where it has ended."""
-    folder = Path("/proc", str(process))
+    directory = Path("/proc", str(process))
     with contextlib.suppress(OSError):
-        yield from _mapped((folder / "maps").read_text())
-        for descriptor in (folder / "fd").iterdir():
+        yield from _mapped((directory / "maps").read_text())
+        for descriptor in (directory / "fd").iterdir():
             with contextlib.suppress(OSError):
                 yield FileId.of(descriptor.stat())
 

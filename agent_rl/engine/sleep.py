@@ -28,7 +28,7 @@ from enum import StrEnum
 
 from agent_rl.config import EngineConfig
 from agent_rl.engine.fleet import Fleet, Phase
-from agent_rl.engine.generation_gate import TurnGate
+from agent_rl.engine.generation_gate import GenerationGate
 from agent_rl.engine.types import Server
 from agent_rl.errors import EngineError, EngineLost, EngineUnreachable
 from agent_rl.utils.concurrency import Pulse
@@ -61,7 +61,7 @@ class EngineSleep:
     """
 
     def __init__(
-        self, fleet: Fleet, gate: TurnGate, servers: Mapping[str, Server], config: EngineConfig, http: AsyncHttp
+        self, fleet: Fleet, gate: GenerationGate, servers: Mapping[str, Server], config: EngineConfig, http: AsyncHttp
     ) -> None:
         self._fleet, self._gate, self._servers, self._http = fleet, gate, servers, http
         self._shares, self._timeout = config.colocate, config.weight_sync_timeout

@@ -4,7 +4,7 @@ Each engine has a task of its own, which does what its phase asks for (:mod:`age
 
     starting   start the server that is ours; ask one that is not whether it is there yet
     joining    check it; then it waits for the published weights
-    serving    ask which weights it has, every ``engine.health_every`` seconds
+    serving    ask which weights it has, every ``engine.health_interval`` seconds
     suspect    let it sample a token, every second
     dead       as starting, when no engine sleeps (:mod:`agent_rl.engine.sleep`)
     retired    stop the server that is ours
@@ -35,7 +35,7 @@ ADMIT_SECONDS = 60.0
 _SUSPECT_SECONDS = 1.0
 
 
-class FleetKeeper:
+class EngineSupervisor:
     """Keeps the engines of ``engine.fleet``; ``servers`` are those that are ours, by the engine's name."""
 
     def __init__(self, engine: SGLangEngine, servers: Mapping[str, Server], config: EngineConfig) -> None:
@@ -46,10 +46,10 @@ class FleetKeeper:
         self._fleet.listeners.append(lambda before, after: self._turns.give())
 
     async def open(self) -> None:
-        """Start what is ours (of ``engine.least`` alone, where that is fewer) and check every engine, all side by side.
-        Raises what the first that fails raises."""
+        """Start what is ours (of ``engine.min_count`` alone, where that is fewer) and check every engine, all side
+        by side. Raises what the first that fails raises."""
         async with asyncio.TaskGroup() as opening:
-            for name in self._fleet.names[: self._config.least if self._servers else None]:
+            for name in self._fleet.names[: self._config.min_count if self._servers else None]:
                 opening.create_task(self._open(name))
 
     async def _open(self, name: str) -> None:
@@ -82,7 +82,7 @@ class FleetKeeper:
         while (member := self._fleet[name]).phase is not Phase.RETIRED:
             await self._tend(member)
             if self._fleet[name].phase is member.phase:
-                await self._pause(_SUSPECT_SECONDS if member.phase is Phase.SUSPECT else self._config.health_every)
+                await self._pause(_SUSPECT_SECONDS if member.phase is Phase.SUSPECT else self._config.health_interval)
         if (server := self._servers.get(name)) is not None:
             await server.stop()
 
@@ -151,7 +151,7 @@ class FleetKeeper:
         fixed = {url.rstrip("/") for url in self._config.urls}
         before = set(self._fleet.names) - fixed
         while True:
-            await asyncio.sleep(self._config.health_every)
+            await asyncio.sleep(self._config.health_interval)
             with suppress(OSError):
                 now = set(addresses(await asyncio.to_thread(path.read_text))) or before
                 for url in before - now:

@@ -1,9 +1,9 @@
-"""Evaluations that have been made, read again: an evaluation's folder or file, or one of a training run's own.
+"""Evaluations that have been made, read again: an evaluation's directory or file, or one of a training run's own.
 
 ::
 
-    FOLDER, FOLDER/results.jsonl   what `agent-rl eval` wrote, also of an evaluation that is still under way
-    FOLDER/report.json             its report alone
+    DIR, DIR/results.jsonl   what `agent-rl eval` wrote, also of an evaluation that is still under way
+    DIR/report.json             its report alone
     RUN:step-20/sampled            an evaluation that a training run made, by its step and its decoding
 """
 
@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from agent_rl.errors import UserError
-from agent_rl.evaluation.folder import last_graded, read_results
+from agent_rl.evaluation.directory import last_graded, read_results
 from agent_rl.evaluation.paired import Score
 from agent_rl.evaluation.report import EpisodeResult
 from agent_rl.rollout.records import evaluation_stem
 from agent_rl.utils.run_files import read_json
 
-RIGHT = "right would be an evaluation's folder, its results.jsonl or report.json, or RUN:step-N/sampled"
+RIGHT = "right would be an evaluation's directory, its results.jsonl or report.json, or RUN:step-N/sampled"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +49,14 @@ def read_evaluation(name: str) -> Finished:
 
 
 def _of_run(name: str) -> Finished:
-    folder, _, key = name.rpartition(":")
-    state = Path(folder) / "state.json"
-    if not folder or not state.is_file():
+    directory, _, key = name.rpartition(":")
+    state = Path(directory) / "state.json"
+    if not directory or not state.is_file():
         raise UserError(f"{name}: there is no such evaluation; {RIGHT}")
     made = _json(state).get("evaluations", {})
     if key not in made:
         raise UserError(f"{name}: the run has no evaluation {key!r}; it has {', '.join(made) or 'none'}")
-    whole = report_path(Path(folder), key)
+    whole = report_path(Path(directory), key)
     return _of_report(name, _json(whole) if whole.is_file() else made[key])
 
 
@@ -84,7 +84,7 @@ def _json(path: Path) -> Any:
 def _what_there_is(path: Path) -> str:
     state = path / "state.json"
     made = _json(state).get("evaluations", {}) if state.is_file() else {}
-    return f"a run's folder, with the evaluations {', '.join(made)}" if made else "no evaluation is in it"
+    return f"a run's directory, with the evaluations {', '.join(made)}" if made else "no evaluation is in it"
 
 
 def _scores(results: list[EpisodeResult]) -> dict[str, Score]:

@@ -21,7 +21,7 @@ def install_model(out: Path, name: str = "tiny-moe") -> bool:
     if all((out / name).is_file() for name in FILES):
         return False
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out}: is there, but holds no complete model; remove it or name another folder")
+        raise UserError(f"{out}: is there, but holds no complete model; remove it or name another directory")
     data = MODELS[name]
     missing = [name for name in FILES if not (data / name).is_file()]
     if missing:

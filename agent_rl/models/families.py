@@ -22,7 +22,7 @@ class Family:
 
     ``keys``: our name of a config key to the family's, where they differ. ``defaults``: what holds where the config
     says nothing; a key that is neither there nor here is required. ``fixed``: what its configs cannot say otherwise.
-    ``qk_norm``: queries and keys are normalised a head. ``qkv_bias``: the three projections have one. ``experts``:
+    ``qk_norm``: queries and keys are normalized a head. ``qkv_bias``: the three projections have one. ``experts``:
     layers may be mixtures of experts, with a ``shared_expert`` behind a sigmoid gate or without. ``windowed``: a
     ``sliding_window`` that is given is in use, as the family has no ``use_sliding_window``. ``router``, ``expert`` and
     ``expert_parts`` (gate, up, down) are the Hugging Face names of a mixture's tensors within a layer.
@@ -107,13 +107,13 @@ _HARMLESS = frozenset(
 )
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """The config of the checkpoint in ``folder`` under Qwen3-MoE's key names, with its ``model_type``.
+def read_config(directory: Path) -> dict[str, Any]:
+    """The config of the checkpoint in ``directory`` under Qwen3-MoE's key names, with its ``model_type``.
 
     ``rope_scaling`` is None or a checked mapping (see :func:`_rope`). Raises ConfigError, one line, for a missing file
     or key, an unknown architecture, and every key or value that changes what the model computes in a way we do not.
     """
-    path = folder / "config.json"
+    path = directory / "config.json"
     raw = _read(path)
     family = _family_of(raw, path)
     _check_keys(raw, family, path)
@@ -137,11 +137,11 @@ def is_moe(config: Mapping[str, Any], layer: int) -> bool:
 
 def _read(path: Path) -> dict[str, Any]:
     if not path.parent.is_dir():
-        raise ConfigError(f"{path.parent} is not a folder; name a Hugging Face checkpoint's, with config.json in it")
+        raise ConfigError(f"{path.parent} is not a directory; name a Hugging Face checkpoint's, with config.json in it")
     try:
         raw = json.loads(path.read_text())
     except FileNotFoundError:
-        raise ConfigError(f"{path.parent} has no config.json; name a Hugging Face checkpoint's folder") from None
+        raise ConfigError(f"{path.parent} has no config.json; name a Hugging Face checkpoint's directory") from None
     except ValueError as error:
         raise ConfigError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(raw, dict):

@@ -18,8 +18,8 @@ _FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model")
 
 
 def with_models(config: RunConfig) -> RunConfig:
-    """``config`` with the folders of its models: those that it names by a hub id are fetched first, where they are not
-    cached. Blocks, with bars that say how far it is; a fetch that is cut short goes on where it stopped.
+    """``config`` with the directories of its models: those that it names by a hub id are fetched first, where they
+    are not cached. Blocks, with bars that say how far it is; a fetch that is cut short goes on where it stopped.
 
     Raises UserError, one line, for an id that the hub does not give us, and for one that cannot be fetched.
     """
@@ -32,15 +32,17 @@ def with_models(config: RunConfig) -> RunConfig:
 
 
 def fetch(name: Path, key: str) -> Path:
-    """The folder of the model that the config's ``key`` calls ``name``: a folder's own, or of the hub id
+    """The directory of the model that the config's ``key`` calls ``name``: a directory's own, or of the hub id
     ``OWNER/NAME[@REVISION]``. What is neither is given back as it is. Raises UserError."""
     if name.exists() or not _ID.fullmatch(str(name)):
         return name
     repository, _, revision = str(name).partition("@")
-    folder = _snapshot(repository, revision or None, lambda why: UserError(f"{key}: {name}: no folder here, {why}"))
-    if missing := _missing(folder):
-        raise UserError(f"{key}: {name}: its copy in the cache lacks {missing} ({folder}): fetch it with a network")
-    return folder
+    directory = _snapshot(
+        repository, revision or None, lambda why: UserError(f"{key}: {name}: no directory here, {why}")
+    )
+    if missing := _missing(directory):
+        raise UserError(f"{key}: {name}: its copy in the cache lacks {missing} ({directory}): fetch it with a network")
+    return directory
 
 
 def _snapshot(repository: str, revision: str | None, error: Callable[[str], UserError]) -> Path:
@@ -64,7 +66,7 @@ def _snapshot(repository: str, revision: str | None, error: Callable[[str], User
         raise error(f"and {hub} has no revision {revision} of it") from None
     except LocalEntryNotFoundError:
         raise error(
-            f"not in the cache ({constants.HF_HUB_CACHE}), and {hub} cannot be reached: name a folder, or fetch it "
+            f"not in the cache ({constants.HF_HUB_CACHE}), and {hub} cannot be reached: name a directory, or fetch it "
             f"where there is a network (hf download {repository})"
         ) from None
     except HfHubHTTPError as problem:
@@ -75,8 +77,8 @@ def _snapshot(repository: str, revision: str | None, error: Callable[[str], User
         raise error(f"and the way to {hub} broke ({problem}): start again, it goes on where it stopped") from None
 
 
-def _missing(folder: Path) -> str | None:
-    """The first file that a checkpoint in ``folder`` lacks: of one fetched in part, found without a network."""
-    index = folder / "model.safetensors.index.json"
+def _missing(directory: Path) -> str | None:
+    """The first file that a checkpoint in ``directory`` lacks: of one fetched in part, found without a network."""
+    index = directory / "model.safetensors.index.json"
     weights = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
-    return next((name for name in ("config.json", *sorted(weights)) if not (folder / name).exists()), None)
+    return next((name for name in ("config.json", *sorted(weights)) if not (directory / name).exists()), None)

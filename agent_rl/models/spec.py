@@ -13,7 +13,7 @@ from r3.payload import RouteLayout
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFacts:
+class ModelSpec:
     """A model as the engine, the trainer and the plan know it; after ``kind``, the ``model_type``, come its sizes.
 
     ``moe[i]``: layer i is a mixture of experts. ``hidden`` is the width of the residual stream, ``inner`` that of a
@@ -44,7 +44,7 @@ class ModelFacts:
     rope_scaling: Mapping[str, float] | None = None
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> ModelFacts:
+    def of(cls, config: Mapping[str, Any]) -> ModelSpec:
         """From a config under Qwen3-MoE's key names, as :func:`agent_rl.models.families.read_config` gives it."""
         experts = FAMILIES[config["model_type"]].experts
         moe = tuple(experts and is_moe(config, layer) for layer in range(config["num_hidden_layers"]))
@@ -107,28 +107,31 @@ _EXPERT_KEYS = {
 }
 
 
-def read_facts(folder: Path) -> ModelFacts:
-    """The facts of the checkpoint in ``folder``. Raises ConfigError, one line, for one that we do not compute."""
-    return ModelFacts.of(read_config(folder))
+def read_model_spec(directory: Path) -> ModelSpec:
+    """The facts of the checkpoint in ``directory``. Raises ConfigError, one line, for one that we do not compute."""
+    return ModelSpec.of(read_config(directory))
 
 
-def read_routed_facts(folder: Path) -> ModelFacts:
-    """As :func:`read_facts`, of a model that an engine gives routes of. Raises ConfigError for one without experts."""
-    facts = read_facts(folder)
-    refuse_dense(facts, folder)
+def read_moe_spec(directory: Path) -> ModelSpec:
+    """As :func:`read_model_spec`, of a model that an engine gives routes of. Raises ConfigError for one without
+    experts."""
+    facts = read_model_spec(directory)
+    refuse_dense(facts, directory)
     return facts
 
 
-def refuse_dense(facts: ModelFacts, folder: Path) -> None:
+def refuse_dense(facts: ModelSpec, directory: Path) -> None:
     """Raises ConfigError for a model without an MoE layer, of which an engine has no routes."""
     if not any(facts.moe):
-        raise ConfigError(f"model: {folder} has no MoE layer (model_type {facts.kind}), so it has no routes to replay")
+        raise ConfigError(
+            f"model: {directory} has no MoE layer (model_type {facts.kind}), so it has no routes to replay"
+        )
 
 
-def difference(facts: ModelFacts, others: ModelFacts) -> str | None:
+def difference(facts: ModelSpec, others: ModelSpec) -> str | None:
     """What first tells ``others`` from ``facts``, as "num_experts 64, not 128"; None where they differ in no more than
     their weights."""
-    compared = [field.name for field in fields(ModelFacts) if field.name != "init_std"]
+    compared = [field.name for field in fields(ModelSpec) if field.name != "init_std"]
     name = next((name for name in compared if getattr(facts, name) != getattr(others, name)), None)
     if name is None:
         return None
@@ -136,10 +139,10 @@ def difference(facts: ModelFacts, others: ModelFacts) -> str | None:
     return f"{named} {getattr(others, name)!r}, not {getattr(facts, name)!r}"
 
 
-def check_alike(facts: ModelFacts, folder: Path, other: Path, key: str) -> None:
-    """Refuse a checkpoint ``other`` of another architecture than ``facts``, those of the checkpoint in ``folder``.
+def check_alike(facts: ModelSpec, directory: Path, other: Path, key: str) -> None:
+    """Refuse a checkpoint ``other`` of another architecture than ``facts``, those of the checkpoint in ``directory``.
 
     Raises ConfigError, which names the config key ``key``.
     """
-    if (found := difference(facts, read_facts(other))) is not None:
-        raise ConfigError(f"{key}: {other} has {found} as {folder}: name a checkpoint of the same architecture")
+    if (found := difference(facts, read_model_spec(other))) is not None:
+        raise ConfigError(f"{key}: {other} has {found} as {directory}: name a checkpoint of the same architecture")

@@ -1,1 +1,1 @@
-"""What the user sees of a run: its folder, metrics, live display and picture."""
+"""What the user sees of a run: its directory, metrics, live display and picture."""

@@ -28,7 +28,7 @@ SHOWN = (
     ("turns", "rollout/turns_mean", "{:.1f}"),
     ("tokens/s", "rollout/tokens_per_second", "{:.0f}"),
     ("k3-KL replay", "mismatch/k3_kl", "{:.2e}"),
-    ("k3-KL native", "mismatch_native/k3_kl", "{:.2e}"),
+    ("k3-KL native", "mismatch_without_replay/k3_kl", "{:.2e}"),
     ("router mismatch", "r3/router_mismatch", "{:.4f}"),
     ("grad norm", "train/grad_norm", "{:.3f}"),
     ("entropy", "train/entropy", "{:.3f}"),

@@ -51,7 +51,7 @@ def _without_replay(metrics: Iterable[Metric]) -> tuple[Metric, ...]:
     return tuple(
         replace(
             metric,
-            name=f"mismatch_native/{metric.name.partition('/')[2]}",
+            name=f"mismatch_without_replay/{metric.name.partition('/')[2]}",
             text=f"`{metric.name}` of the pass in which the trainer chooses its own experts.",
         )
         for metric in metrics
@@ -192,9 +192,13 @@ METRICS: tuple[Metric, ...] = (
         _TRAIN,
         ("time/step", "seconds", "The whole step, without its checkpoint and evaluation."),
         ("time/rollout", "seconds", "Waiting for the step's episodes, with their grading and rescoring."),
-        ("pipeline/trainer_idle", "share", "The share of the step in which the trainer waited for its batch."),
-        ("pipeline/buffered", "count", "Groups of later batches that had ended when the step took its own."),
-        ("pipeline/unfinished", "count", "Tasks of later batches that were drawn by then, those groups among them."),
+        ("async_rollout/trainer_idle", "share", "The share of the step in which the trainer waited for its batch."),
+        ("async_rollout/buffered", "count", "Groups of later batches that had ended when the step took its own."),
+        (
+            "async_rollout/unfinished",
+            "count",
+            "Tasks of later batches that were drawn by then, those groups among them.",
+        ),
         ("time/weight_sync", "seconds", "Sending the weights to the engines and checking them."),
         ("data/position", "count", "Tasks drawn since the run began; the next step goes on there."),
     ),
@@ -205,11 +209,11 @@ METRICS: tuple[Metric, ...] = (
     *_of(
         "agent_rl/engine/generation_gate.py",
         (
-            "pipeline/cut_turns",
+            "async_rollout/interrupted_turns",
             "count",
             "Turns that weight updates cut in the step; they went on with the new weights.",
         ),
-        ("pipeline/reprefilled_tokens", "tokens", "The tokens before and in them, which were computed again."),
+        ("async_rollout/reprefilled_tokens", "tokens", "The tokens before and in them, which were computed again."),
     ),
     *_of(
         "agent_rl/engine/sleep.py",
@@ -245,14 +249,14 @@ METRICS: tuple[Metric, ...] = (
     ),
     *_of(
         _WORLD,
-        ("hosts/living", "count", "Sandbox hosts that take boxes (`sandbox.hosts: ray`)."),
-        ("hosts/lost", "count", "Sandbox hosts that were lost since the run was started last."),
-        ("hosts/boxes", "count", "Boxes on all hosts as the step ends."),
+        ("nodes/alive", "count", "Sandbox hosts that take sandboxes (`sandbox.placement: ray`)."),
+        ("nodes/lost", "count", "Sandbox hosts that were lost since the run was started last."),
+        ("nodes/sandboxes", "count", "Sandboxes on all hosts as the step ends."),
     ),
     *_of(
         _STEP,
         ("time/old_logprob", "seconds", "The pass that takes the old log-probs, on the slowest rank."),
-        ("time/native_logprob", "seconds", "The pass without replay, on the slowest rank."),
+        ("time/logprob_without_replay", "seconds", "The pass without replay, on the slowest rank."),
         ("time/reference_logprob", "seconds", "The reference model's pass, on the slowest rank."),
         ("time/update", "seconds", "All optimizer updates of the step, on the slowest rank."),
     ),
@@ -287,7 +291,7 @@ METRICS: tuple[Metric, ...] = (
     *_of(
         _STEP,
         ("staleness/mean", "updates", "How many updates before this step a sampled token's weights lie, the mean."),
-        ("staleness/max", "updates", "The same of the oldest token, at most `pipeline.max_staleness`."),
+        ("staleness/max", "updates", "The same of the oldest token, at most `async_rollout.max_staleness`."),
     ),
     Metric("staleness/share_<lag>", "share", "Sampled tokens of this lag.", _STEP, _LAGS),
     Metric(
@@ -397,12 +401,16 @@ METRICS: tuple[Metric, ...] = (
     ),
     *_of(
         _FLEET,
-        ("fleet/serving", "count", "Engines that serve at the step's end."),
-        ("fleet/joins", "count", "Engines that came up or came back during the step, and serve."),
-        ("fleet/suspected", "count", "Times in the step that an engine did not answer and was kept from new requests."),
-        ("fleet/deaths", "count", "Times in the step that an engine died or did not come up."),
-        ("fleet/stale", "count", "Times in the step that an engine was found with weights other than the published."),
-        ("fleet/retired", "count", "Engines that were put out of use for good in the step."),
+        ("engines/serving", "count", "Engines that serve at the step's end."),
+        ("engines/joins", "count", "Engines that came up or came back during the step, and serve."),
+        (
+            "engines/suspected",
+            "count",
+            "Times in the step that an engine did not answer and was kept from new requests.",
+        ),
+        ("engines/deaths", "count", "Times in the step that an engine died or did not come up."),
+        ("engines/stale", "count", "Times in the step that an engine was found with weights other than the published."),
+        ("engines/retired", "count", "Engines that were put out of use for good in the step."),
     ),
     *_of(
         _GUARD,

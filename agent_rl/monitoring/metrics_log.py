@@ -75,7 +75,7 @@ class MetricsLog:
                 with suppress(Exception):
                     failed.close()
             reason = " ".join(str(error).split())[:200] or type(error).__name__
-            self._note(f"observe.sinks: {name} is not written to any more: {reason}")
+            self._note(f"monitoring.sinks: {name} is not written to any more: {reason}")
 
     def _flush(self) -> None:
         write_atomic(self._path, b"".join(orjson.dumps(row) + b"\n" for row in self._rows))

@@ -104,7 +104,7 @@ def _draw_reward(axes: Any, rows: Rows, evaluations: Mapping[int, tuple[float, f
 
 def _draw_mismatch(axes: Any, rows: Rows) -> None:
     for key, label, colour in (
-        ("mismatch_native/k3_kl", "without replay", "tab:orange"),
+        ("mismatch_without_replay/k3_kl", "without replay", "tab:orange"),
         ("mismatch/k3_kl", "with replay", "tab:green"),
     ):
         steps, values = _series(rows, key)
@@ -139,4 +139,4 @@ def _finish(axes: Any) -> None:
     """Whole steps on the axis, and the legend below it, where it covers nothing."""
     _set_steps(axes)
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, fontsize=8, frameon=False)
+        axes.legend(loc="upper center", bsandbox_to_anchor=(0.5, -0.14), ncols=2, fontsize=8, frameon=False)

@@ -34,20 +34,20 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SinkRun:
-    """What a service is told of a run: its folder, its id for good, its config."""
+    """What a service is told of a run: its directory, its id for good, its config."""
 
-    folder: Path
+    directory: Path
     run_id: str
     config: RunConfig
 
 
 class TensorBoard:
-    """Event files in the folder ``tensorboard`` of a run."""
+    """Event files in the directory ``tensorboard`` of a run."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, directory: Path) -> None:
         from tensorboardX import SummaryWriter  # imports protobuf: not needed by a reader
 
-        self._writer = SummaryWriter(str(folder / "tensorboard"))
+        self._writer = SummaryWriter(str(directory / "tensorboard"))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
@@ -65,11 +65,11 @@ class WeightsAndBiases:
         import wandb
 
         self._run: Any = wandb.init(
-            project=run.config.observe.project,
+            project=run.config.monitoring.project,
             name=run.config.name,
             id=run.run_id,
             resume="allow",
-            dir=str(run.folder),
+            dir=str(run.directory),
             config=run.config.model_dump(mode="json"),
         )
         self._run.define_metric("step")
@@ -83,13 +83,13 @@ class WeightsAndBiases:
 
 
 class MLflow:
-    """A run of MLflow, in the experiment that ``observe.project`` names."""
+    """A run of MLflow, in the experiment that ``monitoring.project`` names."""
 
     def __init__(self, run: SinkRun) -> None:
         from mlflow import MlflowClient
 
         self._client: Any = MlflowClient()
-        project, tag = run.config.observe.project, {"agent_rl.run_id": run.run_id}
+        project, tag = run.config.monitoring.project, {"agent_rl.run_id": run.run_id}
         experiment = self._client.get_experiment_by_name(project)
         number = experiment.experiment_id if experiment else self._client.create_experiment(project)
         held = self._client.search_runs([number], f"tags.`agent_rl.run_id` = '{run.run_id}'", max_results=1)
@@ -109,18 +109,18 @@ class MLflow:
 
 
 def openers(run: SinkRun) -> dict[str, Callable[[], Sink]]:
-    """The sinks of ``observe.sinks``, to be opened when the first step is written."""
+    """The sinks of ``monitoring.sinks``, to be opened when the first step is written."""
     made: Mapping[SinkName, Callable[[], Sink]] = {
-        "tensorboard": partial(TensorBoard, run.folder),
+        "tensorboard": partial(TensorBoard, run.directory),
         "wandb": partial(WeightsAndBiases, run),
         "mlflow": partial(MLflow, run),
     }
-    return {name: made[name] for name in run.config.observe.sinks}
+    return {name: made[name] for name in run.config.monitoring.sinks}
 
 
 def check_sinks(config: RunConfig) -> None:
     """Raises UserError where a sink's library is not installed."""
-    for name in config.observe.sinks:
+    for name in config.monitoring.sinks:
         module, extra = _PACKAGES[name]
         if importlib.util.find_spec(module) is None:
-            raise UserError(f"observe.sinks names {name}, whose library is not installed: pip install '{extra}'")
+            raise UserError(f"monitoring.sinks names {name}, whose library is not installed: pip install '{extra}'")

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass, replace
 
 from agent_rl.config import EngineConfig, RunConfig, TrainConfig
-from agent_rl.models.spec import ModelFacts
+from agent_rl.models.spec import ModelSpec
 from agent_rl.planner.memory_model import BYTES, LOGITS_CHUNK, adapter_parameters, changes_bytes
 from agent_rl.train.batching.cost import PartCosts
 from agent_rl.train.hf_index import change_shapes, expected_shapes
@@ -72,7 +72,7 @@ class PlannedPublish:
     memory: int
 
 
-def planned_step(model: ModelFacts, config: RunConfig, *, rank: int, skew: float) -> PlannedStep:
+def planned_step(model: ModelSpec, config: RunConfig, *, rank: int, skew: float) -> PlannedStep:
     """Of ``rank``, whose experts are chosen ``skew`` times as often as the mean rank's."""
     train, stages = config.train, config.train.parallel.pipeline
     stage = rank // (train.parallel.world_size // stages)
@@ -87,7 +87,7 @@ def planned_step(model: ModelFacts, config: RunConfig, *, rank: int, skew: float
     )
 
 
-def forward_work(model: ModelFacts, config: RunConfig, *, stage: int, skew: float) -> Work:
+def forward_work(model: ModelSpec, config: RunConfig, *, stage: int, skew: float) -> Work:
     """One forward pass over a full micro-batch of the longest trajectories, in pipeline stage ``stage``."""
     train, parts = config.train, PartCosts.of(model)
     length = min(config.rollout.max_tokens, train.microbatch_tokens)
@@ -114,7 +114,7 @@ def forward_work(model: ModelFacts, config: RunConfig, *, stage: int, skew: floa
     )
 
 
-def planned_publish(model: ModelFacts, train: TrainConfig, engine: EngineConfig) -> PlannedPublish:
+def planned_publish(model: ModelSpec, train: TrainConfig, engine: EngineConfig) -> PlannedPublish:
     """Buckets are filled in the order of the checkpoint; a tied output is sent once more. Adapters may go alone."""
     width, limit = BYTES[engine.dtype], int(engine.weight_bucket_mb * 2**20)
     if train.lora and engine.merges_adapters:
@@ -131,7 +131,7 @@ def planned_publish(model: ModelFacts, train: TrainConfig, engine: EngineConfig)
     return PlannedPublish(sum(sent), buckets, publishing_bytes(model, train, engine))
 
 
-def publishing_bytes(model: ModelFacts, train: TrainConfig, engine: EngineConfig) -> int:
+def publishing_bytes(model: ModelSpec, train: TrainConfig, engine: EngineConfig) -> int:
     """What a weight sync holds beside a rank's state: the largest weight, whole, beside its parts where it is cut or
     the bucket that it goes into; the bucket that is sent, those before and after it, and the largest, whose broadcast
     an engine may have refused; and all adapters."""
@@ -149,7 +149,7 @@ def publishing_bytes(model: ModelFacts, train: TrainConfig, engine: EngineConfig
     return whole + 3 * limit + max(limit, vocabulary * width) + changes_bytes(model, train)
 
 
-def _layers(model: ModelFacts, train: TrainConfig, stage: int) -> tuple[bool, ...]:
+def _layers(model: ModelSpec, train: TrainConfig, stage: int) -> tuple[bool, ...]:
     """Which layers of a stage have experts. Of a virtual pipeline it has one part in so many of each round."""
     stages, rounds = train.parallel.pipeline, train.parallel.virtual_pipeline
     each = model.num_layers // (stages * rounds)
@@ -157,7 +157,7 @@ def _layers(model: ModelFacts, train: TrainConfig, stage: int) -> tuple[bool, ..
     return tuple(moe for start in starts for moe in model.moe[start : start + each])
 
 
-def _exchanged(model: ModelFacts, train: TrainConfig, layers: tuple[bool, ...], skew: float) -> float:
+def _exchanged(model: ModelSpec, train: TrainConfig, layers: tuple[bool, ...], skew: float) -> float:
     """Bytes that leave a rank in one forward or one backward pass over a micro-batch: copies of its own tokens with
     their gates for other ranks' experts, and what its own experts made of the others' tokens."""
     parallel, width = train.parallel, BYTES[train.dtype]
@@ -167,5 +167,5 @@ def _exchanged(model: ModelFacts, train: TrainConfig, layers: tuple[bool, ...], 
     return sum(layers) * ((out + back) * model.hidden * width + gates)
 
 
-def _chunk_rows(model: ModelFacts, train: TrainConfig) -> int:
+def _chunk_rows(model: ModelSpec, train: TrainConfig) -> int:
     return max(1, LOGITS_CHUNK["cuda"] // (model.vocab_size // train.parallel.tensor))

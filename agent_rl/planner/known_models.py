@@ -1,4 +1,4 @@
-"""Shapes of well-known models, for planning a run before its checkpoint is on the machine. A folder that is there is
+"""Shapes of well-known models, for planning a run before its checkpoint is on the machine. A directory that is there is
 read instead.
 
 From the ``config.json`` on the Hugging Face hub (https://huggingface.co/Qwen/<name>/blob/main/config.json).
@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from agent_rl.errors import UserError
-from agent_rl.models.spec import ModelFacts, read_facts
+from agent_rl.models.spec import ModelSpec, read_model_spec
 
 _QWEN3_MOE = {
     "model_type": "qwen3_moe",
@@ -47,16 +47,16 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "Qwen3-235B-A22B-Thinking-2507": _235B | _LONG,
     }
 )
-KNOWN: Mapping[str, ModelFacts] = MappingProxyType({name: ModelFacts.of(config) for name, config in CONFIGS.items()})
+KNOWN: Mapping[str, ModelSpec] = MappingProxyType({name: ModelSpec.of(config) for name, config in CONFIGS.items()})
 
 
-def planned_model(folder: Path) -> ModelFacts:
-    """The facts of the checkpoint in ``folder``, or of the known model of its name. Raises UserError, one line."""
-    if (folder / "config.json").is_file():
-        return read_facts(folder)
-    if folder.name in KNOWN:
-        return KNOWN[folder.name]
+def planned_model(directory: Path) -> ModelSpec:
+    """The facts of the checkpoint in ``directory``, or of the known model of its name. Raises UserError, one line."""
+    if (directory / "config.json").is_file():
+        return read_model_spec(directory)
+    if directory.name in KNOWN:
+        return KNOWN[directory.name]
     raise UserError(
-        f"model: {folder} is no folder with a config.json, and no model is known by the name {folder.name!r}; known: "
-        + ", ".join(KNOWN)
+        f"model: {directory} is no directory with a config.json, and no model is known by the name "
+        f"{directory.name!r}; known: " + ", ".join(KNOWN)
     )

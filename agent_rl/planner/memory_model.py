@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from agent_rl.config import LoraConfig, ParallelConfig, TrainConfig
-from agent_rl.models.spec import ModelFacts
+from agent_rl.models.spec import ModelSpec
 from agent_rl.train.hf_index import change_shapes
 from agent_rl.train.parallel_checks import expert_copies, shares_optimizer, weight_copies
 
@@ -27,18 +27,18 @@ ROUTER_BYTES = 17
 """Bytes a token and expert that a router keeps: float32 logits, scores and dense gates, a mask and their copy."""
 
 
-def parameters(model: ModelFacts) -> int:
+def parameters(model: ModelSpec) -> int:
     """All parameters of a model, an untied output layer included."""
     dense, experts = rank_parameters(model, ParallelConfig())
     return dense + experts
 
 
-def route_bytes(model: ModelFacts) -> int:
+def route_bytes(model: ModelSpec) -> int:
     """Bytes of a token's routes in the narrowest type that holds the expert ids."""
     return len(model.moe_layer_ids) * model.top_k * (1 if model.num_experts <= 256 else 2)
 
 
-def rank_parameters(model: ModelFacts, parallel: ParallelConfig) -> tuple[int, int]:
+def rank_parameters(model: ModelSpec, parallel: ParallelConfig) -> tuple[int, int]:
     """``(dense, experts)``: parameters on the rank that has most; dense ones are all that are no expert's."""
     stages = parallel.pipeline
     per_stage = model.num_layers // stages
@@ -56,7 +56,7 @@ def rank_parameters(model: ModelFacts, parallel: ParallelConfig) -> tuple[int, i
     return best
 
 
-def _dense_of_layer(model: ModelFacts, index: int, tensor: int) -> int:
+def _dense_of_layer(model: ModelSpec, index: int, tensor: int) -> int:
     attention = model.hidden * (2 * model.q_width + 2 * model.kv_width) // tensor
     norms = 2 * model.hidden + 2 * model.head_dim
     if model.moe[index]:
@@ -65,7 +65,7 @@ def _dense_of_layer(model: ModelFacts, index: int, tensor: int) -> int:
     return attention + norms + 3 * model.hidden * model.inner // tensor
 
 
-def trained_parameters(model: ModelFacts, train: TrainConfig, parallel: ParallelConfig) -> tuple[int, int]:
+def trained_parameters(model: ModelSpec, train: TrainConfig, parallel: ParallelConfig) -> tuple[int, int]:
     """As :func:`rank_parameters`, of those that are trained: all, or the adapters (``train.lora``)."""
     if train.lora is None:
         return rank_parameters(model, parallel)
@@ -73,13 +73,13 @@ def trained_parameters(model: ModelFacts, train: TrainConfig, parallel: Parallel
     return model.num_layers * attention, len(model.moe_layer_ids) * (model.num_experts // parallel.expert) * expert
 
 
-def adapter_parameters(model: ModelFacts, lora: LoraConfig) -> tuple[int, int]:
+def adapter_parameters(model: ModelSpec, lora: LoraConfig) -> tuple[int, int]:
     """Of one layer's attention and of one expert; query, key and value have one A, and so have gate and up."""
     attention = 2 * model.hidden + 2 * model.q_width + 2 * model.kv_width
     return lora.rank * attention, lora.rank * (2 * model.hidden + 3 * model.expert_inner)
 
 
-def changes_bytes(model: ModelFacts, train: TrainConfig) -> int:
+def changes_bytes(model: ModelSpec, train: TrainConfig) -> int:
     """What adapters are when they travel to an engine, float32; 0 without adapters."""
     shapes = {} if train.lora is None else change_shapes(model, train.lora.rank)
     return 4 * sum(map(math.prod, shapes.values()))
@@ -140,7 +140,7 @@ class RankBytes:
         return self.static + self.activations + self.borrowed + self.peak
 
 
-def rank_bytes(model: ModelFacts, train: TrainConfig, *, microbatches: int, device: str) -> RankBytes:
+def rank_bytes(model: ModelSpec, train: TrainConfig, *, microbatches: int, device: str) -> RankBytes:
     """The memory of the fullest rank on ``device``, cpu or cuda; ``microbatches``: how many a data rank has in a mini
     step (a pipeline holds as many as it has stages at most)."""
     parallel, width = train.parallel, BYTES[train.dtype]
@@ -180,19 +180,19 @@ def state_bytes(train: TrainConfig) -> int:
     return 2 * BYTES[train.optimizer_moments] + (4 if train.dtype == "bfloat16" else 0)
 
 
-def expert_bytes(model: ModelFacts, train: TrainConfig) -> int:
+def expert_bytes(model: ModelSpec, train: TrainConfig) -> int:
     """The weights of one expert of one layer."""
     return 3 * model.hidden * model.expert_inner * BYTES[train.dtype]
 
 
-def pool_bytes(model: ModelFacts, train: TrainConfig) -> int:
+def pool_bytes(model: ModelSpec, train: TrainConfig) -> int:
     """The pool of all experts of all layers that a machine's ranks borrow from; 0 where none is kept."""
     if not train.balance.enabled or "pool" not in (train.balance.transfer.recompute, train.balance.transfer.update):
         return 0
     return len(model.moe_layer_ids) * model.num_experts * expert_bytes(model, train)
 
 
-def _activations(model: ModelFacts, train: TrainConfig, tokens: int, microbatches: int, device: str) -> int:
+def _activations(model: ModelSpec, train: TrainConfig, tokens: int, microbatches: int, device: str) -> int:
     """What the backward pass finds kept when it starts: every layer's, or the layers' inputs where all is run again."""
     width = BYTES[train.dtype]
     # The last norm's input and output and its rows that predict something; the rotary embedding's cosines and sines.
@@ -203,7 +203,7 @@ def _activations(model: ModelFacts, train: TrainConfig, tokens: int, microbatche
     return _in_flight(train, microbatches) * sum(kept[moe] for moe in _first_chunk(model, train)) + final
 
 
-def _inputs(model: ModelFacts, train: TrainConfig, tokens: int, microbatches: int, device: str) -> tuple[int, int]:
+def _inputs(model: ModelSpec, train: TrainConfig, tokens: int, microbatches: int, device: str) -> tuple[int, int]:
     """The inputs of layers that are run again: on the device, and in host memory."""
     if train.recompute != "full":
         return 0, 0
@@ -213,7 +213,7 @@ def _inputs(model: ModelFacts, train: TrainConfig, tokens: int, microbatches: in
     return (of_a_layer, every) if train.offload_activations and device == "cuda" else (every, 0)
 
 
-def _first_chunk(model: ModelFacts, train: TrainConfig) -> tuple[bool, ...]:
+def _first_chunk(model: ModelSpec, train: TrainConfig) -> tuple[bool, ...]:
     """Layers of the first stage, which holds most micro-batches."""
     return model.moe[: model.num_layers // train.parallel.pipeline]
 
@@ -227,7 +227,7 @@ def _in_flight(train: TrainConfig, microbatches: int) -> int:
     return held
 
 
-def layer_bytes(model: ModelFacts, train: TrainConfig, tokens: int, *, moe: bool, device: str) -> int:
+def layer_bytes(model: ModelSpec, train: TrainConfig, tokens: int, *, moe: bool, device: str) -> int:
     """What autograd keeps of one layer for ``tokens`` tokens (of one context rank), selective recomputation heeded."""
     width, tensor = BYTES[train.dtype], train.parallel.tensor
     again = train.recompute_modules if train.recompute == "selective" else ()
@@ -254,13 +254,13 @@ def layer_bytes(model: ModelFacts, train: TrainConfig, tokens: int, *, moe: bool
     return residual + attention + mlp + _adapted(model, train, tokens, moe=moe and "moe" not in again)
 
 
-def _adapted(model: ModelFacts, train: TrainConfig, tokens: int, *, moe: bool) -> int:
+def _adapted(model: ModelSpec, train: TrainConfig, tokens: int, *, moe: bool) -> int:
     """What adapters keep of one layer beyond what frozen weights would: the products with each A."""
     rows = tokens * (2 + 2 * model.top_k * moe)
     return rows * train.lora.rank * BYTES[train.dtype] if train.lora else 0
 
 
-def _logits(model: ModelFacts, train: TrainConfig, tokens: int, device: str) -> int:
+def _logits(model: ModelSpec, train: TrainConfig, tokens: int, device: str) -> int:
     """A chunk of logits, what is made of it, and the output weight's gradient over all chunks. That of one chunk is
     made, where it is narrower, when all arrays but two are gone."""
     share, width = model.vocab_size // train.parallel.tensor, BYTES[train.dtype]
@@ -270,7 +270,7 @@ def _logits(model: ModelFacts, train: TrainConfig, tokens: int, device: str) -> 
     return max(copies * chunk, 2 * chunk + narrow) + share * model.hidden * 4
 
 
-def _one_layer(model: ModelFacts, train: TrainConfig, tokens: int, device: str) -> int:
+def _one_layer(model: ModelSpec, train: TrainConfig, tokens: int, device: str) -> int:
     """What lives for a moment of the backward pass: one layer's activations where they are made again, gradients of its
     widest, and of the largest weight."""
     width, parallel = BYTES[train.dtype], train.parallel
@@ -285,11 +285,11 @@ def _one_layer(model: ModelFacts, train: TrainConfig, tokens: int, device: str) 
     return passing + max(layer_bytes(model, train, tokens, moe=moe, device=device) for moe in set(model.moe))
 
 
-def kv_bytes_per_token(model: ModelFacts, dtype: str, tensor: int = 1) -> int:
+def kv_bytes_per_token(model: ModelSpec, dtype: str, tensor: int = 1) -> int:
     """Key and value of a token on one GPU of an engine; with more GPUs than heads, heads are held twice."""
     return 2 * model.num_layers * max(1, model.kv_heads // tensor) * model.head_dim * BYTES[dtype]
 
 
-def route_slot_bytes(model: ModelFacts) -> int:
+def route_slot_bytes(model: ModelSpec) -> int:
     """Host memory of a KV slot's routes in one engine process: int32, dense layers included (SGLang 0.5.23)."""
     return model.num_layers * model.top_k * 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from agent_rl.models.spec import ModelFacts
+from agent_rl.models.spec import ModelSpec
 from agent_rl.planner.memory_model import RankBytes
 
 GIB = 1 << 30
@@ -53,7 +53,7 @@ class RunPlan:
 
     name: str
     device: str
-    model: ModelFacts
+    model: ModelSpec
     rank: RankBytes | None
     places: tuple[PlannedPlace, ...]
     traffic: tuple[Item, ...]

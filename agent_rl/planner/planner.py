@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from agent_rl.config import ParallelConfig, RunConfig
 from agent_rl.errors import UserError
-from agent_rl.models.spec import ModelFacts
+from agent_rl.models.spec import ModelSpec
 from agent_rl.planner.compute_model import publishing_bytes
 from agent_rl.planner.known_models import planned_model
 from agent_rl.planner.memory_model import (
@@ -133,25 +133,29 @@ def _problems(config: RunConfig) -> Iterator[str]:
 def _sharing_problems(config: RunConfig, device: str) -> Iterator[str]:
     if config.engine.colocate and device == "cpu":
         yield "engine.colocate shares GPUs, and the plan is for CPUs: turn it off, or set hardware.gpu_memory_gb"
-    world, each = config.train.parallel.world_size, config.hardware.gpus_per_host
+    world, each = config.train.parallel.world_size, config.hardware.gpus_per_node
     if config.engine.colocate and world > each:
         yield (
             f"engine.colocate is for one machine, and train.parallel.world_size={world} is more than "
-            f"hardware.gpus_per_host={each}: take fewer ranks, or turn it off"
+            f"hardware.gpus_per_node={each}: take fewer ranks, or turn it off"
         )
 
 
 def hosts_problems(config: RunConfig) -> Iterator[str]:
     """One line where the hosts have fewer GPUs than there are trainer ranks."""
-    hosts, each, world = config.hardware.trainer_hosts, config.hardware.gpus_per_host, config.train.parallel.world_size
+    hosts, each, world = (
+        config.hardware.trainer_nodes,
+        config.hardware.gpus_per_node,
+        config.train.parallel.world_size,
+    )
     if hosts is not None and world > hosts * each:
         yield (
-            f"train.parallel.world_size={world} is more than hardware.trainer_hosts={hosts} times "
-            f"hardware.gpus_per_host={each}: name more hosts, or fewer ranks"
+            f"train.parallel.world_size={world} is more than hardware.trainer_nodes={hosts} times "
+            f"hardware.gpus_per_node={each}: name more hosts, or fewer ranks"
         )
 
 
-def _places(config: RunConfig, model: ModelFacts, rank: RankBytes, load: Load, device: str) -> Iterator[PlannedPlace]:
+def _places(config: RunConfig, model: ModelSpec, rank: RankBytes, load: Load, device: str) -> Iterator[PlannedPlace]:
     if device == "cuda":
         yield from _gpu_places(config, model, rank, load)
     else:
@@ -159,7 +163,7 @@ def _places(config: RunConfig, model: ModelFacts, rank: RankBytes, load: Load, d
     yield PlannedPlace("disk of runs_dir", tuple(_disk(config, model, load)), _disk_capacity(config))
 
 
-def _gpu_places(config: RunConfig, model: ModelFacts, rank: RankBytes, load: Load) -> Iterator[PlannedPlace]:
+def _gpu_places(config: RunConfig, model: ModelSpec, rank: RankBytes, load: Load) -> Iterator[PlannedPlace]:
     hardware, parallel = config.hardware, config.train.parallel
     assert hardware.gpu_memory_gb is not None
     gpu, world, span = hardware.gpu_memory_gb * GIB, parallel.world_size, config.engine.gpus
@@ -179,7 +183,7 @@ def _gpu_places(config: RunConfig, model: ModelFacts, rank: RankBytes, load: Loa
     yield from _host_places(config, model, rank, load)
 
 
-def _shared_gpu_places(config: RunConfig, model: ModelFacts, rank: RankBytes) -> Iterator[PlannedPlace]:
+def _shared_gpu_places(config: RunConfig, model: ModelSpec, rank: RankBytes) -> Iterator[PlannedPlace]:
     """A GPU that trainer and engine have in turn, in the turn of each."""
     assert config.hardware.gpu_memory_gb is not None
     gpu, world = config.hardware.gpu_memory_gb * GIB, config.train.parallel.world_size
@@ -192,13 +196,16 @@ def _shared_gpu_places(config: RunConfig, model: ModelFacts, rank: RankBytes) ->
     yield PlannedPlace("shared GPU, the engine awake", sampling, int(gpu * ENGINE_SHARE), world)
 
 
-def _host_places(config: RunConfig, model: ModelFacts, rank: RankBytes, load: Load) -> Iterator[PlannedPlace]:
+def _host_places(config: RunConfig, model: ModelSpec, rank: RankBytes, load: Load) -> Iterator[PlannedPlace]:
     """Memory of the machines of a run on GPUs; one place where ranks, engines and driver may all be on one."""
     hardware, world = config.hardware, config.train.parallel.world_size
     host = int(_host_memory(config) * HOST_SHARE)
-    hosts, served = hardware.trainer_hosts or -(-world // hardware.gpus_per_host), engines(config) * config.engine.gpus
+    hosts, served = (
+        hardware.trainer_nodes or -(-world // hardware.gpus_per_node),
+        engines(config) * config.engine.gpus,
+    )
     per_host = -(-world // hosts)
-    per_engine_host = min(served, hardware.gpus_per_host)
+    per_engine_host = min(served, hardware.gpus_per_node)
     of_ranks = tuple(_rank_host_items(config, model, rank, load, per_host))
     of_engines = (
         Item("engine's processes", per_engine_host * ENGINE_PROCESS, f"{per_engine_host} GPUs, one each"),
@@ -206,15 +213,15 @@ def _host_places(config: RunConfig, model: ModelFacts, rank: RankBytes, load: Lo
     )
     of_driver = tuple(_driver_items(config, model, load))
     used = world if config.engine.colocate else world + served
-    if hosts == 1 and config.engine.launched and used <= hardware.gpus_per_host:
+    if hosts == 1 and config.engine.launched and used <= hardware.gpus_per_node:
         yield PlannedPlace("memory of the host", (*of_ranks, *of_engines, *of_driver), host)
         return
     yield PlannedPlace("memory of a trainer host", of_ranks, host, hosts)
-    yield PlannedPlace("memory of an engine host", of_engines, host, -(-served // hardware.gpus_per_host))
+    yield PlannedPlace("memory of an engine host", of_engines, host, -(-served // hardware.gpus_per_node))
     yield PlannedPlace("memory of the driver's host", of_driver, host)
 
 
-def _cpu_places(config: RunConfig, model: ModelFacts, rank: RankBytes, load: Load) -> Iterator[PlannedPlace]:
+def _cpu_places(config: RunConfig, model: ModelSpec, rank: RankBytes, load: Load) -> Iterator[PlannedPlace]:
     world = config.train.parallel.world_size
     slack = Item("allocator", glibc_slack(rank, config.train.recompute), "what glibc keeps of freed memory")
     rank_items = (Item("process", RANK_PROCESS), *_rank_items(config, rank), slack)
@@ -255,7 +262,7 @@ def _rank_items(config: RunConfig, rank: RankBytes) -> Iterator[Item]:
     yield Item("at the peak", rank.peak, max(rank.peaks, key=rank.peaks.__getitem__))
 
 
-def _sync_items(config: RunConfig, model: ModelFacts, rank: RankBytes) -> Iterator[Item]:
+def _sync_items(config: RunConfig, model: ModelSpec, rank: RankBytes) -> Iterator[Item]:
     """What a weight sync holds more than a step."""
     more = publishing_bytes(model, config.train, config.engine) - (rank.total - rank.static)
     if more > 0:
@@ -266,7 +273,7 @@ def _master(config: RunConfig) -> str:
     return " and float32 weights" if config.train.dtype == "bfloat16" else ""
 
 
-def _engine_items(config: RunConfig, model: ModelFacts, span: int) -> Iterator[Item]:
+def _engine_items(config: RunConfig, model: ModelSpec, span: int) -> Iterator[Item]:
     width, slots = BYTES[config.engine.dtype], config.engine.max_total_tokens
     per_token = kv_bytes_per_token(model, config.engine.dtype, span)
     # SGLang's own models hold the output layer apart from the embedding.
@@ -275,15 +282,15 @@ def _engine_items(config: RunConfig, model: ModelFacts, span: int) -> Iterator[I
     yield Item("KV cache", slots * per_token, f"{slots} tokens x {per_token} bytes")
 
 
-def _route_slots(config: RunConfig, model: ModelFacts, processes: int) -> Item:
+def _route_slots(config: RunConfig, model: ModelSpec, processes: int) -> Item:
     slots, size = config.engine.max_total_tokens, route_slot_bytes(model)
     return Item("engine's routes", processes * slots * size, f"{processes} x {slots} slots x {size} bytes, pinned")
 
 
-def _rank_host_items(config: RunConfig, model: ModelFacts, rank: RankBytes, load: Load, ranks: int) -> Iterator[Item]:
+def _rank_host_items(config: RunConfig, model: ModelSpec, rank: RankBytes, load: Load, ranks: int) -> Iterator[Item]:
     parallel = config.train.parallel
     share = ranks / parallel.world_size
-    passes = 1 + 1 + (config.train.replay == "r3" and config.train.native_every > 0)
+    passes = 1 + 1 + (config.train.replay == "r3" and config.train.measure_without_replay_every > 0)
     yield Item("processes", ranks * RANK_PROCESS, f"{ranks} ranks")
     yield Item("samples", int(share * load.tokens * SAMPLE_BYTES), "of a step, in the object store")
     routes = int(share * load.tokens * route_bytes(model) * passes)
@@ -303,35 +310,37 @@ def _rank_host_items(config: RunConfig, model: ModelFacts, rank: RankBytes, load
     yield Item("checkpoint", ranks * copied, "a copy that is written while training goes on")
 
 
-def _driver_items(config: RunConfig, model: ModelFacts, load: Load) -> Iterator[Item]:
+def _driver_items(config: RunConfig, model: ModelSpec, load: Load) -> Iterator[Item]:
     per_token = route_bytes(model) + SAMPLE_BYTES
     yield Item("driver's process", DRIVER_PROCESS)
     yield Item("trajectories", load.tokens * (per_token + TEXT_BYTES), f"{load.trajectories} of a step, with routes")
-    if ahead := config.pipeline.depth:
+    if ahead := config.async_rollout.depth:
         yield Item(
             "sampled ahead", ahead * load.tokens * TEXT_BYTES, f"text of {ahead} step(s); arrays are on the disk"
         )
 
 
-def _disk(config: RunConfig, model: ModelFacts, load: Load) -> Iterator[Item]:
-    detail = DETAIL_BYTES if config.observe.token_detail else 0
+def _disk(config: RunConfig, model: ModelSpec, load: Load) -> Iterator[Item]:
+    detail = DETAIL_BYTES if config.monitoring.token_detail else 0
     per_token = int(route_bytes(model) * ARCHIVE_SHARE) + SAMPLE_BYTES + ROW_BYTES + detail
     steps, train = config.train.steps, config.train
     yield Item("trajectories", steps * load.tokens * per_token, f"{steps} steps of {gib(load.tokens * per_token)}")
     # The former steps' are removed when the checkpoint is written, during the step after it.
     journaled = min(steps, train.checkpoint_every + 1) if train.checkpoint_every else steps
     ordered = per_token + int(route_bytes(model) * ARCHIVE_SHARE / 3)  # routes keep their order there: a third more
-    ahead = config.pipeline.depth
+    ahead = config.async_rollout.depth
     yield Item("journal", (journaled + ahead) * load.tokens * ordered, "episodes since the last checkpoint")
     kept = train.keep_checkpoints + 1  # the next is written before the oldest goes
     one = sum(trained_parameters(model, train, ParallelConfig())) * STATE_BYTES
     yield Item("checkpoints", kept * one, f"{train.keep_checkpoints} kept and one being written, {gib(one)} each")
     yield Item("model", parameters(model) * BYTES[train.dtype], "exported at the end")
     if config.sandbox.pull and config.sandbox.image_budget_gb:
-        yield Item("images", int(config.sandbox.image_budget_gb * 1e9), "sandbox.image_budget_gb, on the boxes' disk")
+        yield Item(
+            "images", int(config.sandbox.image_budget_gb * 1e9), "sandbox.image_budget_gb, on the sandboxes' disk"
+        )
 
 
-def _traffic(config: RunConfig, model: ModelFacts, load: Load) -> Iterator[Item]:
+def _traffic(config: RunConfig, model: ModelSpec, load: Load) -> Iterator[Item]:
     parallel, count = config.train.parallel, engines(config)
     rows = load.tokens * IDENTITY_BYTES * parallel.pipeline
     size = load.tokens * (SAMPLE_BYTES + route_bytes(model)) + rows
@@ -346,7 +355,7 @@ def _traffic(config: RunConfig, model: ModelFacts, load: Load) -> Iterator[Item]
     yield Item("routes from the engines, a step", wire, "int32 in base64, each row once")
 
 
-def _notes(config: RunConfig, model: ModelFacts, load: Load) -> Iterator[str]:
+def _notes(config: RunConfig, model: ModelSpec, load: Load) -> Iterator[str]:
     slots, longest = config.engine.max_total_tokens * engines(config), config.rollout.max_tokens
     running = min(config.rollout.concurrency, load.trajectories)
     whole = slots // longest
@@ -385,7 +394,7 @@ def _host_memory(config: RunConfig) -> int:
 def _disk_capacity(config: RunConfig) -> int:
     if config.hardware.disk_gb is not None:
         return int(config.hardware.disk_gb * GIB)
-    folder = config.runs_dir.absolute()
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
+    directory = config.runs_dir.absolute()
+    while not directory.exists():
+        directory = directory.parent
+    return shutil.disk_usage(directory).free

@@ -18,8 +18,8 @@ _NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 class ChatRenderer:
     """Renders one model's conversations.
 
-    ``model`` is a Hugging Face folder (``tokenizer.json`` and a chat template) or a :class:`ChatModel`. The template is
-    probed here, once; one that is not prefix-preserving is refused with ``TemplateError`` (see
+    ``model`` is a Hugging Face directory (``tokenizer.json`` and a chat template) or a :class:`ChatModel`. The
+    template is probed here, once; one that is not prefix-preserving is refused with ``TemplateError`` (see
     :mod:`agent_rl.render.prefix_check`). ``thinking=False`` says that the model's turns hold no ``<think>`` blocks, so
     that a template which drops those from earlier turns may pass. ``options`` are variables of the template's own.
     ``observation_role`` is the role of observations; None: tool where the template can append it, else user.
@@ -34,7 +34,7 @@ class ChatRenderer:
         observation_role: Role | None = None,
     ) -> None:
         where = f"{model}: " if isinstance(model, Path) else ""
-        source = model if isinstance(model, ChatModel) else ChatModel.from_folder(model)
+        source = model if isinstance(model, ChatModel) else ChatModel.from_dir(model)
         try:
             self._encoder = Encoder(source.tokenizer)
             self._template = ChatTemplate(source.template, source.special, options)

@@ -1,4 +1,4 @@
-"""A model folder's chat template: read and rendered as transformers does, with jinja2 and tokenizers alone."""
+"""A model directory's chat template: read and rendered as transformers does, with jinja2 and tokenizers alone."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ class ChatModel:
     eos_token_ids: tuple[int, ...] = ()
 
     @classmethod
-    def from_folder(cls, folder: Path) -> ChatModel:
-        """Read a Hugging Face folder. Raises ``TemplateError`` naming the file that is absent or broken."""
-        path = folder / "tokenizer.json"
+    def from_dir(cls, directory: Path) -> ChatModel:
+        """Read a Hugging Face directory. Raises ``TemplateError`` naming the file that is absent or broken."""
+        path = directory / "tokenizer.json"
         if not path.is_file():
             raise TemplateError(f"{path}: not there; a fast tokenizer's file is needed")
         try:
             tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # tokenizers raises bare Exception
             raise TemplateError(f"{path}: not a tokenizer: {error}") from error
-        config = _read_json(folder / "tokenizer_config.json")
+        config = _read_json(directory / "tokenizer_config.json")
         special = {key: _token_text(value) for key, value in config.items() if key.endswith("_token") and value}
-        return cls(tokenizer, _template_source(folder, config), special, _eos_token_ids(folder))
+        return cls(tokenizer, _template_source(directory, config), special, _eos_token_ids(directory))
 
 
 class ChatTemplate:
@@ -87,22 +87,22 @@ class _GenerationTag(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _template_source(folder: Path, config: Mapping[str, Any]) -> str:
-    file = folder / "chat_template.jinja"
+def _template_source(directory: Path, config: Mapping[str, Any]) -> str:
+    file = directory / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
     source = config.get("chat_template")
     if isinstance(source, list):
         source = {entry["name"]: entry["template"] for entry in source}.get("default")
     if not isinstance(source, str):
-        raise TemplateError(f"{folder}: no chat template in chat_template.jinja or tokenizer_config.json")
+        raise TemplateError(f"{directory}: no chat template in chat_template.jinja or tokenizer_config.json")
     return source
 
 
-def _eos_token_ids(folder: Path) -> tuple[int, ...]:
+def _eos_token_ids(directory: Path) -> tuple[int, ...]:
     """The ids that end a generation: generation_config.json's, else config.json's."""
     for name in ("generation_config.json", "config.json"):
-        ids = _read_json(folder / name).get("eos_token_id")
+        ids = _read_json(directory / name).get("eos_token_id")
         if ids is not None:
             return tuple(ids) if isinstance(ids, list) else (int(ids),)
     return ()

@@ -167,7 +167,7 @@ class Plan:
     waiting: tuple[Node, ...] = ()
 
 
-class Forest:
+class ConversationTree:
     """The nodes of one episode. ``routes`` says which routes are kept and whether they may be missing; None: none."""
 
     def __init__(self, rendering: Rendering, *, routes: R3Config | None) -> None:

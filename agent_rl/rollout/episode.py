@@ -21,7 +21,7 @@ from hashlib import sha256
 from typing import Any
 
 from agent_rl.config import EnvConfig, R3Config, RolloutConfig, RunConfig
-from agent_rl.engine.generation_gate import TurnGate
+from agent_rl.engine.generation_gate import GenerationGate
 from agent_rl.engine.types import Engine
 from agent_rl.errors import EngineAborted, EngineError, HarnessError, RoutesMissingError
 from agent_rl.rollout.initial_prompt import Renderer, open_conversation
@@ -29,7 +29,7 @@ from agent_rl.rollout.route_audit import Auditor
 from agent_rl.rollout.transcript import Transcript
 from agent_rl.rollout.turn_log import Answered, LoggedTurn, ReplayDiffers, TurnLog
 from agent_rl.types import Completion, FinishReason, SamplingParams, StopReason, Trajectory, Turn
-from envs import Dialogue, Environment, Episode, Grade, GradingError, Task, UndecidableError, find_interface
+from envs import Dialogue, Environment, Episode, Grade, GradingError, Task, UndecidableError, find_scaffold
 from sandbox import ImageMissingError, SandboxError, SandboxHostLostError, SandboxUnavailableError, bounded
 from tools import ParseFailure, ToolCallFormat, ToolResult, ToolSet
 
@@ -84,7 +84,7 @@ async def run_episode(
     fmt: ToolCallFormat,
     rules: EpisodeRules,
     audit: Auditor | None = None,
-    gate: TurnGate | None = None,
+    gate: GenerationGate | None = None,
     log: TurnLog | None = None,
 ) -> Trajectory:
     """Drive ``task`` to an ending and grade it; ``audit`` then looks at its routes, or not. While ``gate``, that of
@@ -114,13 +114,13 @@ class EpisodeRun:
         renderer: Renderer,
         fmt: ToolCallFormat,
         rules: EpisodeRules,
-        gate: TurnGate | None,
+        gate: GenerationGate | None,
         log: TurnLog | None = None,
     ) -> None:
-        self.env, self.task, self.engine, self.gate = env, task, engine, gate or TurnGate()
+        self.env, self.task, self.engine, self.gate = env, task, engine, gate or GenerationGate()
         self.log, self.opening, self.answers, self.replayed = log, "", list[Completion](), 0
         self.renderer, self.fmt, self.rules, self.limits = renderer, fmt, rules, rules.rollout
-        self.interface = find_interface(rules.env.interface)
+        self.scaffold = find_scaffold(rules.env.scaffold)
         self.session = f"{task.id}-{uuid.uuid4().hex[:12]}"
         self.began, self.started = round(time.time(), 3), time.perf_counter()
         self.transcript = Transcript((), max_tokens=self.limits.max_tokens, routes=None)
@@ -312,7 +312,7 @@ class EpisodeRun:
         stop_included = bool(sampled) and sampled[-1] in self.renderer.stop_token_ids
         text = self._remarked(text)
         tokens = self.renderer.observation(text, stop_included=stop_included)
-        self.messages.append({"role": self.interface.observation_role or "tool", "content": text})
+        self.messages.append({"role": self.scaffold.observation_role or "tool", "content": text})
         self.turns[-1]["observation_tokens"] = len(tokens)
         if len(tokens) >= self.transcript.room:
             return StopReason.CONTEXT_FULL
@@ -320,7 +320,7 @@ class EpisodeRun:
         return None
 
     def _remarked(self, text: str) -> str:
-        return self.interface.with_remark(text, len(self.turns), self.limits.max_turns)
+        return self.scaffold.with_remark(text, len(self.turns), self.limits.max_turns)
 
     async def _grade(self, episode: Episode) -> Grade:
         started = time.perf_counter()

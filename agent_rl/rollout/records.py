@@ -2,9 +2,9 @@
 
 ::
 
-    <stem>.jsonl.zst           one row a trajectory: what a person reads (turns, times, tests, reward, ending, fate)
-    <stem>.safetensors         its arrays: <key>/tokens, loss_mask, logprobs, and routes (an r3.archive)
-    <stem>.train.safetensors   what the trainer saw of their tokens (agent_rl.rollout.token_details)
+    <stem>.jsonl.zst           one row a trajectory: what a person reads (turns, times, tests, reward, ending,
+    training status) <stem>.safetensors         its arrays: <key>/tokens, loss_mask, logprobs, and routes (an
+    r3.archive) <stem>.train.safetensors   what the trainer saw of their tokens (agent_rl.rollout.token_details)
     <stem>.index.json.zst      its row in a few numbers, for lists and filters (agent_rl.rollout.step_index)
 
 The arrays are in place before the rows are, so a step whose rows exist is whole; the sidecar comes last and can be made
@@ -40,9 +40,9 @@ from agent_rl.types import (
     Group,
     StopReason,
     TokenDetail,
+    TrainingDecision,
     Trajectory,
     Turn,
-    Verdict,
     VersionSpan,
     append_version,
 )
@@ -54,7 +54,7 @@ FORMAT = 3
 """What is written. Rows of 2 did not say so at first; those of 1 had their routes as plain arrays."""
 _READ = (2, FORMAT)
 
-FOLDER = "trajectories"
+DIRECTORY = "trajectories"
 EVALUATIONS = "evaluations"
 LOG_CHARACTERS = 8192
 """Of a test log its end is kept, so many characters."""
@@ -70,7 +70,7 @@ def write_trajectories(
     step: int,
     groups: Sequence[Group],
     *,
-    verdicts: Sequence[Verdict] = (),
+    verdicts: Sequence[TrainingDecision] = (),
     details: Details | None = None,
     routes: bool = True,
 ) -> Path:
@@ -82,7 +82,7 @@ def write_records(
     stem: Path,
     groups: Sequence[Group],
     *,
-    verdicts: Sequence[Verdict] = (),
+    verdicts: Sequence[TrainingDecision] = (),
     details: Details | None = None,
     routes: bool = True,
 ) -> Path:
@@ -103,7 +103,7 @@ def write_records(
             {
                 **_described(trajectory, key, routes),
                 "group": {"index": index, "infrastructure_failures": group.infrastructure_failures},
-                **asdict(verdicts[number] if verdicts else Verdict(None)),
+                **asdict(verdicts[number] if verdicts else TrainingDecision(None)),
                 **_worst([detail for (of, _), detail in (details or {}).items() if of == number]),
             }
         )
@@ -177,13 +177,13 @@ def read_groups(path: Path) -> tuple[Group, ...]:
 
 def steps_on_disk(run_dir: Path) -> list[int]:
     """The steps that have trajectories, in order."""
-    files = chain.from_iterable((run_dir / FOLDER).glob(f"step-*{suffix}") for suffix in (SUFFIX, ".jsonl"))
+    files = chain.from_iterable((run_dir / DIRECTORY).glob(f"step-*{suffix}") for suffix in (SUFFIX, ".jsonl"))
     return sorted({int(path.name.split(".")[0].removeprefix("step-")) for path in files})
 
 
 def step_stem(run_dir: Path, step: int) -> Path:
     """What the names of a step's files begin with."""
-    return run_dir / FOLDER / f"step-{step:06d}"
+    return run_dir / DIRECTORY / f"step-{step:06d}"
 
 
 def evaluation_stem(run_dir: Path, key: str) -> Path:
@@ -229,7 +229,7 @@ def _worst(details: Sequence[TokenDetail]) -> dict[str, float | None]:
         f"worst_{name}": max(
             (far for detail in details if (far := worst(getattr(detail, name))) is not None), default=None
         )
-        for name in ("gap", "native_gap")
+        for name in ("gap", "gap_without_replay")
     }
 
 

@@ -15,14 +15,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from agent_rl.config import OWN_INTERFACE
+from agent_rl.config import OWN_SCAFFOLD
 from agent_rl.engine.scripted import ScriptedEngine
 from agent_rl.errors import AgentRlError, UserError
 from agent_rl.rollout.episode import EpisodeRules, run_episode
 from agent_rl.rollout.group import EpisodeRunner
 from agent_rl.rollout.jsonl_zst import read_rows
 from agent_rl.types import TokenIds, Trajectory
-from envs import Environment, Interface, Interfaced, Solvable, Task, find_interface
+from envs import Environment, HasScaffold, Scaffold, Solvable, Task, find_scaffold
 from tools import ToolCall
 from tools.formats import tool_format
 
@@ -37,7 +37,7 @@ _PATCH_FILE = ".git/solver-patch.b64"
 
 def noop(env: Environment, task: Task) -> Sequence[ToolCall]:
     """Submits at once: what a task's tests must not accept."""
-    return [_interface(env).submit]
+    return [_scaffold(env).submit]
 
 
 def gold(env: Environment, task: Task) -> Sequence[ToolCall | str]:
@@ -55,7 +55,7 @@ def gold(env: Environment, task: Task) -> Sequence[ToolCall | str]:
     chunks = [encoded[start : start + PATCH_CHUNK] for start in range(0, len(encoded), PATCH_CHUNK)]
     writes = [f"printf %s {shlex.quote(chunk)} >> {_PATCH_FILE}" for chunk in chunks]
     apply = f"base64 -d {_PATCH_FILE} | git apply --whitespace=nowarn && rm {_PATCH_FILE}"
-    return [*map(_interface(env).shell, [*writes, apply]), *noop(env, task)]
+    return [*map(_scaffold(env).shell, [*writes, apply]), *noop(env, task)]
 
 
 def has_gold(env: Environment, task: Task) -> bool:
@@ -63,9 +63,9 @@ def has_gold(env: Environment, task: Task) -> bool:
     return bool(_solution(env, task) or env.gold(task))
 
 
-def _interface(env: Environment) -> Interface:
+def _scaffold(env: Environment) -> Scaffold:
     """How calls are made in ``env``; one with tools of its own ends with ``finish``, as the usual interface does."""
-    return env.interface if isinstance(env, Interfaced) else find_interface(OWN_INTERFACE)
+    return env.scaffold if isinstance(env, HasScaffold) else find_scaffold(OWN_SCAFFOLD)
 
 
 def _solution(env: Environment, task: Task) -> Sequence[ToolCall | str]:

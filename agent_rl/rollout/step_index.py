@@ -20,9 +20,21 @@ FORMAT = 1
 _LEVEL = 6
 SUFFIX = ".index.json.zst"
 COLUMNS = (
-    *("group", "task", "reward", "resolved", "stop", "turns", "tokens", "sampled", "hacks", "fate", "advantage"),
+    *(
+        "group",
+        "task",
+        "reward",
+        "resolved",
+        "stop",
+        "turns",
+        "tokens",
+        "sampled",
+        "hacks",
+        "training_status",
+        "advantage",
+    ),
     *("branches", "versions", "seconds", "began", "failures", "format"),
-    *("worst_gap", "worst_native_gap"),
+    *("worst_gap", "worst_gap_without_replay"),
 )
 
 
@@ -43,7 +55,7 @@ def columns(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def summary(row: Mapping[str, Any]) -> dict[str, Any]:
-    """One row in a few numbers. Format 2 knows of no fate."""
+    """One row in a few numbers. Format 2 knows of no training status."""
     return {
         "group": row["group"]["index"],
         "task": _text(row["task_id"]),
@@ -51,7 +63,7 @@ def summary(row: Mapping[str, Any]) -> dict[str, Any]:
         "turns": len(row["turns"]),
         **sizes(row),
         "hacks": len(row["suspected_hack"]),
-        **{name: row.get(name) for name in ("fate", "advantage", "worst_gap", "worst_native_gap")},
+        **{name: row.get(name) for name in ("training_status", "advantage", "worst_gap", "worst_gap_without_replay")},
         "versions": len(row["weight_versions"]),
         "began": row.get("began") or None,
         "failures": row["group"]["infrastructure_failures"],

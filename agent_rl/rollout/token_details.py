@@ -4,8 +4,8 @@ J branches that the step trained on, one behind the other; ``numbers`` and ``bra
 which of it, ``sampled`` and ``differs_at`` where each begins and ends. Gaps are the trainer's log-prob less the
 engine's::
 
-    a sampled token   gap f16, native_gap f16, entropy f16, flags u8
-    a token           differs, native_differs: the layers whose experts are not the rollout's
+    a sampled token   gap f16, gap_without_replay f16, entropy f16, flags u8
+    a token           differs, differs_without_replay: the layers whose experts are not the rollout's
     the step          loads [L, E] uint32: tokens that each expert got, in the routes of all trajectories
 
 The layers of a trajectory are a zstandard frame of eight layers a byte, or of their number, a byte a token, where the
@@ -56,11 +56,11 @@ class StoredDetail:
     """A trajectory's detail as it is read: see :class:`agent_rl.types.TokenDetail`, all values of half precision."""
 
     gap: NDArray[np.float16]
-    native_gap: NDArray[np.float16] | None
+    gap_without_replay: NDArray[np.float16] | None
     entropy: NDArray[np.float16] | None
     flags: NDArray[np.uint8]
     differs: Differing | None
-    native_differs: Differing | None
+    differs_without_replay: Differing | None
 
 
 def details_path(stem: Path) -> Path:
@@ -77,7 +77,7 @@ def write_details(stem: Path, details: Details, groups: Sequence[Group]) -> None
         "gap": _joined([part.gap for part in parts], np.float16),
         "flags": _joined([part.flags for part in parts], np.uint8),
     }
-    for name in ("native_gap", "entropy"):
+    for name in ("gap_without_replay", "entropy"):
         found = [values for part in parts if (values := getattr(part, name)) is not None]
         if parts and len(found) == len(parts):
             arrays[name] = _joined(found, np.float16)
@@ -117,7 +117,9 @@ def _layers(parts: Sequence[TokenDetail]) -> dict[str, NDArray]:
     """The frames of both passes, one behind the other, and which of the two forms each trajectory has."""
     if not parts or any(part.differs is None for part in parts):
         return {}
-    passes = [name for name in ("differs", "native_differs") if all(getattr(p, name) is not None for p in parts)]
+    passes = [
+        name for name in ("differs", "differs_without_replay") if all(getattr(p, name) is not None for p in parts)
+    ]
     frames: dict[str, list[bytes]] = {name: [] for name in passes}
     whole = []
     for part in parts:
@@ -207,8 +209,8 @@ def _stored(tensors: safe_open, at: int) -> StoredDetail:
     gap, flags = values("gap"), values("flags")
     assert gap is not None
     assert flags is not None
-    layers = differing("differs"), differing("native_differs")
-    return StoredDetail(gap, values("native_gap"), values("entropy"), flags, *layers)
+    layers = differing("differs"), differing("differs_without_replay")
+    return StoredDetail(gap, values("gap_without_replay"), values("entropy"), flags, *layers)
 
 
 def _differing(tensors: safe_open, name: str, at: int) -> Differing:

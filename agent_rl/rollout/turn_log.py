@@ -1,9 +1,10 @@
-"""What is kept of an episode turn by turn, so that it goes on in a new box after its own, or the whole run, was lost.
+"""What is kept of an episode turn by turn, so that it goes on in a new sandbox after its own, or the whole run, was
+lost.
 
-Between two tool calls a box holds no process: its files and the transcript are the whole state. So an episode goes on
-by taking its turns again: what was sampled is taken as it was sampled, with log-probs, routes and versions, and the
-tools are called anew. That the new box is where the old one was is shown by what the tools answer, which must be the
-same text; else the episode starts over.
+Between two tool calls a sandbox holds no process: its files and the transcript are the whole state. So an episode
+goes on by taking its turns again: what was sampled is taken as it was sampled, with log-probs, routes and versions,
+and the tools are called anew. That the new sandbox is where the old one was is shown by what the tools answer, which
+must be the same text; else the episode starts over.
 """
 
 from __future__ import annotations

@@ -21,14 +21,14 @@ from agent_rl.train.batching.mini_steps import MiniStepShare
 from agent_rl.train.expert_balancing.report import BalanceReport
 from agent_rl.train.hf_index import LoadProgress
 from agent_rl.train.reports import Differing, ForwardAnswer, RankReport, Update, WeightedSequences
-from agent_rl.train.requests import OptimizerSpec, RankOrder, StepOrder
+from agent_rl.train.requests import OptimizerSpec, StepRequest, WorkerRequest
 from agent_rl.train.route_sharding import RankInfo
 from agent_rl.types import Sample
-from agent_rl.weight_sync.order import PublishOrder, PublishReport
+from agent_rl.weight_sync.order import PublishReport, PublishRequest
 from r3.shard import RouteShard
 
 if TYPE_CHECKING:
-    from agent_rl.train.checkpoint.folder import Manifest
+    from agent_rl.train.checkpoint.directory import Manifest
     from agent_rl.train.worker import TrainerRank
 
 BESIDE = "beside"
@@ -64,7 +64,7 @@ class RankActor:
         return Rendezvous(ray.util.get_node_ip_address(), int(self._listener.getsockname()[1]))
 
     @ray.method
-    def start(self, order: RankOrder, optimizer: OptimizerSpec, rank: int, meeting: Rendezvous) -> RankInfo:
+    def start(self, order: WorkerRequest, optimizer: OptimizerSpec, rank: int, meeting: Rendezvous) -> RankInfo:
         """Build the rank; all ranks are started at once."""
         from agent_rl.train.worker import TrainerRank
 
@@ -97,7 +97,7 @@ class RankActor:
         self,
         samples: Mapping[int, Sample],
         shares: Sequence[MiniStepShare],
-        order: StepOrder,
+        order: StepRequest,
         routes: Sequence[ObjectRef[RouteShard]],
     ) -> tuple[RankReport | None, Differing | None, BalanceReport | None]:
         return self._rank.grpo(samples, shares, order, ray.get(list(routes)))
@@ -128,13 +128,13 @@ class RankActor:
         return self._rank.written()
 
     @ray.method
-    def load(self, folder: Path, manifest: Manifest) -> None:
-        self._rank.load(folder, manifest)
+    def load(self, directory: Path, manifest: Manifest) -> None:
+        self._rank.load(directory, manifest)
 
     @ray.method
-    def export(self, folder: Path) -> None:
-        self._rank.export(folder)
+    def export(self, directory: Path) -> None:
+        self._rank.export(directory)
 
     @ray.method
-    def publish(self, order: PublishOrder) -> PublishReport | None:
+    def publish(self, order: PublishRequest) -> PublishReport | None:
         return self._rank.publish(order)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class HandOut:
+class DispatchedStep:
     """A rank's references: its samples by index, and a share of the routes for every micro-batch, in order, or none.
     What they refer to stays in the object store as long as this lives."""
 
@@ -25,16 +25,16 @@ class HandOut:
     routes: list[ObjectRef[RouteShard]]
 
 
-def hand_out(
+def dispatch(
     ranks: Ranks, samples: Sequence[Sample], micro_batches: Sequence[MicroBatches], *, routes: bool
-) -> list[HandOut]:
+) -> list[DispatchedStep]:
     """For every rank, of ``micro_batches[data_rank]``. Blocks. A micro-batch at a time is cut, so nothing else of the
     routes is ever copied."""
     stored: list[ObjectRef[Mapping[int, Sample]]] = [
         ranks.put(without_routes(samples, batches)) for batches in micro_batches
     ]
     return [
-        HandOut(
+        DispatchedStep(
             stored[info.data_rank],
             [ranks.put(cut(samples, ids, info.shard)) for ids in micro_batches[info.data_rank]] if routes else [],
         )

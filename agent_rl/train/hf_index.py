@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from agent_rl.errors import ConfigError
-from agent_rl.models.spec import ModelFacts
+from agent_rl.models.spec import ModelSpec
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -37,13 +37,13 @@ class LoadProgress:
     read: int = 0
 
 
-def check_checkpoint(folder: Path, facts: ModelFacts, key: str = "model") -> None:
+def check_checkpoint(directory: Path, facts: ModelSpec, key: str = "model") -> None:
     """Raises ConfigError, one line, for a shard that is missing, and for a tensor that is missing, has another shape
     than ``facts`` say or a dtype that is not read; ``key`` is the config's that names it. Reads the files' heads
     alone."""
-    held = read_heads(folder, key)
+    held = read_heads(directory, key)
     for name, shape in expected_shapes(facts).items():
-        check_tensor(held, name, shape, f"{key}: {folder}")
+        check_tensor(held, name, shape, f"{key}: {directory}")
 
 
 def check_tensor(held: Mapping[str, Entry], name: str, shape: tuple[int, ...], where: str) -> None:
@@ -58,7 +58,7 @@ def check_tensor(held: Mapping[str, Entry], name: str, shape: tuple[int, ...], w
         raise ConfigError(f"{where}: {name} is {held[name].dtype}; {', '.join(DTYPES)} are read")
 
 
-def expected_shapes(facts: ModelFacts) -> Shapes:
+def expected_shapes(facts: ModelSpec) -> Shapes:
     """Every tensor by its Hugging Face name."""
     shapes: Shapes = {"model.embed_tokens.weight": (facts.vocab_size, facts.hidden)}
     for layer in range(facts.num_layers):
@@ -69,7 +69,7 @@ def expected_shapes(facts: ModelFacts) -> Shapes:
     return shapes
 
 
-def change_shapes(facts: ModelFacts, rank: int) -> Shapes:
+def change_shapes(facts: ModelSpec, rank: int) -> Shapes:
     """What an engine is sent of adapters of ``rank`` instead of weights, by the weight that each changes: A beside the
     transpose of B (:mod:`agent_rl.engine.server.lora_merge`)."""
     adapted = (".q_proj.weight", ".k_proj.weight", ".v_proj.weight", ".o_proj.weight")
@@ -80,7 +80,7 @@ def change_shapes(facts: ModelFacts, rank: int) -> Shapes:
     }
 
 
-def _layer(facts: ModelFacts, moe: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _layer(facts: ModelSpec, moe: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
     hidden, widths = facts.hidden, {"q": facts.q_width, "k": facts.kv_width, "v": facts.kv_width}
     for part, width in widths.items():
         yield f"self_attn.{part}_proj.weight", (width, hidden)
@@ -111,16 +111,19 @@ def _mlp(name: str, parts: tuple[str, ...], hidden: int, inner: int) -> Iterator
     yield f"{name}.{down}.weight", (hidden, inner)
 
 
-def read_heads(folder: Path, key: str = "model") -> dict[str, Entry]:
-    """Every tensor of the checkpoint in ``folder`` by its name; of the files that its index names, where it has one, as
-    the engine does. Raises ConfigError, one line, where a shard is missing, cut short or no safetensors file."""
-    files, index = sorted(folder.glob("*.safetensors")), folder / "model.safetensors.index.json"
+def read_heads(directory: Path, key: str = "model") -> dict[str, Entry]:
+    """Every tensor of the checkpoint in ``directory`` by its name; of the files that its index names, where it has
+    one, as the engine does. Raises ConfigError, one line, where a shard is missing, cut short or no safetensors
+    file."""
+    files, index = sorted(directory.glob("*.safetensors")), directory / "model.safetensors.index.json"
     if not files:
-        raise ConfigError(f"{key}: {folder}: holds no *.safetensors file")
+        raise ConfigError(f"{key}: {directory}: holds no *.safetensors file")
     if index.is_file():
         named = _named_files(index)
         if missing := sorted(named - {file.name for file in files}):
-            raise ConfigError(f"{key}: {folder}: {len(missing)} of {len(named)} shards are missing, first {missing[0]}")
+            raise ConfigError(
+                f"{key}: {directory}: {len(missing)} of {len(named)} shards are missing, first {missing[0]}"
+            )
         files = [file for file in files if file.name in named]
     return {name: entry for file in files for name, entry in _entries(file)}
 

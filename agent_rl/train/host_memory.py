@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from sandbox.cgroup import folders_of
+from sandbox.cgroup import dirs_of
 
 _FILES = (
     ("memory.max", "memory.current", "inactive_file"),
@@ -17,7 +17,7 @@ _FILES = (
 
 def free_memory() -> int:
     """Bytes that can still be used: of the machine, or of the tightest control group that this process is in."""
-    groups = [group for folder in folders_of("self").values() for group in (folder, *folder.parents)]
+    groups = [group for directory in dirs_of("self").values() for group in (directory, *directory.parents)]
     return min([_machine(), *(room for group in groups for room in _rooms(group))])
 
 

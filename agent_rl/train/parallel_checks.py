@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 
 from agent_rl.config import ParallelConfig, RunConfig, TrainConfig
 from agent_rl.errors import ConfigError
-from agent_rl.models.spec import ModelFacts, read_facts
+from agent_rl.models.spec import ModelSpec, read_model_spec
 
 
-def layout_problems(config: RunConfig, model: ModelFacts | None = None) -> list[str]:
+def layout_problems(config: RunConfig, model: ModelSpec | None = None) -> list[str]:
     """Why this config's layout can't be trained in, a line each; empty where it can.
 
     ``model`` None leaves out what depends on it.
@@ -29,9 +29,9 @@ def layout_problems(config: RunConfig, model: ModelFacts | None = None) -> list[
 
 
 def check_layout(config: RunConfig) -> None:
-    """Raises ConfigError with the first of :func:`layout_problems`; looks at the model where its folder is there."""
+    """Raises ConfigError with the first of :func:`layout_problems`; looks at the model where its directory is there."""
     known = (config.model / "config.json").is_file()
-    refuse(layout_problems(config, read_facts(config.model) if known else None))
+    refuse(layout_problems(config, read_model_spec(config.model) if known else None))
 
 
 def refuse(problems: list[str]) -> None:
@@ -81,7 +81,7 @@ def parallel_problems(parallel: ParallelConfig) -> list[str]:
     return [f"train.parallel: {found}" for rule in _RULES if (found := rule(parallel)) is not None]
 
 
-def model_problems(parallel: ParallelConfig, model: ModelFacts) -> list[str]:
+def model_problems(parallel: ParallelConfig, model: ModelSpec) -> list[str]:
     """What of ``model`` a layout can't cut."""
     problems = []
     for name, field, key in _CUTS:
@@ -99,7 +99,7 @@ def model_problems(parallel: ParallelConfig, model: ModelFacts) -> list[str]:
     return problems
 
 
-def recompute_problems(modules: tuple[str, ...], model: ModelFacts) -> list[str]:
+def recompute_problems(modules: tuple[str, ...], model: ModelSpec) -> list[str]:
     """Modules of a selective recomputation that ``model`` does not have, so that nothing would be run again."""
     there = {"core_attn": True, "moe": any(model.moe), "mlp": not all(model.moe)}
     return [
@@ -109,7 +109,7 @@ def recompute_problems(modules: tuple[str, ...], model: ModelFacts) -> list[str]
     ]
 
 
-def expert_problems(dtype: str, model: ModelFacts) -> list[str]:
+def expert_problems(dtype: str, model: ModelSpec) -> list[str]:
     """Widths that the experts' grouped matrix product can't take: it wants rows of a multiple of 16 bytes."""
     unit = 16 // {"float32": 4, "bfloat16": 2}[dtype]
     return [
@@ -120,7 +120,7 @@ def expert_problems(dtype: str, model: ModelFacts) -> list[str]:
     ]
 
 
-def balance_problems(train: TrainConfig, model: ModelFacts | None = None) -> list[str]:
+def balance_problems(train: TrainConfig, model: ModelSpec | None = None) -> list[str]:
     """Why ``train.balance`` can't be done: nobody to share with, no route known before a pass, more slots than
     experts."""
     balance, parallel = train.balance, train.parallel
@@ -131,12 +131,12 @@ def balance_problems(train: TrainConfig, model: ModelFacts | None = None) -> lis
         problems.append("train.parallel.expert is 1, so no rank could take another's load; set it to 2 or more")
     if train.replay == "off":
         problems.append("train.replay is off, so no routes are known before a pass; set it to r3 or r2")
-    if train.replay == "r2" and balance.home == "measured":
+    if train.replay == "r2" and balance.expert_placement == "measured":
         problems.append("home measured needs routes before the first pass, and train.replay is r2; set it to r3")
     if parallel.dispatcher == "flex":
         problems.append("train.parallel.dispatcher flex knows nothing of borrowed experts; set it to alltoall")
-    if (each := balance.ranks_per_machine) is not None and parallel.expert % min(each, parallel.expert):
-        problems.append(f"ranks_per_machine {each} does not divide train.parallel.expert={parallel.expert}")
+    if (each := balance.ranks_per_node) is not None and parallel.expert % min(each, parallel.expert):
+        problems.append(f"ranks_per_node {each} does not divide train.parallel.expert={parallel.expert}")
     if model is not None and model.num_experts % parallel.expert == 0:
         foreign = model.num_experts - model.num_experts // parallel.expert
         if parallel.expert > 1 and balance.slots > foreign:

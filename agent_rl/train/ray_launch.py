@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from agent_rl.config import RunConfig
 from agent_rl.errors import TrainerError
-from agent_rl.train.requests import RankDevice, RankOrder
+from agent_rl.train.requests import RankDevice, WorkerRequest
 
 if TYPE_CHECKING:
     from ray.actor import ActorClass, ActorProxy
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def start_actors(
     config: RunConfig, stack: ExitStack, room: PlacementGroup | None = None
-) -> tuple[list[ActorProxy[RankActor]], RankOrder]:
+) -> tuple[list[ActorProxy[RankActor]], WorkerRequest]:
     """Connect to Ray, or start a local one (``stack`` ends it), and start an actor a rank; what each is to build.
 
     ``room``: what is reserved for them (:func:`rank_places`). Raises TrainerError where Ray can't be reached or has too
@@ -56,9 +56,9 @@ def rank_bundles(room: PlacementGroup) -> list[tuple[int, str]]:
     return [(index, nodes[index]) for index in order for _ in range(int(room.bundle_specs[index]["CPU"]))]
 
 
-def _order(config: RunConfig, device: RankDevice) -> RankOrder:
-    reference = config.reference_folder
-    return RankOrder(
+def _order(config: RunConfig, device: RankDevice) -> WorkerRequest:
+    reference = config.reference_dir
+    return WorkerRequest(
         config,
         model=config.model.absolute(),
         reference=None if reference is None else reference.absolute(),

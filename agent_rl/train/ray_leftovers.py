@@ -19,36 +19,36 @@ from pathlib import Path
 from typing import IO
 
 MARK = "AGENT_RL_RAY_FOLDER"
-"""The environment variable that all processes of a local Ray inherit: its folder."""
+"""The environment variable that all processes of a local Ray inherit: its directory."""
 STOP_SECONDS = 10.0
-_FOLDER = "agent-rl-ray-"
+_DIRECTORY = "agent-rl-ray-"
 _LOCK = "owner.lock"
 
 
-def make_folder() -> Path:
-    """A new folder for a local Ray of this process."""
-    return Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-"))
+def make_dir() -> Path:
+    """A new directory for a local Ray of this process."""
+    return Path(tempfile.mkdtemp(prefix=f"{_DIRECTORY}{os.getpid()}-"))
 
 
-def hold(folder: Path) -> IO[bytes]:
-    """Lock ``folder`` for as long as this process lives. (A process id tells less: it may be another's by now.)"""
-    lock = (folder / _LOCK).open("wb")
+def hold(directory: Path) -> IO[bytes]:
+    """Lock ``directory`` for as long as this process lives. (A process id tells less: it may be another's by now.)"""
+    lock = (directory / _LOCK).open("wb")
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return lock
 
 
-def start_guard(folder: Path) -> subprocess.Popen[bytes]:
-    """Start the process that calls :func:`remove` once the owner's lock on ``folder`` is gone. Ctrl-C does not reach
+def start_guard(directory: Path) -> subprocess.Popen[bytes]:
+    """Start the process that calls :func:`remove` once the owner's lock on ``directory`` is gone. Ctrl-C does not reach
     it."""
     nowhere = subprocess.DEVNULL
-    command = [sys.executable, "-I", "-S", __file__, str(folder)]
+    command = [sys.executable, "-I", "-S", __file__, str(directory)]
     return subprocess.Popen(command, stdin=nowhere, stdout=nowhere, stderr=nowhere, start_new_session=True)
 
 
-def processes(folder: Path) -> set[int]:
-    """The processes of the local Ray in ``folder``: all inherited its mark. (Some rename themselves, and some outlive
-    their parents, so neither command lines nor parents tell.)"""
-    mark = f"{MARK}={folder}".encode()
+def processes(directory: Path) -> set[int]:
+    """The processes of the local Ray in ``directory``: all inherited its mark. (Some rename themselves, and some
+    outlive their parents, so neither command lines nor parents tell.)"""
+    mark = f"{MARK}={directory}".encode()
     marked: set[int] = set()
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -69,26 +69,26 @@ def end(pids: set[int]) -> None:
         time.sleep(0.02)
 
 
-def remove(folder: Path) -> None:
-    """Kill what is left of the local Ray in ``folder``, whose owner is dead, and remove the folder."""
+def remove(directory: Path) -> None:
+    """Kill what is left of the local Ray in ``directory``, whose owner is dead, and remove the directory."""
     deadline = time.monotonic() + STOP_SECONDS
-    while (left := processes(folder)) and time.monotonic() < deadline:  # a dying one may start another
+    while (left := processes(directory)) and time.monotonic() < deadline:  # a dying one may start another
         _kill(left)
         time.sleep(0.05)
-    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def remove_stale() -> None:
     """As :func:`remove`, for every local Ray whose owner and guard were both killed."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*-*"):
-        if _is_stale(folder):
-            remove(folder)
+    for directory in Path(tempfile.gettempdir()).glob(f"{_DIRECTORY}*-*"):
+        if _is_stale(directory):
+            remove(directory)
 
 
-def _is_stale(folder: Path) -> bool:
-    """Whether the owner of ``folder`` is dead."""
+def _is_stale(directory: Path) -> bool:
+    """Whether the owner of ``directory`` is dead."""
     try:
-        with (folder / _LOCK).open("rb") as lock:
+        with (directory / _LOCK).open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return False  # held by its living owner, or just being made
@@ -101,11 +101,11 @@ def _kill(pids: set[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def _guard(folder: Path) -> None:
+def _guard(directory: Path) -> None:
     with suppress(FileNotFoundError):  # the owner has ended and removed it
-        with (folder / _LOCK).open("rb") as lock:
+        with (directory / _LOCK).open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-        remove(folder)
+        remove(directory)
 
 
 if __name__ == "__main__":

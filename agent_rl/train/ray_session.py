@@ -89,7 +89,8 @@ async def ray_session(address: str | None, *, cpus: int) -> AsyncIterator[None]:
     """
     if find_spec("ray") is None:
         raise UserError(
-            "Ray is not installed, which sandbox.hosts=ray and the trainer need; `agent-rl install trainer` installs it"
+            "Ray is not installed, which sandbox.placement=ray and the trainer need; `agent-rl install trainer` "
+            "installs it"
         )
     if address is not None and not is_connected():
         await check_ray(address)
@@ -117,8 +118,8 @@ def object_store_bytes() -> int:
 def ray_cluster(address: str | None, *, cpus: int) -> Iterator[None]:
     """Connect to ``address``, or start a Ray of our own that ends with the block. Raises TrainerError.
 
-    The local one has no dashboard, keeps its files in a folder of its own, and its processes die with this one. Where
-    this process is connected already, that connection is used, and left as it is.
+    The local one has no dashboard, keeps its files in a directory of its own, and its processes die with this one.
+    Where this process is connected already, that connection is used, and left as it is.
     """
     if is_connected():
         yield
@@ -129,35 +130,35 @@ def ray_cluster(address: str | None, *, cpus: int) -> Iterator[None]:
         # it lives: one that outlived a session would put into the next under ids that are given out there again. It
         # must not end sooner either, for Ray's processes die with the thread that started them.
         thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="ray-session"))
-        folder = None if address else stack.enter_context(_own_folder())
-        stack.callback(lambda: thread.submit(_shut_down, folder).result())
-        thread.submit(_init, address, folder, cpus=cpus).result()
+        directory = None if address else stack.enter_context(_temp_dir())
+        stack.callback(lambda: thread.submit(_shut_down, directory).result())
+        thread.submit(_init, address, directory, cpus=cpus).result()
         yield
 
 
-def _shut_down(folder: Path | None) -> None:
+def _shut_down(directory: Path | None) -> None:
     import ray
 
-    started = leftovers.processes(folder) if folder is not None else set()
+    started = leftovers.processes(directory) if directory is not None else set()
     ray.shutdown()
     leftovers.end(started)
 
 
 @contextmanager
-def _own_folder() -> Iterator[Path]:
-    """A folder for a local Ray, held by this process and watched by a guard."""
-    folder = leftovers.make_folder()
-    lock = leftovers.hold(folder)
-    guard = leftovers.start_guard(folder)
+def _temp_dir() -> Iterator[Path]:
+    """A directory for a local Ray, held by this process and watched by a guard."""
+    directory = leftovers.make_dir()
+    lock = leftovers.hold(directory)
+    guard = leftovers.start_guard(directory)
     try:
-        yield folder
+        yield directory
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(directory, ignore_errors=True)
         lock.close()
         guard.wait()
 
 
-def _init(address: str | None, folder: Path | None, *, cpus: int) -> None:
+def _init(address: str | None, directory: Path | None, *, cpus: int) -> None:
     import ray
 
     # GNU OpenMP's threads spin while they wait; beside another busy process that made a rank 10 to 30 times slower.
@@ -166,12 +167,13 @@ def _init(address: str | None, folder: Path | None, *, cpus: int) -> None:
         "num_cpus": cpus,
         "include_dashboard": False,
         "object_store_memory": object_store_bytes(),
-        "_temp_dir": str(folder),
+        "_temp_dir": str(directory),
     }
     try:
         # Ray's processes rename themselves; SPT_NOENV keeps that from overwriting the environment that tells them.
-        marks = {leftovers.MARK: str(folder), "SPT_NOENV": "1"} if folder else {}
-        # Ray's own is 15: beside anything else on the machine, the commands of boxes and the ranks would wait for it.
+        marks = {leftovers.MARK: str(directory), "SPT_NOENV": "1"} if directory else {}
+        # Ray's own is 15: beside anything else on the machine, the commands of sandboxes and the ranks would wait
+        # for it.
         marks["RAY_worker_niceness"] = str(os.nice(0))
         with _environment(RAY_USAGE_STATS_ENABLED="0", RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0", **variables, **marks):
             ray.init(

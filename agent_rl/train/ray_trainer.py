@@ -24,17 +24,17 @@ from numpy.typing import NDArray
 
 from agent_rl.config import RunConfig
 from agent_rl.errors import TrainerError
-from agent_rl.models.spec import read_facts
+from agent_rl.models.spec import read_model_spec
 from agent_rl.train.batching.cost import TOKENS, sequence_cost
 from agent_rl.train.batching.mini_steps import MiniStepShare, split_step
 from agent_rl.train.batching.partition import Deal, deal, lockstep_ranks
+from agent_rl.train.checkpoint.directory import Manifest
 from agent_rl.train.checkpoint.driver import CheckpointDriver, absolute
-from agent_rl.train.checkpoint.folder import Manifest
-from agent_rl.train.dispatch import HandOut, hand_out
+from agent_rl.train.dispatch import DispatchedStep, dispatch
 from agent_rl.train.expert_balancing.report import BalanceReport, balance_metrics, write_balance
 from agent_rl.train.parallel_checks import check_layout
 from agent_rl.train.reports import Differing, ForwardAnswer, RankReport
-from agent_rl.train.requests import OptimizerSpec, StepOrder
+from agent_rl.train.requests import OptimizerSpec, StepRequest
 from agent_rl.train.route_sharding import MicroBatches, by_sample, count_all_differing, have_routes, put_together
 from agent_rl.train.route_trace import begin_trace, check_trace
 from agent_rl.train.step_metrics import step_metrics
@@ -42,8 +42,8 @@ from agent_rl.train.token_detail import LayerBits, token_details
 from agent_rl.train.worker_group import Ranks
 from agent_rl.types import Sample, TokenDetail
 from agent_rl.utils.concurrency import shielded
-from agent_rl.weight_sync.order import PublishOrder, PublishReport
-from r3.trace.recorders import TraceOrder
+from agent_rl.weight_sync.order import PublishReport, PublishRequest
+from r3.trace.recorders import TraceRequest
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -87,7 +87,7 @@ class RayTrainer:
     async def start(self) -> RayTrainer:
         """Start Ray and the ranks and build the model in each. Raises TrainerError or UserError."""
         try:
-            self._cost = sequence_cost(read_facts(self.config.model))
+            self._cost = sequence_cost(read_model_spec(self.config.model))
             await self.ranks.start(self.config, self._optimizer, self._note)
         except BaseException:
             await self.close()
@@ -114,7 +114,7 @@ class RayTrainer:
         self,
         samples: Sequence[Sample],
         *,
-        measure_native: bool,
+        measure_without_replay: bool,
         step: int | None = None,
         spike_norm: float | None = None,
         on_detail: TakeDetails | None = None,
@@ -122,16 +122,17 @@ class RayTrainer:
         """One GRPO global step: old log-probs, then the updates. Without a sampled token (no group had any variance)
         nothing is updated.
 
-        ``measure_native`` also runs a pass without replay for the ``mismatch_native/*`` metrics. ``step``: its number,
-        by which ``r3.trace.steps`` names the steps to trace, and the run's ``balance.jsonl`` its rows. A gradient norm
-        beyond ``spike_norm`` is dealt with as ``guard.on_spike`` says. ``on_detail`` is called with what was seen of
-        every sample's tokens, by index. Returns metrics under the names of docs/metrics.md.
+        ``measure_without_replay`` also runs a pass without replay for the ``mismatch_without_replay/*`` metrics.
+        ``step``: its number, by which ``r3.trace.steps`` names the steps to trace, and the run's ``balance.jsonl``
+        its rows. A gradient norm beyond ``spike_norm`` is dealt with as ``guard.on_spike`` says. ``on_detail`` is
+        called with what was seen of every sample's tokens, by index. Returns metrics under the names of
+        docs/metrics.md.
         """
         if not any(sample.loss_mask[1:].any() for sample in samples):
             return {"train/updates": 0.0, "time/old_logprob": 0.0, "time/update": 0.0}
         self.ranks.check_running()
         shares, trace, handed = await asyncio.to_thread(self._deal_out, samples, step)
-        order = StepOrder(self.config, measure_native, spike_norm, trace, detail=on_detail is not None)
+        order = StepRequest(self.config, measure_without_replay, spike_norm, trace, detail=on_detail is not None)
         answers = await self.ranks.call_each(
             lambda actor, info: actor.grpo.remote(
                 handed[info.rank].samples, shares[info.data_rank], order, handed[info.rank].routes
@@ -140,7 +141,9 @@ class RayTrainer:
         handed.clear()  # the routes leave the object store
         return await asyncio.to_thread(self._merged, samples, shares, answers, step, on_detail)
 
-    def _deal_out(self, samples: Sequence[Sample], step: int | None) -> tuple[Shares, TraceOrder | None, list[HandOut]]:
+    def _deal_out(
+        self, samples: Sequence[Sample], step: int | None
+    ) -> tuple[Shares, TraceRequest | None, list[DispatchedStep]]:
         """Which data rank trains on what, what is traced of it, and what each rank is handed."""
         infos, moe_layers = self.ranks.infos, self.ranks.infos[0].moe_layers
         routes = have_routes(samples, moe_layers)
@@ -151,7 +154,7 @@ class RayTrainer:
         shares = self._split(samples)
         micro_batches = _micro_batches(shares)
         trace = begin_trace(self.config, step, samples, micro_batches, infos)
-        return shares, trace, hand_out(self.ranks, samples, micro_batches, routes=routes)
+        return shares, trace, dispatch(self.ranks, samples, micro_batches, routes=routes)
 
     def _merged(
         self,
@@ -231,7 +234,7 @@ class RayTrainer:
         if replay and not have_routes(samples, self.ranks.infos[0].moe_layers):
             raise TrainerError("the samples have no routes to replay")
         dealt = self.deal([len(sample.tokens) for sample in samples])
-        handed = await asyncio.to_thread(hand_out, self.ranks, samples, dealt, routes=replay)
+        handed = await asyncio.to_thread(dispatch, self.ranks, samples, dealt, routes=replay)
         answers = await self.ranks.call_each(
             lambda actor, info: actor.logprobs.remote(
                 handed[info.rank].samples, dealt[info.data_rank], temperature, record, handed[info.rank].routes
@@ -246,32 +249,32 @@ class RayTrainer:
     async def publish(self, engine_urls: Sequence[str], weight_version: str) -> PublishReport:
         """Send the weights to every engine as ``weight_version``; the report names those that did not take them."""
         engine = self.config.engine
-        order = PublishOrder(tuple(engine_urls), weight_version, engine, engine.headers)
+        order = PublishRequest(tuple(engine_urls), weight_version, engine, engine.headers)
         reports = await self.ranks.call(lambda actor: actor.publish.remote(order), timeout=PUBLISH_SECONDS)
         assert reports[0] is not None, "rank 0 reports"
         return reports[0]
 
-    async def save(self, folder: Path, run: Mapping[str, object] | None = None) -> None:
+    async def save(self, directory: Path, run: Mapping[str, object] | None = None) -> None:
         """As :meth:`begin_save`, returning when the checkpoint is complete."""
-        await (await self.begin_save(folder, run))
+        await (await self.begin_save(directory, run))
 
-    async def begin_save(self, folder: Path, run: Mapping[str, object] | None = None) -> asyncio.Task[None]:
-        """Begin a checkpoint that :meth:`load` resumes from exactly; atomic. All ranks must see ``folder``.
+    async def begin_save(self, directory: Path, run: Mapping[str, object] | None = None) -> asyncio.Task[None]:
+        """Begin a checkpoint that :meth:`load` resumes from exactly; atomic. All ranks must see ``directory``.
 
-        Returns when every rank has its state in host memory, and training may go on. The task ends when the folder is
-        complete, or raises UserError where the disk is full and TrainerError on other failures, leaving nothing. A
-        save that is still under way is waited for. ``run`` is kept in the manifest.
+        Returns when every rank has its state in host memory, and training may go on. The task ends when the
+        directory is complete, or raises UserError where the disk is full and TrainerError on other failures, leaving
+        nothing. A save that is still under way is waited for. ``run`` is kept in the manifest.
         """
-        return await self._checkpoints.begin(folder, run or {})
+        return await self._checkpoints.begin(directory, run or {})
 
-    async def load(self, folder: Path) -> Manifest:
+    async def load(self, directory: Path) -> Manifest:
         """Resume from a checkpoint of any parallel layout; its manifest. Raises ConfigError where it is incomplete or
         of another format, TrainerError where it is damaged or of another model."""
-        return await self._checkpoints.load(folder)
+        return await self._checkpoints.load(directory)
 
-    async def export(self, folder: Path) -> None:
+    async def export(self, directory: Path) -> None:
         """Write a Hugging Face checkpoint."""
-        target = absolute(folder)
+        target = absolute(directory)
         await self.ranks.call(lambda actor: actor.export.remote(target))
 
     async def close(self) -> None:

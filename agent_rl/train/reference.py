@@ -37,7 +37,7 @@ from torch import Tensor
 from agent_rl.config import KlConfig, TrainConfig
 from agent_rl.models.spec import check_alike
 from agent_rl.train.hf_index import LoadProgress
-from agent_rl.train.loss.objectives import advantage_moments, kl_penalty, normalised_advantages, penalised_advantages
+from agent_rl.train.loss.objectives import advantage_moments, kl_penalty, normalized_advantages, penalized_advantages
 from agent_rl.train.megatron.packed_batch import PackedBatch, PassOutput, Routes
 from agent_rl.train.pinned_memory import host_tensor
 
@@ -56,13 +56,13 @@ class Reference:
         self._held = _to_host(self._parameters)
 
     @classmethod
-    def load(cls, model: PolicyModel, folder: Path, progress: LoadProgress | None = None) -> Reference:
-        """The checkpoint in ``folder``; ``model`` keeps its weights, and ``progress`` grows while it is read. Raises
+    def load(cls, model: PolicyModel, directory: Path, progress: LoadProgress | None = None) -> Reference:
+        """The checkpoint in ``directory``; ``model`` keeps its weights, and ``progress`` grows while it is read. Raises
         ConfigError where it does not fit."""
-        check_alike(model.facts, model.folder, folder, "train.kl.reference")
-        reference = cls(model, frozen=folder != model.folder)
+        check_alike(model.facts, model.directory, directory, "train.kl.reference")
+        reference = cls(model, frozen=directory != model.directory)
         try:
-            model.load_hf(folder, progress)
+            model.load_hf(directory, progress)
         finally:
             reference._exchange()  # what was held are the training's weights
         return reference
@@ -142,35 +142,35 @@ def compare_with_reference(
         outputs = model.forward_logprobs(batches, routes, temperature=temperature)
     extras: list[dict[str, Tensor]] = [{"reference": output.logprobs} for output in outputs]
     taken = 0.0
-    if train.kl.where == "reward":
+    if train.kl.apply_to == "reward":
         advantages = [
-            _penalised(batch, old, output.logprobs, train.kl)
+            _penalized(batch, old, output.logprobs, train.kl)
             for batch, old, output in zip(batches, old_logprobs, outputs, strict=True)
         ]
         taken = sum(_taken(batch, values) for batch, values in zip(batches, advantages, strict=True))
-        if train.normalises_penalised:
-            advantages = _normalised(model, batches, advantages)
+        if train.normalizes_penalized:
+            advantages = _normalized(model, batches, advantages)
         for own, values in zip(extras, advantages, strict=True):
             own["advantages"] = values
     return Compared(tuple(extras), taken, time.perf_counter() - started)
 
 
-def _penalised(batch: PackedBatch, old_T: Tensor, reference_T: Tensor, kl: KlConfig) -> Tensor:
+def _penalized(batch: PackedBatch, old_T: Tensor, reference_T: Tensor, kl: KlConfig) -> Tensor:
     mask_T, sequence_T = batch.extras["mask"].to(old_T.device), batch.extras["sequence"].to(old_T.device)
     kl_T = kl_penalty(kl, old_T, reference_T)
-    return penalised_advantages(batch.extras["advantages"].to(old_T), kl_T, mask_T, sequence_T, kl.coefficient)
+    return penalized_advantages(batch.extras["advantages"].to(old_T), kl_T, mask_T, sequence_T, kl.coefficient)
 
 
-def _taken(batch: PackedBatch, penalised_T: Tensor) -> float:
-    taken_T = batch.extras["advantages"].to(penalised_T) - penalised_T
-    return float(taken_T[batch.extras["mask"].to(penalised_T.device)].sum())
+def _taken(batch: PackedBatch, penalized_T: Tensor) -> float:
+    taken_T = batch.extras["advantages"].to(penalized_T) - penalized_T
+    return float(taken_T[batch.extras["mask"].to(penalized_T.device)].sum())
 
 
-def _normalised(model: ForwardModel, batches: Sequence[PackedBatch], advantages: Sequence[Tensor]) -> list[Tensor]:
+def _normalized(model: ForwardModel, batches: Sequence[PackedBatch], advantages: Sequence[Tensor]) -> list[Tensor]:
     """By mean and standard deviation over all the step's sampled tokens, also those of the other data ranks."""
     own = [
         advantage_moments(values, batch.extras["mask"].to(values.device))
         for batch, values in zip(batches, advantages, strict=True)
     ]
     total = model.sum_over_data(torch.stack(own).sum(0) if own else torch.zeros(3, dtype=torch.float64))
-    return [normalised_advantages(values, total.to(values.device)) for values in advantages]
+    return [normalized_advantages(values, total.to(values.device)) for values in advantages]

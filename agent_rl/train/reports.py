@@ -107,11 +107,11 @@ class RankReport:
 
     rollout_logprobs: NDArray[np.float32]
     trainer_logprobs: NDArray[np.float32]
-    native_logprobs: NDArray[np.float32] | None
+    logprobs_without_replay: NDArray[np.float32] | None
     lag: NDArray[np.int32]
     updates: tuple[UpdateSums, ...]
     old_logprob_seconds: float
-    native_seconds: float
+    seconds_without_replay: float
     update_seconds: float
     reference: ReferenceReport | None = None
     sampled: SampledTokens | None = None
@@ -124,16 +124,16 @@ class Differing:
 
     columns: int
     replayed: tuple[NDArray[np.uint8], ...]
-    native: tuple[NDArray[np.uint8], ...] | None
+    without_replay: tuple[NDArray[np.uint8], ...] | None
 
     @classmethod
     def of(
-        cls, columns: int, replayed: Sequence[NDArray[np.bool_]], native: Sequence[NDArray[np.bool_]] | None
+        cls, columns: int, replayed: Sequence[NDArray[np.bool_]], without_replay: Sequence[NDArray[np.bool_]] | None
     ) -> Differing:
-        return cls(columns, _to_bits(replayed), None if native is None else _to_bits(native))
+        return cls(columns, _to_bits(replayed), None if without_replay is None else _to_bits(without_replay))
 
     def unpacked(self, bits: Sequence[NDArray[np.uint8]]) -> list[NDArray[np.bool_]]:
-        """``replayed`` or ``native`` as bool ``[R, C]``."""
+        """``replayed`` or ``without_replay`` as bool ``[R, C]``."""
         return [np.unpackbits(part, axis=1, count=self.columns).view(np.bool_) for part in bits]
 
 

@@ -9,17 +9,18 @@ from typing import Literal
 
 from agent_rl.config import RunConfig, TrainConfig
 from agent_rl.config.base import Precision
-from r3.trace.recorders import TraceOrder
+from r3.trace.recorders import TraceRequest
 
 RankDevice = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True, slots=True)
-class RankOrder:
+class WorkerRequest:
     """What every rank is built from.
 
-    ``model`` and ``reference`` (of the KL penalty; None without one) are absolute folders of checkpoints, as ranks may
-    run in another working directory. ``device`` is where the passes run, ``threads`` the CPU threads a rank uses.
+    ``model`` and ``reference`` (of the KL penalty; None without one) are absolute directories of checkpoints, as
+    ranks may run in another working directory. ``device`` is where the passes run, ``threads`` the CPU threads a
+    rank uses.
     """
 
     config: RunConfig
@@ -66,13 +67,13 @@ class OptimizerSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class StepOrder:
-    """One global step. ``measure_native``: whether the mismatch without replay is measured in it. ``spike_norm``: the
-    gradient norm beyond which an update is a spike (None: none is). ``trace``: what is written down of its routes.
-    ``detail``: whether entropy and flags of every sampled token are reported."""
+class StepRequest:
+    """One global step. ``measure_without_replay``: whether the mismatch without replay is measured in it.
+    ``spike_norm``: the gradient norm beyond which an update is a spike (None: none is). ``trace``: what is written
+    down of its routes. ``detail``: whether entropy and flags of every sampled token are reported."""
 
     config: RunConfig
-    measure_native: bool
+    measure_without_replay: bool
     spike_norm: float | None = None
-    trace: TraceOrder | None = None
+    trace: TraceRequest | None = None
     detail: bool = False

@@ -124,22 +124,22 @@ def count_all_differing(
     infos: Sequence[RankInfo],
     differs: Sequence[Differing | None],
     take: TakeDiffering | None = None,
-    take_native: TakeDiffering | None = None,
+    take_without_replay: TakeDiffering | None = None,
 ) -> tuple[RouteCounts | None, RouteCounts | None]:
     """The counts over all ranks, with the configured replay and without any; ``differs[rank]`` is a rank's answer.
-    ``take`` and ``take_native``: as in :func:`count_differing`."""
+    ``take`` and ``take_without_replay``: as in :func:`count_differing`."""
     replayed: list[RouteCounts] = []
-    native: list[RouteCounts] = []
+    unreplayed: list[RouteCounts] = []
     for data_rank, batches in enumerate(micro_batches):
         peers = [info for info in infos if info.data_rank == data_rank]
         parts = [part for info in peers if (part := differs[info.rank]) is not None]
         if parts:
             unpacked = [part.unpacked(part.replayed) for part in parts]
             replayed.append(count_differing(samples, batches, peers, unpacked, take))
-        without_replay = [part.unpacked(part.native) for part in parts if part.native is not None]
+        without_replay = [part.unpacked(part.without_replay) for part in parts if part.without_replay is not None]
         if without_replay:
-            native.append(count_differing(samples, batches, peers, without_replay, take_native))
-    return _total(replayed), _total(native)
+            unreplayed.append(count_differing(samples, batches, peers, without_replay, take_without_replay))
+    return _total(replayed), _total(unreplayed)
 
 
 def _total(counts: Sequence[RouteCounts]) -> RouteCounts | None:

@@ -25,7 +25,7 @@ from agent_rl.train.route_sharding import MicroBatches, RankInfo
 from agent_rl.types import Sample
 from r3.shard import RouteShard, ShardSpec, router_slice
 from r3.trace.events import ReplayAction, Stage
-from r3.trace.recorders import RankPlace, RankTracer, TraceOrder, order_trace, write_driver_trace
+from r3.trace.recorders import RankPlace, RankTracer, TraceRequest, order_trace, write_driver_trace
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,10 +49,10 @@ def begin_trace(
     samples: Sequence[Sample],
     micro_batches: Sequence[MicroBatches],
     infos: Sequence[RankInfo],
-) -> TraceOrder | None:
+) -> TraceRequest | None:
     """Write the driver's trace of ``step`` and say what the ranks are to trace; None where the step is not traced.
 
-    ``micro_batches[data_rank]`` are all of the step's. The folder is absolute: all ranks must see it.
+    ``micro_batches[data_rank]`` are all of the step's. The directory is absolute: all ranks must see it.
     """
     settings, layers = config.r3.trace, infos[0].layer_numbers
     if step is None or step not in settings.steps or not layers:
@@ -125,7 +125,7 @@ class Observable(Protocol):
 
 
 def rank_trace(
-    order: TraceOrder | None, rank: int, data_rank: int, spec: ShardSpec
+    order: TraceRequest | None, rank: int, data_rank: int, spec: ShardSpec
 ) -> AbstractContextManager[RankTracer | None]:
     """Around a rank's share of a step: its tracer, or None where the step is not traced."""
     return nullcontext() if order is None else RankTracer(order, rank, data_rank, spec)

@@ -12,7 +12,7 @@ import numpy as np
 
 from agent_rl.errors import TrainerError
 from agent_rl.train.batching.partition import check_lengths
-from agent_rl.train.checkpoint import folder as checkpoint
+from agent_rl.train.checkpoint import directory as checkpoint
 from agent_rl.train.ray_trainer import RayTrainer
 from agent_rl.train.reports import Update, WeightedSequences
 from agent_rl.train.requests import OptimizerSpec
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class SftConfig:
     """``steps`` updates of ``batch`` sequences; every epoch draws them in a new order, made from ``seed``. A checkpoint
-    is written every ``checkpoint_every`` updates, where there is a folder for it."""
+    is written every ``checkpoint_every`` updates, where there is a directory for it."""
 
     steps: int
     batch: int = 8
@@ -92,9 +92,9 @@ async def sft(
 ) -> dict[str, float]:
     """Train a started trainer on ``(tokens, weights)`` pairs; ``weights`` ``[S]`` scale each token's cross entropy.
 
-    The trainer's optimizer starts over, unless the folder ``checkpoints`` holds one of an earlier start with the same
-    sequences and config: then training goes on after it, to the same weights. Returns ``sft/loss`` (mean of the last
-    tenth of the updates), ``sft/tokens_per_second``, ``sft/tokens`` and ``sft/seconds``. Raises TrainerError for
+    The trainer's optimizer starts over, unless the directory ``checkpoints`` holds one of an earlier start with the
+    same sequences and config: then training goes on after it, to the same weights. Returns ``sft/loss`` (mean of the
+    last tenth of the updates), ``sft/tokens_per_second``, ``sft/tokens`` and ``sft/seconds``. Raises TrainerError for
     sequences that don't line up.
     """
     _check(sequences)

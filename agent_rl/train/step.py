@@ -4,7 +4,7 @@
 
     samples ─ pack ─> old log-probs (r3: the rollout's routes | r2, off: own routes, recorded)
                   │   (train.balance: experts placed for each micro-batch by the routes that a pass replays)
-                  ├─> native log-probs, own routes (only to measure; r3 only, the others' old pass is native)
+                  ├─> native log-probs, own routes (only to measure; r3 only, the others' old pass is unreplayed)
                   ├─> the reference's log-probs, the update's routes (only for a KL penalty)
                   └─> mini steps: forward + backward (r3: rollout's | r2: recorded | off: own) ─> optimizer
     Routes are this rank's share all the way, given and recorded ones alike; they are never gathered.
@@ -45,7 +45,7 @@ from agent_rl.train.reports import (
     UpdateSums,
     differing,
 )
-from agent_rl.train.requests import StepOrder
+from agent_rl.train.requests import StepRequest
 from agent_rl.train.route_ablation import ablated
 from agent_rl.train.route_trace import PassTrace, traced_pass
 from agent_rl.types import Sample, TokenFlag
@@ -103,7 +103,7 @@ def grpo_step(
     samples: Mapping[int, Sample],
     shares: Sequence[MiniStepShare],
     rollout: Sequence[RouteShard],
-    order: StepOrder,
+    order: StepRequest,
     tracer: RankTracer | None = None,
     reference: Reference | None = None,
     balance: RankBalance | None = None,
@@ -126,17 +126,17 @@ def grpo_step(
         old = _forward(model, batches, before, temperature, record=record, plans=plans)
     recorded = [_recorded(output) for output in old] if record else []
     after_old = time.perf_counter()
-    native = None
-    if order.measure_native:  # under r2 and off the old log-probs came from just this pass
-        native = _forward(model, batches, None, temperature, record=True) if replay == "r3" else old
+    unreplayed = None
+    if order.measure_without_replay:  # under r2 and off the old log-probs came from just this pass
+        unreplayed = _forward(model, batches, None, temperature, record=True) if replay == "r3" else old
     before_update = time.perf_counter()
-    differs = _differing(model, rollout, recorded, native)
+    differs = _differing(model, rollout, recorded, unreplayed)
     pinned = _as_shards(model, batches, recorded) if replay == "r2" else given
     if balance is not None and replay == "r2":
         foreseen = balance.foresee(batches, pinned or ())
     logprobs = [output.logprobs for output in old]
-    natives = None if native is None else [output.logprobs for output in native]
-    del old, native, recorded  # a step's routes are its largest part: none are kept that no pass replays
+    unreplayed_logprobs = None if unreplayed is None else [output.logprobs for output in unreplayed]
+    del old, unreplayed, recorded  # a step's routes are its largest part: none are kept that no pass replays
     inputs = _training_inputs(model, batches, logprobs, config.train)
     compared = _compare(model, reference, inputs, pinned, logprobs, config)
     if compared is not None:
@@ -148,11 +148,11 @@ def grpo_step(
     report = RankReport(
         rollout_logprobs=_sampled(batches, [batch.logprobs_T for batch in batches]),
         trainer_logprobs=_sampled(batches, logprobs),
-        native_logprobs=None if natives is None else _sampled(batches, natives),
+        logprobs_without_replay=None if unreplayed_logprobs is None else _sampled(batches, unreplayed_logprobs),
         lag=np.concatenate([np.zeros(0, np.int32), *(batch.lag_T[batch.mask_T] for batch in batches)]),
         updates=tuple(updates),
         old_logprob_seconds=after_old - started,
-        native_seconds=before_update - after_old,
+        seconds_without_replay=before_update - after_old,
         update_seconds=time.perf_counter() - after_reference,
         reference=None if compared is None else ReferenceReport(compared.taken, compared.seconds),
         sampled=_sampled_tokens(inputs, tokens) if order.detail else None,
@@ -245,15 +245,15 @@ def _differing(
     model: StepModel,
     rollout: Sequence[RouteShard],
     recorded: Sequence[NDArray[np.integer]],
-    native: Sequence[PassOutput] | None,
+    unreplayed: Sequence[PassOutput] | None,
 ) -> Differing | None:
     """Recorded routes against the rollout's; None where the rollout has none."""
     if not rollout:
         return None
     replayed = [differing(shard, used) for shard, used in zip(rollout, recorded, strict=True)]
     unpinned = None
-    if native is not None:
-        unpinned = [differing(shard, _recorded(used)) for shard, used in zip(rollout, native, strict=True)]
+    if unreplayed is not None:
+        unpinned = [differing(shard, _recorded(used)) for shard, used in zip(rollout, unreplayed, strict=True)]
     return Differing.of(len(model.shard.columns), replayed, unpinned)
 
 
@@ -280,7 +280,7 @@ def _updates(
     shares: Sequence[MiniStepShare],
     inputs: Sequence[PackedBatch],
     routes: Shards,
-    order: StepOrder,
+    order: StepRequest,
     tracer: RankTracer | None,
     balance: RankBalance | None,
     foreseen: Foreseen | None,
@@ -356,10 +356,10 @@ def _training_inputs(
     model: StepModel, batches: Sequence[MicroBatch], old_logprobs: Sequence[Tensor], train: TrainConfig
 ) -> list[PackedBatch]:
     """What the loss function is given of each micro-batch, with the correction's factors ``[T]`` as a further extra.
-    ``old_logprobs`` are the trainer's own. Collective where weights are normalised."""
+    ``old_logprobs`` are the trainer's own. Collective where weights are normalized."""
     pairs = zip(batches, old_logprobs, strict=True)
     inputs = [_training_input(batch, before, train.old_logprob.source) for batch, before in pairs]
-    mean = _mean_weight(model, inputs, train.correction) if train.correction.normalise else 1.0
+    mean = _mean_weight(model, inputs, train.correction) if train.correction.normalize else 1.0
     return [
         replace(item, extras={**item.extras, "factors": _factors(item.extras, train.correction, mean)})
         for item in inputs
@@ -397,7 +397,7 @@ def _old_logprobs(batch: MicroBatch, trainer: Tensor, rollout: Tensor, source: O
 
 
 def grpo_loss(config: RunConfig, share: MiniStepShare, *, detail: bool = False) -> LossFn:
-    """The loss function of one mini step, normalised by its tokens or sequences over all ranks. Dr.GRPO's constant
+    """The loss function of one mini step, normalized by its tokens or sequences over all ranks. Dr.GRPO's constant
     length is the most a trajectory may hold. With ``detail`` it also gives the sampled tokens' entropy and which of
     them were clipped."""
     counts = Counts(share.sampled_tokens, share.sequences)

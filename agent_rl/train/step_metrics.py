@@ -14,7 +14,7 @@ from r3.mismatch.report import log_ratios, mismatch_metrics
 
 
 def step_metrics(
-    reports: Sequence[RankReport], routes: RouteCounts | None, native_routes: RouteCounts | None, clip: Clip
+    reports: Sequence[RankReport], routes: RouteCounts | None, routes_without_replay: RouteCounts | None, clip: Clip
 ) -> dict[str, float]:
     """The metrics of the data ranks' reports, whose registered source is this file.
 
@@ -28,15 +28,17 @@ def step_metrics(
     values = _train(reports) | _staleness(lag) | _off_policy(rollout, trainer, lag, clip)
     if (fresh := lag == 0).any():
         values |= _mismatch("mismatch", rollout[fresh], trainer[fresh])
-        natives = [report.native_logprobs for report in reports if report.native_logprobs is not None]
-        if len(natives) == len(reports):
-            values |= _mismatch("mismatch_native", rollout[fresh], np.concatenate(natives)[fresh])
+        unreplayed = [
+            report.logprobs_without_replay for report in reports if report.logprobs_without_replay is not None
+        ]
+        if len(unreplayed) == len(reports):
+            values |= _mismatch("mismatch_without_replay", rollout[fresh], np.concatenate(unreplayed)[fresh])
     if routes is not None:
         values |= {**_differ("r3", routes), **_coverage(routes)}
-    if native_routes is not None:
-        values |= _differ("mismatch_native", native_routes)
+    if routes_without_replay is not None:
+        values |= _differ("mismatch_without_replay", routes_without_replay)
     values["time/old_logprob"] = max(report.old_logprob_seconds for report in reports)
-    values["time/native_logprob"] = max(report.native_seconds for report in reports)
+    values["time/logprob_without_replay"] = max(report.seconds_without_replay for report in reports)
     values["time/update"] = max(report.update_seconds for report in reports)
     return values | _reference(reports)
 

@@ -1,4 +1,4 @@
-"""The driver's side of ``observe.token_detail``: what the ranks report of a step's tokens, by sample. numpy only."""
+"""The driver's side of ``monitoring.token_detail``: what the ranks report of a step's tokens, by sample. numpy only."""
 
 from __future__ import annotations
 
@@ -58,10 +58,12 @@ def _detail(
     engine, sampled = report.rollout_logprobs[part], report.sampled
     return TokenDetail(
         gap=report.trainer_logprobs[part] - engine,
-        native_gap=None if report.native_logprobs is None else report.native_logprobs[part] - engine,
+        gap_without_replay=None
+        if report.logprobs_without_replay is None
+        else report.logprobs_without_replay[part] - engine,
         entropy=None if sampled is None else sampled.entropy[part],
         flags=np.zeros(len(engine), np.uint8) if sampled is None else sampled.flags[part],
         layers=0 if sample.routing is None else sample.routing.moe_layers,
         differs=replayed,
-        native_differs=native,
+        differs_without_replay=native,
     )

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from agent_rl.errors import TrainerError
-from agent_rl.models.spec import read_facts
+from agent_rl.models.spec import read_model_spec
 from agent_rl.train.batching.mini_steps import MiniStepShare
 from agent_rl.train.batching.packing import pack_weighted
-from agent_rl.train.checkpoint import folder as checkpoint
-from agent_rl.train.checkpoint.folder import Manifest
+from agent_rl.train.checkpoint import directory as checkpoint
+from agent_rl.train.checkpoint.directory import Manifest
 from agent_rl.train.checkpoint.saver import RankSaver, read_rng
 from agent_rl.train.expert_balancing.report import BalanceReport
 from agent_rl.train.expert_balancing.worker import Foreseen, RankBalance, borrowing, expert_grid, expert_group
@@ -26,13 +26,13 @@ from agent_rl.train.megatron.packed_batch import LossFn, PackedBatch
 from agent_rl.train.megatron.parallel import destroy_parallel, init_parallel
 from agent_rl.train.reference import Reference
 from agent_rl.train.reports import Differing, ForwardAnswer, RankReport, Update, WeightedSequences
-from agent_rl.train.requests import OptimizerSpec, RankDevice, RankOrder, StepOrder
+from agent_rl.train.requests import OptimizerSpec, RankDevice, StepRequest, WorkerRequest
 from agent_rl.train.route_sharding import RankInfo
 from agent_rl.train.route_trace import rank_trace
 from agent_rl.train.step import grpo_step, packed, sample_logprobs, step_batches
 from agent_rl.types import Sample
 from agent_rl.weight_sync.adapters import BaseWeights
-from agent_rl.weight_sync.order import PublishOrder, PublishReport
+from agent_rl.weight_sync.order import PublishReport, PublishRequest
 from agent_rl.weight_sync.publisher import WeightPublisher
 from r3.routing import narrowest_dtype
 from r3.shard import RouteShard
@@ -46,7 +46,7 @@ class TrainerRank:
 
     def __init__(
         self,
-        order: RankOrder,
+        order: WorkerRequest,
         optimizer: OptimizerSpec,
         rank: int,
         *,
@@ -72,7 +72,7 @@ class TrainerRank:
         self._model, self._balance = _build(order, device, self._dtype, progress)
         self._reference = None if order.reference is None else Reference.load(self._model, order.reference, progress)
         self.set_optimizer(optimizer)
-        self._measure_homes = self._balance is not None and train.balance.home == "measured"
+        self._measure_homes = self._balance is not None and train.balance.expert_placement == "measured"
         self._resumed: tuple[Path, Manifest] | None = None
         self._publisher: WeightPublisher | None = None
         self._saver = RankSaver(rank)
@@ -113,7 +113,7 @@ class TrainerRank:
         self,
         samples: Mapping[int, Sample],
         shares: Sequence[MiniStepShare],
-        order: StepOrder,
+        order: StepRequest,
         routes: Sequence[RouteShard],
     ) -> tuple[RankReport | None, Differing | None, BalanceReport | None]:
         """This rank's share of a GRPO global step: its data rank's samples, and its own share of every micro-batch's
@@ -192,33 +192,33 @@ class TrainerRank:
         Raises UserError where the disk is full, TrainerError where it can't be written for another reason."""
         return self._saver.written()
 
-    def load(self, folder: Path, manifest: Manifest) -> None:
+    def load(self, directory: Path, manifest: Manifest) -> None:
         """Resume from a complete checkpoint. Collective. Of another layout's, the random state stays that of a start,
         for its ranks were others. Raises TrainerError where it is damaged or of another model."""
         from agent_rl.train.megatron.rng import set_rng_state
 
-        checkpoint.verify(folder, manifest, share=self._ranks.rank, shares=self._ranks.world_size)
-        self._load_state(folder, manifest)
-        self._updates, self._resumed = manifest.updates, (folder, manifest)
+        checkpoint.verify(directory, manifest, share=self._ranks.rank, shares=self._ranks.world_size)
+        self._load_state(directory, manifest)
+        self._updates, self._resumed = manifest.updates, (directory, manifest)
         self._weights_changed()
         if manifest.written_by(self._order.config.train.parallel):
-            set_rng_state(read_rng(folder, self._ranks.rank))
+            set_rng_state(read_rng(directory, self._ranks.rank))
 
-    def _load_state(self, folder: Path, manifest: Manifest) -> None:
-        self._state.load(checkpoint.open_pieces(folder, manifest), manifest.counts)
+    def _load_state(self, directory: Path, manifest: Manifest) -> None:
+        self._state.load(checkpoint.open_pieces(directory, manifest), manifest.counts)
 
     def _weights_changed(self) -> None:
         if self._balance is not None:
             self._balance.weights_changed()
 
-    def export(self, folder: Path) -> None:
-        """Write a Hugging Face checkpoint and, where adapters are trained, those by themselves into its folder
+    def export(self, directory: Path) -> None:
+        """Write a Hugging Face checkpoint and, where adapters are trained, those by themselves into its directory
         ``adapter``. Collective."""
-        self._model.save_hf(folder)
+        self._model.save_hf(directory)
         if self._model.lora is not None:
-            self._model.save_adapter(folder / "adapter")
+            self._model.save_adapter(directory / "adapter")
 
-    def publish(self, order: PublishOrder) -> PublishReport | None:
+    def publish(self, order: PublishRequest) -> PublishReport | None:
         """Send the weights to the engines; rank 0 sends and reports. Collective."""
         base = self._base_of(order)
         weights, report = self._model.export_weights() if base is None else self._model.export_changes(), None
@@ -234,7 +234,7 @@ class TrainerRank:
             self._yield_memory()
         return report
 
-    def _base_of(self, order: PublishOrder) -> BaseWeights | None:
+    def _base_of(self, order: PublishRequest) -> BaseWeights | None:
         """The checkpoint of which adapters alone are sent; None where weights are."""
         return BaseWeights(self._order.model) if self._model.lora and order.config.merges_adapters else None
 
@@ -243,7 +243,7 @@ class TrainerRank:
         if self._order.config.engine.colocate:
             torch.cuda.empty_cache()
 
-    def _publisher_to(self, order: PublishOrder) -> WeightPublisher:
+    def _publisher_to(self, order: PublishRequest) -> WeightPublisher:
         if self._publisher is None or not self._publisher.serves(order):
             self._drop_publisher()
             kv_heads, device = self._model.facts.kv_heads, self._model.device
@@ -270,7 +270,7 @@ def device_of(kind: RankDevice) -> torch.device:
 
 
 def _build(
-    order: RankOrder, device: torch.device, dtype: torch.dtype, progress: LoadProgress | None
+    order: WorkerRequest, device: torch.device, dtype: torch.dtype, progress: LoadProgress | None
 ) -> tuple[PolicyModel, RankBalance | None]:
     """The model on this rank, and what plans its passes where experts are balanced. Collective."""
     # Only now: on a CPU, Megatron must be imported after what init_parallel installs.
@@ -292,7 +292,7 @@ def _build(
     )
     if train.balance.enabled:
         group = expert_group()
-        grid = expert_grid(train.balance, group, read_facts(order.model).num_experts)
+        grid = expert_grid(train.balance, group, read_model_spec(order.model).num_experts)
         model = build(balance=borrowing(train.balance, group, grid))
         balance = RankBalance.of(train.balance, group, grid, model)
     else:

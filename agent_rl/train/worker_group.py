@@ -17,7 +17,7 @@ from agent_rl.errors import AgentRlError, TrainerDied, TrainerError, WeightSyncE
 from agent_rl.train.ray_launch import start_actors
 from agent_rl.train.ray_results import gather
 from agent_rl.train.ray_session import check_ray
-from agent_rl.train.requests import OptimizerSpec, RankOrder
+from agent_rl.train.requests import OptimizerSpec, WorkerRequest
 from agent_rl.train.route_sharding import RankInfo
 from agent_rl.utils.concurrency import beside, shielded
 
@@ -82,7 +82,7 @@ class Ranks:
                 note(loading_line(read, needed, (read - before) / LOADING_SECONDS))
             before = read
 
-    def _launch(self, config: RunConfig) -> RankOrder:
+    def _launch(self, config: RunConfig) -> WorkerRequest:
         self._actors, order = start_actors(config, self._ray, self._room)
         return order
 

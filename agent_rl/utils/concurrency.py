@@ -57,8 +57,8 @@ def cancel_on_signals() -> None:
     """Let Ctrl-C and SIGTERM cancel the current task, which cleans up after itself; that it stops is told at once.
 
     A process that still lives after ``STOP_SECONDS`` is ended, for a thread that waits on a dead host, Ray's above all,
-    can't be cancelled; engine and boxes go with their owner. Call it again after Ray was started: Ray's own handler of
-    SIGTERM, installed then, prints a stack trace and ends the process on the spot.
+    can't be cancelled; engine and sandboxes go with their owner. Call it again after Ray was started: Ray's own
+    handler of SIGTERM, installed then, prints a stack trace and ends the process on the spot.
     """
     task = asyncio.current_task()
     assert task is not None

@@ -1,4 +1,4 @@
-"""What the viewer's page reads: one function from a path to JSON, over one run's folder or several.
+"""What the viewer's page reads: one function from a path to JSON, over one run's directory or several.
 
 ::
 
@@ -9,9 +9,9 @@
     R/routes/N-K  R/routes/N-K/map            of its first branch; those of branch B are of N-K.B
     R/live                                    of the step that is under way
 
-N is a global step, ``eval-20-sampled`` for an evaluation of a training run, or ``eval`` in the folder of an evaluation;
-K is the trajectory's number in it. Every answer has ``notes``: what is missing and why. A path that leads to nothing,
-and a file that is damaged, is an answer with ``error``.
+N is a global step, ``eval-20-sampled`` for an evaluation of a training run, or ``eval`` in the directory of an
+evaluation; K is the trajectory's number in it. Every answer has ``notes``: what is missing and why. A path that
+leads to nothing, and a file that is damaged, is an answer with ``error``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import orjson
 from numpy.typing import NDArray
 
 from agent_rl.errors import AgentRlError, UserError
-from agent_rl.utils.folder_lock import LOCK
+from agent_rl.utils.directory_lock import LOCK
 from agent_rl.viewer import in_progress as live
 from agent_rl.viewer import runs, trajectory
 from agent_rl.viewer.index import Index, Shelf, evaluation_key, file_stamp, select, shown
@@ -53,14 +53,14 @@ class _Run:
 
 
 class Resources:
-    """The resources of ``folders``. Raises UserError for one that is no folder. Reading blocks on the disk."""
+    """The resources of ``directories``. Raises UserError for one that is no directory. Reading blocks on the disk."""
 
-    def __init__(self, folders: Sequence[Path]) -> None:
-        for folder in folders:
-            if not folder.is_dir():
-                raise UserError(f"{folder}: no folder; right would be a run's or an evaluation's")
-        indexes = [Index(folder) for folder in folders]
-        self._runs = [_Run(index, Reader(index), live.Running(index.folder)) for index in indexes]
+    def __init__(self, directories: Sequence[Path]) -> None:
+        for directory in directories:
+            if not directory.is_dir():
+                raise UserError(f"{directory}: no directory; right would be a run's or an evaluation's")
+        indexes = [Index(directory) for directory in directories]
+        self._runs = [_Run(index, Reader(index), live.Running(index.directory)) for index in indexes]
 
     def read(self, path: str, query: Mapping[str, str] | None = None) -> Answer:
         """The resource at ``path``, ready for JSON. Never raises."""
@@ -84,8 +84,8 @@ class Resources:
         found: dict[str, str] = {}
         for number, index in enumerate(run.index for run in self._runs):
             for name, files in _FILES.items():
-                found[f"{number}/{name}"] = "-".join(file_stamp(index.folder / file) for file in files)
-            found[f"{number}/live"] = live.stamp(index.folder)
+                found[f"{number}/{name}"] = "-".join(file_stamp(index.directory / file) for file in files)
+            found[f"{number}/live"] = live.stamp(index.directory)
             for n, stamp in index.stamps().items():
                 key = evaluation_key(n)
                 found |= {f"{number}/{path}": stamp for path in (f"steps/{n}", key and f"eval/{key}") if path}
@@ -109,8 +109,8 @@ class Resources:
         if not number.isdecimal() or int(number) >= len(self._runs):
             raise Absent(f"{'/'.join(parts)}: no such run; there are {len(self._runs)}, from 0", "unknown")
         run = self._runs[int(number)]
-        if not run.index.folder.is_dir():
-            raise Absent(f"{run.index.folder}: it is gone")
+        if not run.index.directory.is_dir():
+            raise Absent(f"{run.index.directory}: it is gone")
         if name not in ("metrics", "live"):  # these are made of no trajectories
             run.index.refresh()
         if (whole := self._whole.get(name)) is not None and not rest:
@@ -121,7 +121,7 @@ class Resources:
 
     _whole: Mapping[str, Callable[[_Run, Mapping[str, str]], Answer]] = {
         "run": lambda run, query: runs.run(run.index),
-        "metrics": lambda run, query: runs.metrics(run.index.folder),
+        "metrics": lambda run, query: runs.metrics(run.index.directory),
         "trajectories": lambda run, query: _trajectories(run.index, query),
         "live": lambda run, query: run.running.episodes(),
     }
@@ -161,7 +161,7 @@ def _error(kind: str, text: str) -> Answer:
 
 def _shelf(index: Index, n: str) -> Shelf:
     if (found := index.shelves.get(n)) is None:
-        raise Absent(f"{index.folder}: no trajectories of {n}")
+        raise Absent(f"{index.directory}: no trajectories of {n}")
     return found
 
 
@@ -208,7 +208,7 @@ def _step(shelf: Shelf) -> Answer:
             "task": columns["task"][own[0]],
             "infrastructure_failures": shelf.columns["failures"][own[0]],
             "members": [columns["id"][number] for number in own],
-            "trained": any(columns["fate"][number] == "trained" for number in own),
+            "trained": any(columns["training_status"][number] == "trained" for number in own),
         }
         for group, own in members.items()
     ]
@@ -218,7 +218,7 @@ def _step(shelf: Shelf) -> Answer:
 def _evaluation(index: Index, key: str) -> Answer:
     found = runs.evaluation(index, key)
     if found is None:
-        raise Absent(f"{index.folder}: no evaluation {key}")
+        raise Absent(f"{index.directory}: no evaluation {key}")
     return found
 
 

@@ -1,4 +1,4 @@
-"""A run's page as files: one HTML file that opens without a server, or a folder for a web server of static files.
+"""A run's page as files: one HTML file that opens without a server, or a directory for a web server of static files.
 
 Both hold what the served page would ask for: every page but trajectories, and the trajectories that
 :func:`picked` names. The HTML file holds each resource gzipped, and asks for nothing from anywhere.
@@ -47,13 +47,13 @@ class Source(Protocol):
 def export(source: Source, out: Path, trajectories: int) -> int:
     """Write the page to ``out``, one file if it ends in ``.html``, with so many trajectories of each run at least.
 
-    Returns the bytes written. Raises UserError for a folder that holds something.
+    Returns the bytes written. Raises UserError for a directory that holds something.
     """
     held = {run["run"]: picked(source, run["run"], trajectories) for run in source.read("runs")["runs"]}
     singles = (path for run, ids in held.items() for path in _singles(source, run, ids))
     bodies = ((path, source.body(path)) for path in chain(source.pages(), singles))
     listed = ("exported", orjson.dumps({"notes": [], "trajectories": held}, option=orjson.OPT_NON_STR_KEYS))
-    write = _write_file if out.suffix == ".html" else _write_folder
+    write = _write_file if out.suffix == ".html" else _write_dir
     return write(out, chain([listed], bodies))
 
 
@@ -61,7 +61,7 @@ def picked(source: Source, run: int, count: int) -> list[str]:
     """At least ``count`` trajectories of a run, where it has them: whole groups, those with the largest gap between
     trainer and engine first, then the newest."""
     columns = source.read(f"{run}/trajectories")["columns"]
-    gaps = np.nan_to_num(np.array(columns["worst_native_gap"], np.float64))
+    gaps = np.nan_to_num(np.array(columns["worst_gap_without_replay"], np.float64))
     groups: dict[tuple[str, int], list[int]] = {}
     for row, group in enumerate(zip(columns["n"], columns["group"], strict=True)):
         groups.setdefault(group, []).append(row)
@@ -82,9 +82,9 @@ def _singles(source: Source, run: int, ids: Sequence[str]) -> Iterator[str]:
         yield from (f"{run}/routes/{id}{f'.{branch}' if branch else ''}/map" for branch in range(branches[id]))
 
 
-def _write_folder(out: Path, bodies: Iterator[tuple[str, bytes]]) -> int:
+def _write_dir(out: Path, bodies: Iterator[tuple[str, bytes]]) -> int:
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
-        raise UserError(f"--export {out}: there is something already; name a new folder, or a file ending in .html")
+        raise UserError(f"--export {out}: there is something already; name a new directory, or a file ending in .html")
     size = 0
     for path, body in bodies:
         file = out / "data" / f"{path}.json"
@@ -92,7 +92,7 @@ def _write_folder(out: Path, bodies: Iterator[tuple[str, bytes]]) -> int:
         size += file.write_bytes(body)
     for name in ("app.js", "app.css"):
         shutil.copyfile(STATIC / name, out / name)
-    page = (STATIC / "index.html").read_bytes().replace(_SERVED, _SERVED.replace(b"api", b"folder"))
+    page = (STATIC / "index.html").read_bytes().replace(_SERVED, _SERVED.replace(b"api", b"directory"))
     write_atomic(out / "index.html", page)
     return size
 

@@ -18,9 +18,9 @@ from agent_rl.rollout.step_index import sizes
 from agent_rl.viewer.index import file_stamp
 
 
-def stamp(folder: Path) -> str:
+def stamp(directory: Path) -> str:
     """Changes as episodes end."""
-    path = _newest(folder)
+    path = _newest(directory)
     return "" if path is None else f"{path.name}-{file_stamp(path)}"
 
 
@@ -48,21 +48,21 @@ class Running:
     """The episodes of a run's newest journal. What was read before is not read again: a journal holds all arrays.
     Threads may share it."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
         self._journal = _Journal()
         self._reading = threading.Lock()
 
     def episodes(self) -> dict[str, Any]:
         """In the order they ended. An end that is being written is left out."""
-        path = _newest(self._folder)
+        path = _newest(self._directory)
         if path is None:
             return {"step": None, "episodes": [], "expected": None, "notes": ["no step is under way"]}
         with self._reading:
             self._read_on(path)
             found, notes = list(self._journal.episodes), list(self._journal.notes)
         step = int(path.stem.removeprefix("step-"))
-        return {"step": step, "episodes": found, "expected": _expected(self._folder), "notes": notes}
+        return {"step": step, "episodes": found, "expected": _expected(self._directory), "notes": notes}
 
     def _read_on(self, path: Path) -> None:
         with path.open("rb") as file:
@@ -76,11 +76,12 @@ class Running:
                 known.take(payload)
 
 
-def _newest(folder: Path) -> Path | None:
-    """The journal of the newest step, where that step has no trajectories yet; None too where the folder goes away."""
+def _newest(directory: Path) -> Path | None:
+    """The journal of the newest step, where that step has no trajectories yet; None too where the directory goes
+    away."""
     try:
-        newest = max((folder / "journal").glob("step-*.journal"), default=None)
-        written = [] if newest is None else list((folder / "trajectories").glob(f"{newest.stem}.jsonl*"))
+        newest = max((directory / "journal").glob("step-*.journal"), default=None)
+        written = [] if newest is None else list((directory / "trajectories").glob(f"{newest.stem}.jsonl*"))
     except OSError:
         return None
     return None if written else newest
@@ -96,10 +97,10 @@ def _episode(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _expected(folder: Path) -> int | None:
+def _expected(directory: Path) -> int | None:
     """Episodes of a step, unless further ones are drawn."""
     try:
-        rollout = yaml.safe_load((folder / "config.yaml").read_text())["rollout"]
+        rollout = yaml.safe_load((directory / "config.yaml").read_text())["rollout"]
         return int(rollout["tasks_per_step"]) * int(rollout["group_size"])
     except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError):
         return None

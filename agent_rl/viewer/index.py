@@ -1,4 +1,4 @@
-"""All trajectories of a run's folder in columns of numbers, made of the sidecars beside their rows.
+"""All trajectories of a run's directory in columns of numbers, made of the sidecars beside their rows.
 
 ::
 
@@ -23,27 +23,41 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agent_rl.errors import AgentRlError, UserError
-from agent_rl.evaluation.folder import log_path, read_results
+from agent_rl.evaluation.directory import log_path, read_results
 from agent_rl.evaluation.report import EpisodeResult
 from agent_rl.rollout.jsonl_zst import Place, read_rows
-from agent_rl.rollout.records import EVALUATIONS, FOLDER, rows_path
+from agent_rl.rollout.records import DIRECTORY, EVALUATIONS, rows_path
 from agent_rl.rollout.step_index import COLUMNS, columns, read_sidecar, sidecar_path
 
 EVAL = "eval"
-"""Where the trajectories of an ``agent-rl eval`` folder are filed."""
+"""Where the trajectories of an ``agent-rl eval`` directory are filed."""
 RESULTS, REPORT = "results.jsonl", "report.json"
-"""The files of such a folder."""
+"""The files of such a directory."""
 SHOWN = (
-    *("id", "n", "step", "group", "task", "reward", "resolved", "stop", "turns", "tokens", "sampled", "hacks", "fate"),
-    *("advantage", "branches", "versions", "seconds", "began", "worst_gap", "worst_native_gap"),
+    *(
+        "id",
+        "n",
+        "step",
+        "group",
+        "task",
+        "reward",
+        "resolved",
+        "stop",
+        "turns",
+        "tokens",
+        "sampled",
+        "hacks",
+        "training_status",
+    ),
+    *("advantage", "branches", "versions", "seconds", "began", "worst_gap", "worst_gap_without_replay"),
 )
 """The columns that are handed out."""
 RANGES = (
     *("step", "reward", "turns", "tokens", "sampled", "hacks", "branches", "versions", "seconds", "advantage"),
-    *("worst_gap", "worst_native_gap", "group"),
+    *("worst_gap", "worst_gap_without_replay", "group"),
 )
 """The columns that are filtered by a range."""
-CHOICES = ("n", "stop", "fate")
+CHOICES = ("n", "stop", "training_status")
 """Those that are filtered by some of their values."""
 _BROKEN = (KeyError, TypeError, ValueError, AttributeError, OSError, AgentRlError)
 
@@ -53,7 +67,7 @@ Columns = dict[str, list[Any]]
 @dataclass(frozen=True, slots=True)
 class Shelf:
     """What is filed under one name ``n``, a step's number or an evaluation's key: its columns, the places of its rows
-    (none in an evaluation's folder), and what is wrong with it, in a line each."""
+    (none in an evaluation's directory), and what is wrong with it, in a line each."""
 
     n: str
     step: int
@@ -68,11 +82,11 @@ class Shelf:
 
 
 class Index:
-    """The shelves of a run's folder. :meth:`refresh` reads what changed on the disk since. Threads may share it: what
-    :attr:`shelves` and :attr:`table` gave stays as it is, and a later refresh puts others in their place."""
+    """The shelves of a run's directory. :meth:`refresh` reads what changed on the disk since. Threads may share it:
+    what :attr:`shelves` and :attr:`table` gave stays as it is, and a later refresh puts others in their place."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
         self.shelves: dict[str, Shelf] = {}
         self._stamps: dict[str, str] = {}
         self._table: dict[str, NDArray] | None = None
@@ -81,7 +95,7 @@ class Index:
     def refresh(self) -> None:
         """Take up what was added, changed or removed. A file that cannot be read makes a note, never an error."""
         with self._changing:
-            found = _filed(self.folder)
+            found = _filed(self.directory)
             stamps = {n: files.stamp for n, files in found.items()}
             if stamps == self._stamps:
                 return
@@ -93,7 +107,7 @@ class Index:
 
     def stamps(self) -> Mapping[str, str]:
         """A stamp of the files of each shelf, by its name, as they are on the disk now."""
-        return {n: files.stamp for n, files in _filed(self.folder).items()}
+        return {n: files.stamp for n, files in _filed(self.directory).items()}
 
     @property
     def table(self) -> Mapping[str, NDArray]:
@@ -136,40 +150,40 @@ def evaluation_key(n: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """What is filed: its step, its folder, what the names of its files begin with, and a stamp that changes when they
-    do."""
+    """What is filed: its step, its directory, what the names of its files begin with, and a stamp that changes when
+    they do."""
 
     step: int
-    folder: Path
+    directory: Path
     name: str
     stamp: str
 
     @property
     def stem(self) -> Path:
-        return self.folder / self.name
+        return self.directory / self.name
 
 
-def _filed(folder: Path) -> dict[str, _Files]:
-    """Everything that is filed in ``folder`` by its name ``n``, steps first."""
-    trajectories = folder / FOLDER
+def _filed(directory: Path) -> dict[str, _Files]:
+    """Everything that is filed in ``directory`` by its name ``n``, steps first."""
+    trajectories = directory / DIRECTORY
     stamps = _stamps(trajectories)
     steps = sorted((step, name) for name in stamps if (step := _number(name)) is not None)
     found = {str(step): _Files(step, trajectories, name, stamps[name]) for step, name in steps}
-    for name, stamp in sorted(_stamps(folder / EVALUATIONS).items()):
+    for name, stamp in sorted(_stamps(directory / EVALUATIONS).items()):
         _, digits, decoding = (*name.split("-", 2), "", "")[:3]
         if digits.isdecimal() and decoding:
-            found[f"eval-{int(digits)}-{decoding}"] = _Files(int(digits), folder / EVALUATIONS, name, stamp)
-    if file_stamp(folder / RESULTS):
-        found[EVAL] = _Files(0, folder, EVAL, "-".join(file_stamp(folder / name) for name in (RESULTS, REPORT)))
+            found[f"eval-{int(digits)}-{decoding}"] = _Files(int(digits), directory / EVALUATIONS, name, stamp)
+    if file_stamp(directory / RESULTS):
+        found[EVAL] = _Files(0, directory, EVAL, "-".join(file_stamp(directory / name) for name in (RESULTS, REPORT)))
     return found
 
 
-def _stamps(folder: Path) -> dict[str, str]:
-    """A stamp of all files that begin with the same name, for those of them that have rows. A folder has thousands of
-    files and is looked at each second, so it is listed once."""
+def _stamps(directory: Path) -> dict[str, str]:
+    """A stamp of all files that begin with the same name, for those of them that have rows. A directory has
+    thousands of files and is looked at each second, so it is listed once."""
     parts: dict[str, list[str]] = {}
     rows = set()
-    for entry in _entries(folder):
+    for entry in _entries(directory):
         name, _, suffix = entry.name.partition(".")
         with contextlib.suppress(OSError):  # one that goes away
             found = entry.stat()
@@ -179,9 +193,9 @@ def _stamps(folder: Path) -> dict[str, str]:
     return {name: "-".join(sorted(parts[name])) for name in rows}
 
 
-def _entries(folder: Path) -> list[os.DirEntry[str]]:
+def _entries(directory: Path) -> list[os.DirEntry[str]]:
     try:
-        with os.scandir(folder) as entries:
+        with os.scandir(directory) as entries:
             return list(entries)
     except OSError:
         return []
@@ -206,7 +220,9 @@ def _of_rows(n: str, step: int, stem: Path) -> Shelf:
     sidecar = sidecar_path(stem)
     if sidecar.is_file() and sidecar.stat().st_mtime_ns >= rows_stamp and (found := read_sidecar(stem)) is not None:
         columns_of, places = found
-        columns_of |= {name: [_once(value) for value in columns_of[name]] for name in ("task", "stop", "fate")}
+        columns_of |= {
+            name: [_once(value) for value in columns_of[name]] for name in ("task", "stop", "training_status")
+        }
         return Shelf(n, step, stem, columns_of, tuple(places))
     rows = list(read_rows(path))
     return Shelf(n, step, stem, columns(rows), None)
@@ -218,7 +234,7 @@ def _once(value: Any) -> Any:
 
 
 def _evaluation(stem: Path) -> Shelf:
-    """The samples of an ``agent-rl eval`` folder, each as it ended last. A line that a kill cut off is left out."""
+    """The samples of an ``agent-rl eval`` directory, each as it ended last. A line that a kill cut off is left out."""
     ended = {(result.task_id, result.sample): result for result in read_results(stem.with_name(RESULTS))}
     results = tuple(ended.values())
     groups = {task: number for number, task in enumerate(dict.fromkeys(task for task, _ in ended))}
@@ -236,7 +252,7 @@ def _evaluation(stem: Path) -> Shelf:
 
 
 def log_of(shelf: Shelf, number: int) -> Path:
-    """The log of sample ``number`` of an evaluation's folder."""
+    """The log of sample ``number`` of an evaluation's directory."""
     result = shelf.results[number]
     return log_path(shelf.stem.parent, result.task_id, result.sample)
 

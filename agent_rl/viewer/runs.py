@@ -17,7 +17,7 @@ from agent_rl.evaluation.finished import report_path
 from agent_rl.evaluation.report import Z95, wilson_interval
 from agent_rl.monitoring.metrics import METRICS
 from agent_rl.types import StopReason
-from agent_rl.utils.folder_lock import LOCK
+from agent_rl.utils.directory_lock import LOCK
 from agent_rl.viewer.index import EVAL, REPORT, Index
 from agent_rl.viewer.trajectory import layout_of
 
@@ -31,21 +31,21 @@ _REPORTED = (*("pass_at_1", "interval", "graded", "tasks", "ungraded", "infrastr
 def overview(index: Index) -> Answer:
     """One line of the list of runs."""
     index.refresh()
-    folder, notes = index.folder, list[str]()
-    return _line(index, _config(folder, notes), _evaluations(index, notes), _events(folder, notes))
+    directory, notes = index.directory, list[str]()
+    return _line(index, _config(directory, notes), _evaluations(index, notes), _events(directory, notes))
 
 
 def _line(index: Index, config: Mapping[str, Any], evaluations: Sequence[Answer], guard: Sequence[Answer]) -> Answer:
-    folder, kind, steps = index.folder, _kind(index), _last_step(index.folder)
+    directory, kind, steps = index.directory, _kind(index), _last_step(index.directory)
     total = _mapping(config.get("train")).get("steps") if kind == "train" else None
     last = evaluations[-1] if evaluations else None
     return {
-        "name": folder.resolve().name,
-        "folder": str(folder),
+        "name": directory.resolve().name,
+        "directory": str(directory),
         "kind": kind,
         "steps": steps,
         "total": total,
-        "state": _state(folder, kind, steps, total, guard),
+        "state": _state(directory, kind, steps, total, guard),
         "pass_at_1": [last["pass_at_1"], *last["interval"]] if last and last["pass_at_1"] is not None else None,
         "guard": sum(event.get("event") in ("warn", "stop") for event in guard),
     }
@@ -53,13 +53,13 @@ def _line(index: Index, config: Mapping[str, Any], evaluations: Sequence[Answer]
 
 def run(index: Index) -> Answer:
     """All that is known of the run but its trajectories and metrics."""
-    folder, notes = index.folder, list[str]()
-    config, state = _config(folder, notes), _json(folder / "state.json", notes)
-    summary, formats = _json(folder / "summary.json", notes), _formats(index)
-    evaluations, guard = _evaluations(index, notes), _events(folder, notes)
+    directory, notes = index.directory, list[str]()
+    config, state = _config(directory, notes), _json(directory / "state.json", notes)
+    summary, formats = _json(directory / "summary.json", notes), _formats(index)
+    evaluations, guard = _evaluations(index, notes), _events(directory, notes)
     shelves = index.shelves.values()
-    if not (folder / "tokenizer.json").is_file() and formats:
-        notes.append("the run's folder has no tokenizer.json: tokens are shown as numbers")
+    if not (directory / "tokenizer.json").is_file() and formats:
+        notes.append("the run's directory has no tokenizer.json: tokens are shown as numbers")
     if 2 in formats:
         notes.append("written in format 2: without fates, tests, times and what the trainer saw of tokens")
     if shelves and all(stop in _UNGRADED for shelf in shelves for stop in shelf.columns["stop"]):
@@ -81,10 +81,10 @@ def run(index: Index) -> Answer:
     }
 
 
-def metrics(folder: Path) -> Answer:
+def metrics(directory: Path) -> Answer:
     """All steps' metrics, column by column."""
     notes: list[str] = []
-    rows = _by_step(folder / "metrics.jsonl", notes)
+    rows = _by_step(directory / "metrics.jsonl", notes)
     if not rows and not notes:
         notes = ["no step has ended yet"]
     names = [name for name in dict.fromkeys(chain.from_iterable(rows)) if name not in ("step", "time/ended")]
@@ -109,9 +109,9 @@ def evaluation(index: Index, key: str) -> Answer | None:
     found = next((one for one in _evaluations(index, notes) if one["key"] == key), None)
     if found is None:
         return None
-    folder = index.folder
-    whole = folder / REPORT if key == EVAL else report_path(folder, key)
-    report = _json(whole, notes) or _mapping(_json(folder / "state.json", notes).get("evaluations")).get(key, {})
+    directory = index.directory
+    whole = directory / REPORT if key == EVAL else report_path(directory, key)
+    report = _json(whole, notes) or _mapping(_json(directory / "state.json", notes).get("evaluations")).get(key, {})
     outcomes = report.get("outcomes") or _unreported(index, key)
     ids: dict[str, str] = {}
     if (shelf := index.shelves.get(found["n"] or "")) is not None:
@@ -138,31 +138,31 @@ def _unreported(index: Index, key: str) -> list[Answer]:
 
 
 def _kind(index: Index) -> str:
-    folder = index.folder
-    if (folder / "state.json").is_file() or (folder / "metrics.jsonl").is_file():
+    directory = index.directory
+    if (directory / "state.json").is_file() or (directory / "metrics.jsonl").is_file():
         return "train"
-    if EVAL in index.shelves or (folder / REPORT).is_file():
+    if EVAL in index.shelves or (directory / REPORT).is_file():
         return "eval"
     return "rollout" if index.shelves else "empty"
 
 
-def _state(folder: Path, kind: str, steps: int, total: int | None, guard: Sequence[Answer]) -> str:
-    if _held(folder):
+def _state(directory: Path, kind: str, steps: int, total: int | None, guard: Sequence[Answer]) -> str:
+    if _held(directory):
         return "running"
     if kind == "empty":
         return "empty"
     if kind != "train":
-        return "finished" if kind == "rollout" or (folder / REPORT).is_file() else "stopped"
+        return "finished" if kind == "rollout" or (directory / REPORT).is_file() else "stopped"
     if guard and guard[-1].get("event") == "stop" and guard[-1].get("step") == steps:
         return "guard"
-    return "finished" if (folder / "summary.json").is_file() and steps == total else "stopped"
+    return "finished" if (directory / "summary.json").is_file() and steps == total else "stopped"
 
 
-def _held(folder: Path) -> bool:
+def _held(directory: Path) -> bool:
     """Whether the process that its lock names lives on this machine. The lock itself is left alone: to try it could
     turn a starting run away."""
     try:
-        holder = orjson.loads((folder / LOCK).read_bytes())
+        holder = orjson.loads((directory / LOCK).read_bytes())
         if holder["host"] != socket.gethostname():
             return False
         os.kill(int(holder["pid"]), 0)
@@ -174,10 +174,10 @@ def _held(folder: Path) -> bool:
 
 
 def _evaluations(index: Index, notes: list[str]) -> list[Answer]:
-    folder = index.folder
-    if EVAL in index.shelves or (not (folder / "state.json").is_file() and (folder / REPORT).is_file()):
-        return [_of_folder(index, notes)]
-    made = _mapping(_json(folder / "state.json", notes).get("evaluations"))
+    directory = index.directory
+    if EVAL in index.shelves or (not (directory / "state.json").is_file() and (directory / REPORT).is_file()):
+        return [_of_dir(index, notes)]
+    made = _mapping(_json(directory / "state.json", notes).get("evaluations"))
     found = []
     for key, report in made.items():
         step, _, decoding = key.removeprefix("step-").partition("/")
@@ -194,9 +194,9 @@ def _evaluations(index: Index, notes: list[str]) -> list[Answer]:
     return sorted(found, key=lambda one: (one["step"], one["decoding"]))
 
 
-def _of_folder(index: Index, notes: list[str]) -> Answer:
-    """An ``agent-rl eval`` folder's: its report, or of what ended so far."""
-    report = _json(index.folder / REPORT, notes)
+def _of_dir(index: Index, notes: list[str]) -> Answer:
+    """An ``agent-rl eval`` directory's: its report, or of what ended so far."""
+    report = _json(index.directory / REPORT, notes)
     n = EVAL if EVAL in index.shelves else None
     if not report:
         notes.append("the evaluation has no report yet: it is under way, or was stopped")
@@ -235,17 +235,17 @@ def _cumulated(rows: list[dict[str, Any]]) -> list[float]:
     return sums
 
 
-def _last_step(folder: Path) -> int:
+def _last_step(directory: Path) -> int:
     """The step of the last row of metrics that can be read; 0 without one. A list of runs reads no other row."""
     with contextlib.suppress(OSError):
-        for line in reversed((folder / "metrics.jsonl").read_bytes().splitlines()):
+        for line in reversed((directory / "metrics.jsonl").read_bytes().splitlines()):
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 return int(orjson.loads(line)["step"])
     return 0
 
 
-def _events(folder: Path, notes: list[str]) -> list[Answer]:
-    return _by_step(folder / "guard.jsonl", notes)
+def _events(directory: Path, notes: list[str]) -> list[Answer]:
+    return _by_step(directory / "guard.jsonl", notes)
 
 
 def _by_step(path: Path, notes: list[str]) -> list[Answer]:
@@ -263,9 +263,9 @@ def _by_step(path: Path, notes: list[str]) -> list[Answer]:
     return rows
 
 
-def _config(folder: Path, notes: list[str]) -> dict[str, Any]:
+def _config(directory: Path, notes: list[str]) -> dict[str, Any]:
     try:
-        return dict(_mapping(yaml.safe_load((folder / "config.yaml").read_text())))
+        return dict(_mapping(yaml.safe_load((directory / "config.yaml").read_text())))
     except (yaml.YAMLError, UnicodeDecodeError):
         notes.append("config.yaml: damaged")
     except OSError:

@@ -117,7 +117,7 @@ class Reader:
         if detail is not None and len(detail.gap) != int(mask.sum()):
             notes.append(f"its detail is of {len(detail.gap)} sampled tokens, it has {int(mask.sum())}")
             detail = None
-        if detail is None and row.get("fate") == "uniform":
+        if detail is None and row.get("training_status") == "uniform":
             notes.append("not evaluated by the trainer: all rewards of its group are equal")
         return {
             "tokens": branch.tokens,
@@ -129,7 +129,7 @@ class Reader:
         }
 
     def _texts(self, ids: Sequence[int], notes: list[str]) -> list[str] | None:
-        path = self._index.folder / "tokenizer.json"
+        path = self._index.directory / "tokenizer.json"
         stamp = file_stamp(path)
         if stamp != self._pieces[0] or not stamp:
             self._pieces = (stamp, *_opened(path, stamp))
@@ -138,8 +138,8 @@ class Reader:
         return None if pieces is None else pieces.texts(ids)
 
     def _of_log(self, shelf: Shelf, number: int) -> Answer:
-        """A sample of an evaluation's folder, which keeps no tokens."""
-        path, notes = log_of(shelf, number), ["the folder of an evaluation keeps no tokens"]
+        """A sample of an evaluation's directory, which keeps no tokens."""
+        path, notes = log_of(shelf, number), ["the directory of an evaluation keeps no tokens"]
         result = shelf.results[number]
         row: dict[str, Any] = {"messages": [], "turns": [], "error": result.error, "patch": result.patch}
         if path.is_file():
@@ -156,7 +156,9 @@ class Reader:
 def loads(shelf: Shelf) -> Answer:
     """How many tokens each expert got in a step."""
     found = read_loads(shelf.stem)
-    notes = [] if found is not None else ["no loads were kept: observe.token_detail was off, or there were no routes"]
+    notes = (
+        [] if found is not None else ["no loads were kept: monitoring.token_detail was off, or there were no routes"]
+    )
     return {
         "n": shelf.n,
         "layers": 0 if found is None else found.shape[0],
@@ -206,8 +208,12 @@ def _detail(shelf: Shelf, which: Which, notes: list[str]) -> StoredDetail | None
     except AgentRlError as error:
         notes.append(str(error))
         return None
-    if found is None and shelf.columns["fate"][which[0]] == "trained" and not details_path(shelf.stem).is_file():
-        notes.append("what the trainer saw of its tokens was not kept: observe.token_detail was off")
+    if (
+        found is None
+        and shelf.columns["training_status"][which[0]] == "trained"
+        and not details_path(shelf.stem).is_file()
+    ):
+        notes.append("what the trainer saw of its tokens was not kept: monitoring.token_detail was off")
     return found
 
 
@@ -227,7 +233,7 @@ def _head(shelf: Shelf, number: int, row: Mapping[str, Any]) -> Answer:
         "resolved": columns["resolved"][number],
         "stop": row["stop"],
         "error": row.get("error", ""),
-        "fate": columns["fate"][number],
+        "training_status": columns["training_status"][number],
         "advantage": columns["advantage"][number],
         "hacks": row["suspected_hack"],
         "patch": row.get("patch", ""),
@@ -298,7 +304,7 @@ def _values(detail: StoredDetail) -> Answer:
     numbers = {name: None if found is None else found.numbers for name, found in _both(detail).items()}
     return {
         "gap": _single(detail.gap),
-        "native_gap": _single(detail.native_gap),
+        "gap_without_replay": _single(detail.gap_without_replay),
         "entropy": _single(detail.entropy),
         "flags": detail.flags,
         **numbers,
@@ -311,8 +317,8 @@ def _single(values: NDArray[np.float16] | None) -> NDArray[np.float32] | None:
 
 def _both(detail: StoredDetail | None) -> dict[str, Differing | None]:
     if detail is None:
-        return {"differs": None, "native_differs": None}
-    return {"differs": detail.differs, "native_differs": detail.native_differs}
+        return {"differs": None, "differs_without_replay": None}
+    return {"differs": detail.differs, "differs_without_replay": detail.differs_without_replay}
 
 
 def _of_both(detail: StoredDetail | None, make: Callable[[NDArray[np.bool_]], Any]) -> Answer:
@@ -332,7 +338,7 @@ def _pairs(layers: NDArray[np.bool_]) -> list[list[int]]:
 
 def _opened(path: Path, stamp: str) -> tuple[Pieces | None, list[str]]:
     if not stamp:
-        return None, ["the run's folder has no tokenizer.json: tokens are shown as numbers"]
+        return None, ["the run's directory has no tokenizer.json: tokens are shown as numbers"]
     try:
         return Pieces(path), []
     except AgentRlError as error:

@@ -10,7 +10,7 @@ from agent_rl.weight_sync.digests import DigestKind, RankDigests
 
 
 @dataclass(frozen=True, slots=True)
-class PublishOrder:
+class PublishRequest:
     """Send the weights to the engines at ``urls``, as ``config`` says, and call them ``version``.
 
     ``headers`` go with every request: the key, which the ranks' environment may lack, is among them, so not printed.

@@ -34,7 +34,7 @@ from agent_rl.engine.server.lora_merge import BaseWeights
 from agent_rl.errors import WeightSyncError
 from agent_rl.weight_sync.adapters import add_merged
 from agent_rl.weight_sync.digests import DigestKind, Digests, differing, left_behind, outvoted, predictable
-from agent_rl.weight_sync.order import PublishOrder, PublishReport
+from agent_rl.weight_sync.order import PublishReport, PublishRequest
 from agent_rl.weight_sync.receivers import Checksums, Pending, WeightReceivers
 
 _POLL_SECONDS = 0.0005
@@ -150,7 +150,7 @@ class WeightPublisher:
         self._held: Mapping[str, Checksums] = {}
         self._group: Any = None
 
-    def serves(self, order: PublishOrder) -> bool:
+    def serves(self, order: PublishRequest) -> bool:
         """Whether this link is the one that ``order`` asks for."""
         return (self.urls, self._config) == (order.urls, order.config)
 

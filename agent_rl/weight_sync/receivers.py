@@ -222,7 +222,7 @@ class WeightReceivers:
         return [url for url, answer in zip(self.urls, answers, strict=True) if answer]
 
     def load_from_disk(self, model: Path, weight_version: str, *, flush_cache: bool = True) -> None:
-        """Make every engine load the checkpoint in folder ``model``; needs no group and no begin or end.
+        """Make every engine load the checkpoint in directory ``model``; needs no group and no begin or end.
 
         An update that was left open is closed. SGLang answers a request before its scheduler puts the batch away, and
         refuses to forget prefixes until then; by answering the call that closes, the scheduler shows that it has.

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from agent_rl.config import EngineConfig
 from agent_rl.errors import UserError, WeightSyncError
-from agent_rl.models.spec import ModelFacts
+from agent_rl.models.spec import ModelSpec
 from agent_rl.weight_sync.digests import DigestKind, Digests, RankDigests, differing, engine_name, predictable
 from agent_rl.weight_sync.receivers import Checksums, WeightReceivers
 
@@ -48,8 +48,8 @@ class Stored:
         return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2").view(np.uint8)
 
 
-def refuse_others(urls: Sequence[str], folder: Path, facts: ModelFacts, config: EngineConfig) -> str | None:
-    """Compare the engines at ``urls`` with the checkpoint in ``folder``, whose facts are ``facts``. Blocking.
+def refuse_others(urls: Sequence[str], directory: Path, facts: ModelSpec, config: EngineConfig) -> str | None:
+    """Compare the engines at ``urls`` with the checkpoint in ``directory``, whose facts are ``facts``. Blocking.
 
     Returns why the weights of some were not compared, in one line; None where all were. Raises UserError for an engine
     that holds other weights.
@@ -58,8 +58,8 @@ def refuse_others(urls: Sequence[str], folder: Path, facts: ModelFacts, config: 
         with WeightReceivers(urls, timeout=config.weight_sync_timeout, headers=config.headers) as receivers:
             engines = list(zip(urls, receivers.look(), receivers.checksums(), strict=True))
     except WeightSyncError as error:
-        return f"the engines' weights were not compared with those of {folder}: {error}"
-    tensors = stored(folder)
+        return f"the engines' weights were not compared with those of {directory}: {error}"
+    tensors = stored(directory)
     expected: dict[tuple[DigestKind, str], RankDigests] = {}
     left: dict[str, Checksums] = {}
     for url, info, held in engines:
@@ -73,18 +73,20 @@ def refuse_others(urls: Sequence[str], folder: Path, facts: ModelFacts, config: 
             wrong = differing(expected[key], held.ranks) is not None
         if wrong:
             raise UserError(
-                f"the engine at {url} holds other weights than model: {folder} (it was started with "
+                f"the engine at {url} holds other weights than model: {directory} (it was started with "
                 f"{info.get('model_path')}, and others may have been published to it since): start it with that "
-                "folder, or name the model that it serves"
+                "directory, or name the model that it serves"
             )
     _refuse_different(left)
-    return f"{', '.join(left)}: the weights were not compared with those of {folder}, only the layers" if left else None
+    return (
+        f"{', '.join(left)}: the weights were not compared with those of {directory}, only the layers" if left else None
+    )
 
 
-def stored(folder: Path) -> dict[str, Stored]:
-    """The tensors in the safetensors files of ``folder``, by name; none where it has no such files."""
+def stored(directory: Path) -> dict[str, Stored]:
+    """The tensors in the safetensors files of ``directory``, by name; none where it has no such files."""
     found: dict[str, Stored] = {}
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in sorted(directory.glob("*.safetensors")):
         data = np.memmap(file, np.uint8, mode="r")
         start = 8 + int(data[:8].view("<u8")[0])
         header = orjson.loads(data[8:start].tobytes())

@@ -28,7 +28,7 @@ from agent_rl.engine.fleet import Fleet
 from agent_rl.engine.sleep import EngineSleep
 from agent_rl.engine.types import EngineInfo
 from agent_rl.errors import EngineError, WeightSyncError
-from agent_rl.models.spec import ModelFacts
+from agent_rl.models.spec import ModelSpec
 from agent_rl.types import Sample, TokenIds
 from agent_rl.weight_sync.digests import DigestKind, RankDigests, differing
 from agent_rl.weight_sync.order import PublishReport
@@ -58,7 +58,7 @@ class Trainer(Protocol):
         """Send the weights to every engine under ``weight_version``; the report names those that did not take them."""
         ...
 
-    async def export(self, folder: Path) -> None:
+    async def export(self, directory: Path) -> None:
         """Write the weights as a Hugging Face checkpoint."""
         ...
 
@@ -67,7 +67,7 @@ class Engines(Protocol):
     """The client of the engines in use, as far as a weight update needs it."""
 
     fleet: Fleet
-    facts: ModelFacts
+    facts: ModelSpec
     sleep: EngineSleep
 
     async def info(self, url: str) -> EngineInfo:
@@ -103,18 +103,26 @@ class Update:
 class WeightSync:
     """Publishes the trainer's weights to the engines in use.
 
-    ``folder`` holds the exports that engines are given from disk (``step-NNNNNN``, the newest kept). ``note`` is called
-    with a line for each update that an engine did not take, and for each engine put out of use.
+    ``directory`` holds the exports that engines are given from disk (``step-NNNNNN``, the newest kept). ``note`` is
+    called with a line for each update that an engine did not take, and for each engine put out of use.
     """
 
     def __init__(
-        self, config: RunConfig, engine: Engines, trainer: Trainer, folder: Path, note: Callable[[str], None]
+        self, config: RunConfig, engine: Engines, trainer: Trainer, directory: Path, note: Callable[[str], None]
     ) -> None:
-        self._config, self._engine, self._trainer, self._folder, self._note = config, engine, trainer, folder, note
+        self._config, self._engine, self._trainer, self._directory, self._note = (
+            config,
+            engine,
+            trainer,
+            directory,
+            note,
+        )
         self._tokens = np.arange(min(PROBE_TOKENS, engine.facts.vocab_size), dtype=np.int32)
         self._last: Update | None = None
         self._good = (config.model, "start")  # the newest version on disk that is known to be whole
-        shutil.rmtree(folder, ignore_errors=True)  # of an earlier start, which may have gone on beyond our checkpoint
+        shutil.rmtree(
+            directory, ignore_errors=True
+        )  # of an earlier start, which may have gone on beyond our checkpoint
 
     async def publish(self, step: int) -> dict[str, float]:
         """Bring every engine in use to the trainer's weights as version ``step``; metrics ``weight_sync/*``.
@@ -167,36 +175,36 @@ class WeightSync:
         try:
             with self._receiver(url) as receiver:
                 await asyncio.to_thread(receiver.pause, self._config.engine.server_pause)  # does it live?
-                folder = await self._exported(update.step)
-                await asyncio.to_thread(self._load, receiver, folder, update.version, update.digests)
+                directory = await self._exported(update.step)
+                await asyncio.to_thread(self._load, receiver, directory, update.version, update.digests)
         except WeightSyncError as error:
             return {url: str(error)}
         update.disk_loads += 1
         reason = await self._compare(update, url)
         if not reason:
-            self._keep(folder, update.version)
+            self._keep(directory, update.version)
         return {url: reason}
 
     async def _exported(self, step: int) -> Path:
-        folder = self._folder / f"step-{step:06d}"
-        if not folder.exists():
-            await self._trainer.export(folder)
-        return folder
+        directory = self._directory / f"step-{step:06d}"
+        if not directory.exists():
+            await self._trainer.export(directory)
+        return directory
 
     def _load(
-        self, receiver: WeightReceivers, folder: Path, version: str, digests: Mapping[DigestKind, RankDigests]
+        self, receiver: WeightReceivers, directory: Path, version: str, digests: Mapping[DigestKind, RankDigests]
     ) -> None:
-        """Give one paused engine the checkpoint in ``folder`` and let it go on. Raises WeightSyncError."""
-        receiver.load_from_disk(folder, version, flush_cache=self._config.engine.pause_mode != "in_place")
+        """Give one paused engine the checkpoint in ``directory`` and let it go on. Raises WeightSyncError."""
+        receiver.load_from_disk(directory, version, flush_cache=self._config.engine.pause_mode != "in_place")
         held = receiver.checksums()[0].ranks
         if (expected := digests.get(DigestKind.of(held))) and (wrong := differing(expected, held)):
-            raise WeightSyncError(f"{receiver.urls[0]}, given {folder}, {wrong}")
+            raise WeightSyncError(f"{receiver.urls[0]}, given {directory}, {wrong}")
         receiver.resume()
 
-    def _keep(self, folder: Path, version: str) -> None:
+    def _keep(self, directory: Path, version: str) -> None:
         before, _ = self._good
-        self._good = (folder, version)
-        if before.parent == self._folder and before != folder:
+        self._good = (directory, version)
+        if before.parent == self._directory and before != directory:
             shutil.rmtree(before)
 
     async def _compare(self, update: Update, url: str) -> str:
@@ -240,12 +248,12 @@ class WeightSync:
 
     def _restore(self, url: str) -> str:
         """Give an engine its last good version; what it holds then, in words."""
-        folder, version = self._good
+        directory, version = self._good
         with self._receiver(url) as receiver:
             try:
                 receiver.pause(self._config.engine.server_pause)
                 receiver.stop_requests()
-                self._load(receiver, folder, version, {})
+                self._load(receiver, directory, version, {})
             except WeightSyncError:
                 return "what it holds is unknown"
         return f"it holds the last good version, {version!r}, again"

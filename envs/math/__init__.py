@@ -1,9 +1,9 @@
 """Mathematical problems with exact answers, generated or from data sets, answered in one turn."""
 
-from envs.math.environment import INSTRUCTION, MathsEnvironment, MathsEpisode
+from envs.math.environment import INSTRUCTION, MathEnvironment, MathEpisode
 from envs.math.families import FAMILIES, LEVELS
 from envs.math.generator import GENERATOR_VERSION, SPLITS, generate, stream
-from envs.math.grader import Grader, MathsUnavailableError, Verdict, answer_of
+from envs.math.grader import Grader, MathUnavailableError, Verdict, answer_of
 from envs.math.numbers import Exact
 from envs.math.records import Problem, Problems, read_problems
 
@@ -15,9 +15,9 @@ __all__ = [
     "SPLITS",
     "Exact",
     "Grader",
-    "MathsEnvironment",
-    "MathsEpisode",
-    "MathsUnavailableError",
+    "MathEnvironment",
+    "MathEpisode",
+    "MathUnavailableError",
     "Problem",
     "Problems",
     "Verdict",

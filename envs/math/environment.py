@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass
-class MathsEpisode:
+class MathEpisode:
     """A question that waits for its answer. Implements :class:`envs.types.Dialogue`."""
 
     problem: Problem
@@ -50,16 +50,17 @@ class MathsEpisode:
         return Grade(float(verdict.right), verdict.right, tests={"answer": status}, log=verdict.reason)
 
 
-class MathsEnvironment:
-    """Problems with one right answer, asked in one turn, without tools or boxes.
+class MathEnvironment:
+    """Problems with one right answer, asked in one turn, without tools or sandboxes.
 
     Without ``path`` they are generated from ``seed``: ``train_tasks`` and ``heldout_tasks`` of the ``levels`` 1 (easy)
-    to 5. ``path`` is a file of rows (JSONL, JSON, Parquet), a folder with one a split, or a data set's folder or name
-    on the Hugging Face hub; ``data_split``, ``heldout``, ``limit`` and ``skip_broken`` are as in the environment swe.
-    Rows that ask and answer the same are one problem. Raises MathsUnavailableError where math-verify is not installed.
+    to 5. ``path`` is a file of rows (JSONL, JSON, Parquet), a directory with one a split, or a data set's directory
+    or name on the Hugging Face hub; ``data_split``, ``heldout``, ``limit`` and ``skip_broken`` are as in the
+    environment swe. Rows that ask and answer the same are one problem. Raises MathUnavailableError where
+    math-verify is not installed.
     """
 
-    boxes = False
+    sandboxes = False
 
     def __init__(
         self,
@@ -76,7 +77,7 @@ class MathsEnvironment:
         levels: Sequence[int] = tuple(LEVELS),
     ) -> None:
         if not isinstance(levels, Sequence) or not levels or not all(level in LEVELS for level in levels):
-            raise TaskRecordError(f"environment maths: levels is {levels!r}; right would be some of {[*LEVELS]}")
+            raise TaskRecordError(f"environment math: levels is {levels!r}; right would be some of {[*LEVELS]}")
         self._path = None if path is None else Path(path)
         self._data_split, self._heldout, self._limit, self._skip_broken = data_split, heldout, limit, skip_broken
         self._counts = {"train": train_tasks, "heldout": heldout_tasks}
@@ -87,7 +88,7 @@ class MathsEnvironment:
 
     @property
     def name(self) -> str:
-        return "maths"
+        return "math"
 
     async def prepare(self, *splits: str) -> None:
         """Generate or read the problems of ``splits`` (both, if none is named). Raises as :meth:`tasks`."""
@@ -103,9 +104,9 @@ class MathsEnvironment:
         return self._tasks[split]
 
     @asynccontextmanager
-    async def start(self, task: Task) -> AsyncIterator[MathsEpisode]:
+    async def start(self, task: Task) -> AsyncIterator[MathEpisode]:
         """Nothing is opened: the episode is its question."""
-        yield MathsEpisode(Problem.model_validate(task.record), self._grader)
+        yield MathEpisode(Problem.model_validate(task.record), self._grader)
 
     def gold(self, task: Task) -> str:
         """No patch: :meth:`solution` has the answer."""
@@ -117,11 +118,11 @@ class MathsEnvironment:
 
     def _generated(self, split: str) -> Sequence[Problem]:
         if split not in SPLITS:
-            raise TaskRecordError(f"environment maths has no split {split!r}; it has {', '.join(SPLITS)}")
+            raise TaskRecordError(f"environment math has no split {split!r}; it has {', '.join(SPLITS)}")
         try:
             return generate(split, self._counts[split], self._seed, self._levels)
         except ValueError as error:
-            raise TaskRecordError(f"environment maths: {error}") from None
+            raise TaskRecordError(f"environment math: {error}") from None
 
     def _of_rows(self, path: Path, split: str) -> Sequence[Problem]:
         problems = of_split(path, split, self._heldout, self._problems, whole=is_one_data_set(path))

@@ -147,7 +147,7 @@ def geometry(rng: random.Random, level: int) -> Drawn:
         question = f"Find the area of an equilateral triangle with sides of length ${a * level}$."
         return _exactly(question), Exact.root_of(3).times(Fraction((a * level) ** 2, 4))
     if kind == 2:
-        question = f"A box measures ${a}$ by ${b}$ by ${c}$. Find the length of its space diagonal."
+        question = f"A sandbox measures ${a}$ by ${b}$ by ${c}$. Find the length of its space diagonal."
         return _exactly(question), Exact.root_of(a * a + b * b + c * c)
     question = f"Find the distance between the points $({a}, {-b})$ and $({-c}, {a})$."
     return _exactly(question), Exact.root_of((a + c) ** 2 + (a + b) ** 2)

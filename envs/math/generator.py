@@ -46,7 +46,7 @@ def stream(split: str, seed: int, levels: Sequence[int] = tuple(LEVELS)) -> Iter
         repeats = 0
         seen.add(question)
         yield Problem(
-            id=f"maths-{split}-{seed}-{len(seen) - 1:05d}",
+            id=f"math-{split}-{seed}-{len(seen) - 1:05d}",
             question=question,
             answer=answer.latex,
             family=family,

@@ -33,11 +33,11 @@ _WORKERS = min(4, os.cpu_count() or 1)
 _LATE = "late"
 _READ_AT_ONCE = 256
 _SHOWN = 200
-_BOXED = r"\boxed"
+_SANDBOXED = r"\boxed"
 _MARKED = re.compile(r"(?:####|answer\s*:)(.*)", re.IGNORECASE)
 
 
-class MathsUnavailableError(EnvsError):
+class MathUnavailableError(EnvsError):
     """math-verify is not installed: one line that says how to get it."""
 
 
@@ -53,8 +53,8 @@ def answer_of(text: str) -> str | None:
     r"""The answer that a turn gives: what its last ``\boxed{}`` holds; without one, the rest of the last line that has
     ``####`` or ``Answer:``. None where it gives none. Thoughts (``<think>``) are no answer."""
     end = split_thoughts(text)[1][-TAIL:]
-    if _BOXED in end:
-        return _braced(end.rpartition(_BOXED)[2])
+    if _SANDBOXED in end:
+        return _braced(end.rpartition(_SANDBOXED)[2])
     if marked := _MARKED.findall(end):
         return str(marked[-1]).strip(" \t*").rstrip(".") or None
     return None
@@ -71,12 +71,12 @@ def _braced(text: str) -> str | None:
 
 
 class Grader:
-    """Asks up to ``workers`` processes, one question each at a time. Raises MathsUnavailableError."""
+    """Asks up to ``workers`` processes, one question each at a time. Raises MathUnavailableError."""
 
     def __init__(self, workers: int = _WORKERS) -> None:
         if importlib.util.find_spec("math_verify") is None:
-            raise MathsUnavailableError("environment maths needs math-verify: pip install 'agent-rl[maths]'")
-        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="maths-grader")
+            raise MathUnavailableError("environment math needs math-verify: pip install 'agent-rl[math]'")
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="math-grader")
         self._idle: deque[_Worker] = deque()
 
     async def verdict(self, truth: str, turn: str | None) -> Verdict:

@@ -29,12 +29,12 @@ LATE = "late"
 MEMORY_BYTES = 1 << 30
 _CHUNK = 1 << 16
 _SHOWN = 200
-_BOXED = (LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False),)
+_SANDBOXED = (LatexExtractionConfig(sandboxed_match_priority=0, try_extract_without_anchor=False),)
 
 
 def read(text: str) -> list[Any]:
     """What the library makes of an expression: where it can read it a sympy object, and the text that it read."""
-    found: list[Any] = parse(rf"\boxed{{{text}}}", extraction_config=_BOXED, parsing_timeout=None)
+    found: list[Any] = parse(rf"\boxed{{{text}}}", extraction_config=_SANDBOXED, parsing_timeout=None)
     return found
 
 

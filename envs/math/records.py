@@ -97,17 +97,19 @@ def _question(fields: Mapping[str, Any]) -> str:
 
 
 def _answer(fields: Mapping[str, Any]) -> str:
-    r"""The field ``answer``: of GSM8K what follows ``####``; without it what ``solution`` boxes, as MATH does."""
+    r"""The field ``answer``: of GSM8K what follows ``####``; without it what ``solution`` sandboxes, as MATH does."""
     if fields.get("answer") is not None:
         text = _written("answer", fields["answer"])
         return text.rpartition("####")[2].strip()
     if fields.get("solution") is None:
         raise ValueError(r"answer: missing; right would be answer, or a solution with \boxed{}")
     solution = _written("solution", fields["solution"])
-    boxed = answer_of(solution) if r"\boxed" in solution else None
-    if boxed is None:
-        raise ValueError(r"solution: boxes no answer, and there is no field answer; right would be \boxed{...} in it")
-    return boxed
+    sandboxed = answer_of(solution) if r"\boxed" in solution else None
+    if sandboxed is None:
+        raise ValueError(
+            r"solution: sandboxes no answer, and there is no field answer; right would be \boxed{...} in it"
+        )
+    return sandboxed
 
 
 def _ground_truth(fields: Mapping[str, Any]) -> str:

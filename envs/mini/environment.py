@@ -14,7 +14,7 @@ from envs.context import EnvContext, ToolStyle
 from envs.mini.generator import SPLITS, generate
 from envs.mini.records import to_record
 from envs.mini.verify import verify_records
-from envs.scaffold import OWN, Interface
+from envs.scaffold import OWN, Scaffold
 from envs.swe.audit import audit_record
 from envs.swe.episode import SweEpisode, start_episode
 from envs.swe.records import SweRecord, parse_record, write_jsonl
@@ -29,7 +29,7 @@ _SYSTEM: Message = {"role": "system", "content": "Fix the bug."}
 class MiniEnvironment:
     """Small generated repositories, one seeded bug each. Splits: ``train``, ``heldout``, ``heldout_family``.
 
-    Tasks are generated from ``seed``, verified in boxes of the context's backend, and kept under ``cache_dir`` in a
+    Tasks are generated from ``seed``, verified in sandboxes of the context's backend, and kept under ``cache_dir`` in a
     file whose name holds a digest of the generator, so that another generator never meets them. Opening messages and
     tool answers are short whatever the context's style: the models these tasks are for have a short context.
     """
@@ -43,9 +43,9 @@ class MiniEnvironment:
         seed: int = 0,
         cache_dir: Path = Path(".cache/tasks"),
     ) -> None:
-        own = context.interface.name == OWN
-        interface = replace(context.interface, opening=opening) if own else context.interface
-        self._context = replace(context, tool_style="concise", interface=interface)
+        own = context.scaffold.name == OWN
+        scaffold = replace(context.scaffold, opening=opening) if own else context.scaffold
+        self._context = replace(context, tool_style="concise", scaffold=scaffold)
         self._counts = {"train": train_tasks, "heldout": heldout_tasks, "heldout_family": heldout_tasks}
         self._seed = seed
         self._cache = Path(cache_dir)
@@ -57,8 +57,8 @@ class MiniEnvironment:
         return "mini"
 
     @property
-    def interface(self) -> Interface:
-        return self._context.interface
+    def scaffold(self) -> Scaffold:
+        return self._context.scaffold
 
     def tasks(self, split: str) -> Sequence[Task]:
         """The tasks of ``split``. Where :meth:`prepare` was not awaited before, this blocks while they are verified."""
@@ -117,6 +117,6 @@ def _generate_records(split: str, count: int, seed: int) -> list[SweRecord]:
 
 
 def _digest() -> str:
-    folder = Path(__file__).parent
-    sources = b"".join((folder / f"{name}.py").read_bytes() for name in _SOURCES)
+    directory = Path(__file__).parent
+    sources = b"".join((directory / f"{name}.py").read_bytes() for name in _SOURCES)
     return hashlib.sha256(sources).hexdigest()[:12]

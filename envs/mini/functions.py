@@ -21,7 +21,7 @@ _WORDS = (
     "code",
     "tree",
     "red",
-    "box",
+    "sandbox",
     "ant",
     "map",
     "oak",

@@ -1,6 +1,6 @@
 """Every generated task is tried out before it is handed out: with its true fix it passes, as it stands it fails.
 
-Many tasks share a box here, side by side in folders of their own; agents and gradings never share one.
+Many tasks share a sandbox here, side by side in directories of their own; agents and gradings never share one.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from envs.swe.records import SweRecord
 from envs.types import GradingError
 from sandbox import SandboxSpec
 
-_TASKS_PER_BOX = 40
-_BOXES = 2
+_TASKS_PER_SANDBOX = 40
+_SANDBOXES = 2
 _TIMEOUT = 300.0
 _MARK = "agent-rl: task "
 _NOTHING, _GOLD = "nothing", "gold"
@@ -26,7 +26,7 @@ _NOTHING, _GOLD = "nothing", "gold"
 
 async def verify_records(context: EnvContext, records: Sequence[SweRecord]) -> list[SweRecord]:
     """The records, marked verified. Raises ``GradingError`` naming the first that is not what it should be."""
-    gate = asyncio.Semaphore(_BOXES)
+    gate = asyncio.Semaphore(_SANDBOXES)
 
     async def verify(chunk: Sequence[SweRecord]) -> None:
         async with gate:
@@ -39,8 +39,8 @@ async def verify_records(context: EnvContext, records: Sequence[SweRecord]) -> l
 
 
 def _chunks(records: Sequence[SweRecord]) -> Iterator[Sequence[SweRecord]]:
-    for start in range(0, len(records), _TASKS_PER_BOX):
-        yield records[start : start + _TASKS_PER_BOX]
+    for start in range(0, len(records), _TASKS_PER_SANDBOX):
+        yield records[start : start + _TASKS_PER_SANDBOX]
 
 
 async def _verify_chunk(context: EnvContext, records: Sequence[SweRecord]) -> None:
@@ -48,11 +48,11 @@ async def _verify_chunk(context: EnvContext, records: Sequence[SweRecord]) -> No
         context.limits, workdir="/testbed", env={**context.limits.env, "PYTHONDONTWRITEBYTECODE": "1"}
     )
     runs = [CallRun(record.calls) for record in records]
-    async with context.box(spec) as sandbox:
+    async with context.sandbox(spec) as sandbox:
         await sandbox.write_files(_files(records, runs))
         result = await sandbox.exec(_script(runs), timeout=_TIMEOUT, cwd="/testbed")
     if result.timed_out or result.truncated:
-        raise GradingError(f"mini tasks could not be verified: the box was cut off after {result.seconds:.0f} s")
+        raise GradingError(f"mini tasks could not be verified: the sandbox was cut off after {result.seconds:.0f} s")
     logs = _logs(result.stdout.decode(errors="replace"))
     for number, (record, run) in enumerate(zip(records, runs, strict=True)):
         gold, nothing = (

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from envs.scaffold import Interface, shipped_text
+from envs.scaffold import Scaffold, shipped_text
 from envs.types import Message
 from tools import Style, ToolCall
 from tools.mini_swe_agent import SUBMIT, mini_swe_agent_tools
 
 
 def opening(statement: str, workdir: str, style: Style) -> tuple[Message, Message]:
-    """The prompts name /testbed, which is where tasks are; the folder of an example is called otherwise."""
+    """The prompts name /testbed, which is where tasks are; the directory of an example is called otherwise."""
     user = shipped_text("mini-swe-agent-instance.txt").replace("{{task}}", statement)
     return {"role": "system", "content": shipped_text("mini-swe-agent-system.txt")}, {"role": "user", "content": user}
 
@@ -25,7 +25,7 @@ def shell(cmd: str) -> ToolCall:
     return ToolCall("bash", {"command": cmd})
 
 
-MINI_SWE_AGENT = Interface(
+MINI_SWE_AGENT = Scaffold(
     name="mini-swe-agent",
     opening=opening,
     tools=mini_swe_agent_tools,

@@ -2,7 +2,7 @@
 
 The prompts are what github.com/SWE-Gym/OpenHands at e644a2ca (OpenHands 0.13.1) makes of its system prompt, the
 descriptions of its tools, its example and ``get_instruction`` of ``evaluation/swe_bench/run_infer.py``, with the task's
-folder in the place of OpenHands' own and of the repository's below it. Tools: :mod:`tools.openhands`.
+directory in the place of OpenHands' own and of the repository's below it. Tools: :mod:`tools.openhands`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import posixpath
 from types import MappingProxyType
 
-from envs.scaffold import Interface, shipped_text
+from envs.scaffold import Scaffold, shipped_text
 from envs.types import Message
 from tools import Style, ToolCall
 from tools.openhands import openhands_tools
@@ -22,7 +22,7 @@ def opening(statement: str, workdir: str, style: Style) -> tuple[Message, Messag
     return {"role": "system", "content": system}, {"role": "user", "content": user}
 
 
-OPENHANDS = Interface(
+OPENHANDS = Scaffold(
     name="openhands",
     opening=opening,
     tools=openhands_tools,

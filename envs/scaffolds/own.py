@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from envs.scaffold import OWN, Interface
+from envs.scaffold import OWN, Scaffold
 from envs.types import Message
 from tools import Style, ToolCall, swe_tools
 
@@ -35,6 +35,6 @@ def shell(cmd: str) -> ToolCall:
     return ToolCall("execute_bash", {"cmd": cmd})
 
 
-AGENT_RL = Interface(
+AGENT_RL = Scaffold(
     name=OWN, opening=opening, tools=swe_tools, shell=shell, submit=ToolCall("finish", {"command": "submit"})
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from types import MappingProxyType
 
-from envs.scaffold import Interface, shipped_text
+from envs.scaffold import Scaffold, shipped_text
 from envs.types import Message
 from tools import Style, ToolCall
 from tools.r2egym import r2egym_tools
@@ -36,7 +36,7 @@ def countdown(turns: int, max_turns: int) -> str:
     return "You have reached the maximum number of steps. Please submit your answer NOW."
 
 
-R2EGYM = Interface(
+R2EGYM = Scaffold(
     name="r2egym",
     opening=opening,
     tools=r2egym_tools,

@@ -12,7 +12,7 @@ from envs.context import EnvContext
 from envs.swe.integrity import NO_REPORT
 from envs.swe.pytest_log import Verdict, as_summary, count_summaries, judge
 from envs.swe.records import SweRecord
-from envs.swe.sandboxes import TestRun, box_spec, run_apart, run_tests
+from envs.swe.sandboxes import TestRun, run_apart, run_tests, sandbox_spec
 from envs.swe.swebench import as_log, read_log
 from envs.types import GradingError, UndecidableError
 
@@ -89,7 +89,7 @@ class _Case:
     async def run(self, patch: str) -> tuple[TestRun, Verdict | None, tuple[str, ...]]:
         """A run, its verdict, and the doubts that it raises. Logs are long: they are read in a thread."""
         run_in = run_apart if self.apart else run_tests
-        run = await run_in(self.context, self.record, box_spec(self.context, self.record, self.site_root), patch)
+        run = await run_in(self.context, self.record, sandbox_spec(self.context, self.record, self.site_root), patch)
         verdict = await asyncio.to_thread(read_run, self.record, run)
         return run, verdict, await asyncio.to_thread(_doubts, self.record, run, verdict)
 

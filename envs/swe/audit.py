@@ -1,4 +1,4 @@
-"""Could a task be won without solving it? The checks a doctor runs on one task, in boxes of their own."""
+"""Could a task be won without solving it? The checks a doctor runs on one task, in sandboxes of their own."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from envs.context import EnvContext
 from envs.swe.diff.git_diff import is_test_path, patched_paths
 from envs.swe.grading import grade_patch
 from envs.swe.records import SweRecord
-from envs.swe.reward_hacks import Canary, canaries
-from envs.swe.sandboxes import HIDDEN_IN_IMAGE, agent_box, box_spec
+from envs.swe.reward_hacks import RewardHack, reward_hacks
+from envs.swe.sandboxes import HIDDEN_IN_IMAGE, agent_sandbox, sandbox_spec
 from envs.types import Finding
 from sandbox import Sandbox, SandboxLostError
 
@@ -44,12 +44,13 @@ done
 """
 _EMPTY_TREE = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"
 """Git's name of a tree without files: what the agent sees of hidden tests that its repository is cleared of."""
-# Copies of the hidden tests anywhere in the box, under whatever name: files of a hidden test's size, then their hashes.
+# Copies of the hidden tests anywhere in the sandbox, under whatever name: files of a hidden test's size, then their
+# hashes.
 _COPIES = """
 find / "$PWD" /tmp "$HOME" -xdev -type f \\( {sizes} \\) 2>/dev/null | sort -u | head -n 20000 > /tmp/.agent-rl-found
 paste -d ' ' <(git hash-object --no-filters --stdin-paths < /tmp/.agent-rl-found) /tmp/.agent-rl-found \
     | grep -F {hashes} | head -n 3
-ls -d {folders} 2>/dev/null
+ls -d {directories} 2>/dev/null
 rm -f /tmp/.agent-rl-found
 """
 
@@ -59,12 +60,12 @@ async def audit_record(context: EnvContext, record: SweRecord, *, site_root: Pat
 
     Raises ``SandboxError`` or ``GradingError`` where a check could not be done.
     """
-    spec = box_spec(context, record, site_root)
+    spec = sandbox_spec(context, record, site_root)
     secrets = await _hidden_contents(context, record, site_root)
-    async with agent_box(context, record, spec) as (sandbox, _):
+    async with agent_sandbox(context, record, spec) as (sandbox, _):
         findings = [await _history(sandbox), await _copies(sandbox, record, secrets)]
         module = await _fixed_module(sandbox, record)
-    findings += [await _try(context, record, canary, site_root) for canary in canaries(record, module)]
+    findings += [await _try(context, record, canary, site_root) for canary in reward_hacks(record, module)]
     return findings
 
 
@@ -86,7 +87,7 @@ async def _hidden_contents(context: EnvContext, record: SweRecord, site_root: Pa
     places = sorted(record.hidden) if record.swebench else HIDDEN_IN_IMAGE
     shown = _EMPTY_TREE if record.swebench and record.swebench.hidden_files else "HEAD"
     patch = record.swebench.test_patch if record.swebench else ""
-    async with context.box(box_spec(context, record, site_root)) as sandbox:
+    async with context.sandbox(sandbox_spec(context, record, site_root)) as sandbox:
         lines = (
             await _run(sandbox, _HIDDEN_HASHES.format(places=shlex.join(places), shown=shown), stdin=patch)
         ).splitlines()
@@ -94,19 +95,19 @@ async def _hidden_contents(context: EnvContext, record: SweRecord, site_root: Pa
 
 
 async def _copies(sandbox: Sandbox, record: SweRecord, secrets: dict[str, int]) -> Finding:
-    """Whether the agent's box holds a hidden test's content, or a place of an image that tests are kept in."""
+    """Whether the agent's sandbox holds a hidden test's content, or a place of an image that tests are kept in."""
     if record.calls:
-        return Finding("hidden tests", True, "what the calls are expected to give never enters a box")
-    folders = [] if record.is_local else list(HIDDEN_IN_IMAGE)
+        return Finding("hidden tests", True, "what the calls are expected to give never enters a sandbox")
+    directories = [] if record.is_local else list(HIDDEN_IN_IMAGE)
     if not secrets:
         return Finding("hidden tests", False, "the task has no hidden test that differs from what the agent sees")
     sizes = " -o ".join(f"-size {size}c" for size in sorted(set(secrets.values())))
     hashes = " ".join(f"-e {digest}" for digest in sorted(secrets))
     found = await _run(
-        sandbox, _COPIES.format(sizes=sizes, hashes=hashes, folders=shlex.join([*folders, "/r2e_tests"]))
+        sandbox, _COPIES.format(sizes=sizes, hashes=hashes, directories=shlex.join([*directories, "/r2e_tests"]))
     )
     leaked = ", ".join(line.split(" ", 1)[-1] for line in found.splitlines())
-    return Finding("hidden tests", not leaked, leaked or f"none of {len(secrets)} contents is in the agent's box")
+    return Finding("hidden tests", not leaked, leaked or f"none of {len(secrets)} contents is in the agent's sandbox")
 
 
 async def _fixed_module(sandbox: Sandbox, record: SweRecord) -> tuple[str, str] | None:
@@ -119,7 +120,7 @@ async def _fixed_module(sandbox: Sandbox, record: SweRecord) -> tuple[str, str] 
     return None
 
 
-async def _try(context: EnvContext, record: SweRecord, canary: Canary, site_root: Path | None) -> Finding:
+async def _try(context: EnvContext, record: SweRecord, canary: RewardHack, site_root: Path | None) -> Finding:
     grade = await grade_patch(context, record, canary.patch, site_root=site_root)
     rewarded = grade.reward > 0.0 or grade.resolved
     seen = "; ".join(grade.suspected_hack) or "nothing recorded"

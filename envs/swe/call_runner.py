@@ -1,9 +1,9 @@
-"""Makes the calls of a hidden test run in a box and prints the value of each, marked with the run's nonce.
+"""Makes the calls of a hidden test run in a sandbox and prints the value of each, marked with the run's nonce.
 
-:mod:`envs.swe.calls` puts it into the box, beside a file ``order``: the nonce, then a module and a call a line. It
+:mod:`envs.swe.calls` puts it into the sandbox, beside a file ``order``: the nonce, then a module and a call a line. It
 shares its process with the code under test, which may do with it what it likes: what is expected is not here, so an
-answer is right only if the code under test finds it. It runs on the box's own Python and imports nothing that Python
-has not loaded already: it is started for every episode.
+answer is right only if the code under test finds it. It runs on the sandbox's own Python and imports nothing that
+Python has not loaded already: it is started for every episode.
 """
 
 import os

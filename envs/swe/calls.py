@@ -1,4 +1,4 @@
-"""Hidden tests as calls: their values come out of the box and are compared here; what is expected never goes in.
+"""Hidden tests as calls: their values come out of the sandbox and are compared here; what is expected never goes in.
 
 The code under test may see every call beforehand, write answers of its own, print, exit, and kill what runs it. A call
 passes only if the one answer to it is the right value, so a forger has to find the right values, as an honest fix does.
@@ -52,18 +52,18 @@ class CallRun:
     nonce: str = field(default_factory=lambda: secrets.token_hex(8))
 
     @property
-    def _folder(self) -> str:
+    def _directory(self) -> str:
         return f"/tmp/{self.nonce}"
 
     def files(self) -> Mapping[str, bytes]:
-        """What has to lie in the box before the run: absolute path -> content."""
+        """What has to lie in the sandbox before the run: absolute path -> content."""
         lines = [self.nonce, *(f"{call.module} {call.call}" for call in self.calls.values())]
-        return {f"{self._folder}/run.py": _runner(), f"{self._folder}/order": "\n".join(lines).encode()}
+        return {f"{self._directory}/run.py": _runner(), f"{self._directory}/order": "\n".join(lines).encode()}
 
     @property
     def command(self) -> str:
         """Bash that makes the calls in the working directory."""
-        return f"ulimit -t {_PROCESSOR_SECONDS}; python3 -B -S -E {self._folder}/run.py"
+        return f"ulimit -t {_PROCESSOR_SECONDS}; python3 -B -S -E {self._directory}/run.py"
 
     def summary(self, log: str) -> str:
         """pytest's short summary of the tests, made from the answers in ``log``; empty where it holds none."""

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from envs.context import EnvContext
 from envs.rows import of_split
-from envs.scaffold import Interface
+from envs.scaffold import Scaffold
 from envs.swe.adjudication import Controls
 from envs.swe.audit import audit_record
 from envs.swe.episode import SweEpisode, start_episode
 from envs.swe.records import SweRecord, parse_record
 from envs.swe.repositories import Repositories
-from envs.swe.sandboxes import site_folder
+from envs.swe.sandboxes import site_dir
 from envs.swe.sources import Records, is_data_set, read_records
 from envs.swe.swebench import check_gradable
 from envs.types import Finding, Task, TaskRecordError
@@ -24,8 +24,8 @@ _log = logging.getLogger(__name__)
 
 
 class SweEnvironment:
-    """Tasks from ``path``: a file (JSONL, JSON, Parquet), a folder with one file a split (``train.jsonl``,
-    ``heldout.jsonl``, ...), a data set's folder or name on the Hugging Face hub, or a task repository of swebench's.
+    """Tasks from ``path``: a file (JSONL, JSON, Parquet), a directory with one file a split (``train.jsonl``,
+    ``heldout.jsonl``, ...), a data set's directory or name on the Hugging Face hub, or a task repository of swebench's.
 
     The records of a file or data set are dealt out in their order: the last ``heldout`` tasks are the split "heldout",
     the others "train"; with ``heldout`` None every split holds all of them (an evaluation set). Options:
@@ -49,7 +49,8 @@ class SweEnvironment:
     ) -> None:
         if path is None:
             raise TaskRecordError(
-                "environment swe needs the option path: a file of task records, a folder with one a split, or a data "
+                "environment swe needs the option path: a file of task records, a directory with one a split, or a "
+                "data "
                 "set's name (python -m scripts.build_release_tasks builds a file)"
             )
         self._context = context
@@ -69,8 +70,8 @@ class SweEnvironment:
         return "swe"
 
     @property
-    def interface(self) -> Interface:
-        return self._context.interface
+    def scaffold(self) -> Scaffold:
+        return self._context.scaffold
 
     async def prepare(self, *splits: str) -> None:
         """Read the records of ``splits``: a broken one is told before anything is started. Raises as :meth:`tasks`."""
@@ -118,7 +119,7 @@ class SweEnvironment:
             check_gradable(source, found.records)
             for record in found.records:
                 if record.site_packages:
-                    site_folder(record, self._site_root)
+                    site_dir(record, self._site_root)
             if found.broken:
                 rows = len({problem.partition(":")[0] for problem in found.broken})
                 _log.warning("%s: %d broken rows skipped, %d left", source, rows, len(found.records))

@@ -14,7 +14,7 @@ from envs.swe.diff.git_diff import FilePatch
 from envs.swe.grading import grade_changes
 from envs.swe.records import SweRecord
 from envs.swe.repositories import Repositories
-from envs.swe.sandboxes import agent_box, box_spec
+from envs.swe.sandboxes import agent_sandbox, sandbox_spec
 from envs.types import Grade, Message
 from sandbox import Sandbox
 from tools import ToolSet
@@ -22,7 +22,7 @@ from tools import ToolSet
 
 @dataclass(frozen=True)
 class SweEpisode:
-    """A started task: the agent's box with its repository and without the hidden tests."""
+    """A started task: the agent's sandbox with its repository and without the hidden tests."""
 
     context: EnvContext
     record: SweRecord
@@ -38,7 +38,7 @@ class SweEpisode:
         return "".join(part.text for part in await self._changes())
 
     async def grade(self) -> Grade:
-        """Grade the agent's patch; the box may go on being used."""
+        """Grade the agent's patch; the sandbox may go on being used."""
         try:
             changes = await self._changes()
         except PatchError as error:
@@ -58,12 +58,12 @@ async def start_episode(
     repositories: Repositories | None = None,
     controls: Controls | None = None,
 ) -> AsyncIterator[SweEpisode]:
-    """Start the record's task; leaving closes its box. ``site_root`` is where its ``site_packages`` are found,
-    ``repositories`` remembers the git folders of local records from one episode to the next, ``controls`` the gold
+    """Start the record's task; leaving closes its sandbox. ``site_root`` is where its ``site_packages`` are found,
+    ``repositories`` remembers the git directories of local records from one episode to the next, ``controls`` the gold
     patches' runs."""
-    spec = context.for_agent(box_spec(context, record, site_root))
-    async with agent_box(context, record, spec, repositories) as (sandbox, listing):
-        interface = context.interface
-        tools = interface.tools(sandbox, style=context.tool_style, timeout=context.tool_timeout)
-        messages = interface.opening(record.problem_statement, record.workdir, context.tool_style)
+    spec = context.for_agent(sandbox_spec(context, record, site_root))
+    async with agent_sandbox(context, record, spec, repositories) as (sandbox, listing):
+        scaffold = context.scaffold
+        tools = scaffold.tools(sandbox, style=context.tool_style, timeout=context.tool_timeout)
+        messages = scaffold.opening(record.problem_statement, record.workdir, context.tool_style)
         yield SweEpisode(context, record, sandbox, listing, messages, tools, site_root, controls)

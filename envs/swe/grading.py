@@ -1,4 +1,4 @@
-"""What gives a task's reward: a fresh box, the screened patch, the hidden tests, and the verdict on them."""
+"""What gives a task's reward: a fresh sandbox, the screened patch, the hidden tests, and the verdict on them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from envs.context import EnvContext
 from envs.swe.adjudication import Controls, read_run, rule
 from envs.swe.diff.git_diff import MAX_FILES, FilePatch, screen, split_patch
 from envs.swe.records import SweRecord
-from envs.swe.sandboxes import box_spec, run_tests
+from envs.swe.sandboxes import run_tests, sandbox_spec
 from envs.types import Grade, GradingError
 
 MAX_LOG = 1 << 16
@@ -21,12 +21,12 @@ MAX_LOG = 1 << 16
 
 
 async def grade_patch(context: EnvContext, record: SweRecord, patch: str, *, site_root: Path | None = None) -> Grade:
-    """Grade a git diff in a fresh box; docs/environments.md tells the rules.
+    """Grade a git diff in a fresh sandbox; docs/environments.md tells the rules.
 
     The reward is 1 if every expected test has its expected status, and the run's own report bears that out, else 0. A
     run without a verdict (the patch does not apply, no summary, out of time or memory), or with a success that is in
     doubt, is compared with the gold patch's; ``GradingError`` where that is not resolved, ``UndecidableError`` where it
-    ends without a verdict of itself. A box that breaks raises ``SandboxError``.
+    ends without a verdict of itself. A sandbox that breaks raises ``SandboxError``.
     """
     parts = await asyncio.to_thread(lambda: list(islice(split_patch(patch), MAX_FILES + 1)))
     return replace(await grade_changes(context, record, parts, site_root=site_root), patch=patch)
@@ -67,7 +67,7 @@ async def verify_record(context: EnvContext, record: SweRecord, *, site_root: Pa
     gold = (await rule(context, unverified, record.gold, site_root)).verdict
     if not gold.resolved:
         raise GradingError(f"task {record.id}: its gold patch does not resolve it: {gold.difference}")
-    nothing = read_run(unverified, await run_tests(context, unverified, box_spec(context, record, site_root), ""))
+    nothing = read_run(unverified, await run_tests(context, unverified, sandbox_spec(context, record, site_root), ""))
     if nothing is not None and nothing.resolved:
         raise GradingError(f"task {record.id}: it is resolved without a change")
     return record.model_copy(update={"verified": True})

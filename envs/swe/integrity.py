@@ -71,43 +71,43 @@ _REPORT = TypeAdapter(Report)
 
 
 @dataclass(frozen=True, slots=True)
-class Witness:
-    """One run's plugin: a folder in the box with a name nobody can know beforehand. ``watched`` are the paths of the
-    hidden tests (files or folders), relative to the working directory."""
+class IntegrityMonitor:
+    """One run's plugin: a directory in the sandbox with a name nobody can know beforehand. ``watched`` are the paths
+    of the hidden tests (files or directories), relative to the working directory."""
 
     watched: Sequence[str]
     token: str = field(default_factory=lambda: secrets.token_hex(8))
     password: str = field(default_factory=lambda: secrets.token_hex(16))
 
     @property
-    def _folder(self) -> str:
+    def _directory(self) -> str:
         return f"/tmp/{self.token}"
 
     def files(self) -> Mapping[str, bytes]:
-        """What has to lie in the box before the tests run: absolute path -> content."""
+        """What has to lie in the sandbox before the tests run: absolute path -> content."""
         order = {
-            "report": f"{self._folder}/report.json",
+            "report": f"{self._directory}/report.json",
             "password": self.password,
             "places": self.watched,
             "modules": sorted(IMPORTED_BY_TESTS),
         }
         return {
-            f"{self._folder}/w{self.token}.py": _plugin(),
-            f"{self._folder}/order.json": json.dumps(order).encode(),
+            f"{self._directory}/w{self.token}.py": _plugin(),
+            f"{self._directory}/order.json": json.dumps(order).encode(),
         }
 
     @property
     def exports(self) -> str:
         """Bash that makes pytest load the plugin, whatever script starts it."""
         return (
-            f'export PYTHONPATH="{self._folder}${{PYTHONPATH:+:$PYTHONPATH}}"\n'
+            f'export PYTHONPATH="{self._directory}${{PYTHONPATH:+:$PYTHONPATH}}"\n'
             f'export PYTEST_ADDOPTS="-p w{self.token} $PYTEST_ADDOPTS"\n'
         )
 
     async def read(self, sandbox: Sandbox) -> Report | None:
         """The report, or None where there is none, or none of the plugin's."""
         try:
-            content = await sandbox.read_file(f"{self._folder}/report.json", max_bytes=MAX_REPORT_BYTES)
+            content = await sandbox.read_file(f"{self._directory}/report.json", max_bytes=MAX_REPORT_BYTES)
         except SandboxFileError:
             return None
         return await asyncio.to_thread(self.opened, content)

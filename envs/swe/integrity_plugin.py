@@ -1,4 +1,4 @@
-"""The pytest plugin that watches the hidden tests from inside their box; :mod:`envs.swe.integrity` puts it there.
+"""The pytest plugin that watches the hidden tests from inside their sandbox; :mod:`envs.swe.integrity` puts it there.
 
 It runs on the repository's own Python and pytest, so it uses nothing newer than Python 3.6. It is imported before any
 of the repository's code, notes what must not change from then on (the functions of pytest and unittest, the hidden
@@ -40,8 +40,8 @@ def _digests(places: "list[str]") -> "dict[str, str]":
     found = {}
     for place in places:
         paths = [place]
-        for folder, _, names in os.walk(place, followlinks=True):
-            paths += [os.path.join(folder, name) for name in names if not name.endswith(".pyc")]
+        for directory, _, names in os.walk(place, followlinks=True):
+            paths += [os.path.join(directory, name) for name in names if not name.endswith(".pyc")]
         for path in filter(os.path.isfile, map(os.path.realpath, paths)):
             with open(path, "rb") as content:
                 found[path] = hashlib.sha256(content.read()).hexdigest()
@@ -108,7 +108,7 @@ def _from_here(test: str, root: str) -> str:
     return os.path.relpath(os.path.join(root, path), _TOP).replace(os.sep, "/") + mark + rest if path else test
 
 
-class Witness:
+class IntegrityMonitor:
     """One pytest session as it was seen."""
 
     def __init__(self, report: str, password: str, places: "list[str]", modules: "list[str]") -> None:
@@ -116,7 +116,7 @@ class Witness:
         self.started = time.time()
         self.files = _digests(places)
         sources = [getattr(sys.modules.get(name), "__file__", None) for name in _WATCHED]
-        self.folders = tuple(os.path.dirname(os.path.realpath(source)) + os.sep for source in sources if source)
+        self.directories = tuple(os.path.dirname(os.path.realpath(source)) + os.sep for source in sources if source)
         self.functions = _functions()
         self.outcomes: list[list[str]] = []
         self.changed: set[str] = set()
@@ -191,7 +191,7 @@ class Witness:
         elif event == "object.__setattr__" and arguments[1] == "__code__":
             function = arguments[0]
             source = os.path.realpath(getattr(_code(function), "co_filename", ""))
-            if source in self.files or source.startswith(self.folders):
+            if source in self.files or source.startswith(self.directories):
                 self.swapped.add(getattr(function, "__module__", "") + "." + getattr(function, "__qualname__", ""))
 
     def _compare_hooks(self) -> None:
@@ -241,7 +241,7 @@ class Witness:
         return sorted(set(sources))
 
 
-def _open() -> "Witness | None":
+def _open() -> "IntegrityMonitor | None":
     """The session's witness; None in a process that pytest started to help (the plugin is there for one)."""
     order = os.path.join(os.path.dirname(os.path.abspath(__file__)), "order.json")
     with open(order) as given:
@@ -250,8 +250,8 @@ def _open() -> "Witness | None":
         return None
     for path in (order, os.path.abspath(__file__)):  # nothing is left for the code under test to read
         open(path, "w").close()
-    folder, module = os.path.split(os.path.splitext(os.path.abspath(__file__))[0])
-    parts = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part != folder]
+    directory, module = os.path.split(os.path.splitext(os.path.abspath(__file__))[0])
+    parts = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part != directory]
     for name, rest in {
         "PYTHONPATH": os.pathsep.join(parts),
         "PYTEST_ADDOPTS": os.environ.get("PYTEST_ADDOPTS", "").replace("-p " + module, "").strip(),
@@ -259,7 +259,7 @@ def _open() -> "Witness | None":
         os.environ.pop(name, None)
         if rest:
             os.environ[name] = rest
-    witness = Witness(**json.loads(settings))
+    witness = IntegrityMonitor(**json.loads(settings))
     if hasattr(sys, "addaudithook"):
         sys.addaudithook(witness.audit)
     return witness

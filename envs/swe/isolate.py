@@ -1,7 +1,8 @@
 """Finds which hidden tests can run apart from the code: ``python -m envs.swe.isolate TASKS --out MORE_TASKS``.
 
-The tests of a record run in a box of their own, with the gold patch twice and once without a change. Those that have
-their expected status both times become the record's ``isolated``, provided that one of them fails without a change.
+The tests of a record run in a sandbox of their own, with the gold patch twice and once without a change. Those that
+have their expected status both times become the record's ``isolated``, provided that one of them fails without a
+change.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from envs.context import EnvContext
 from envs.swe.adjudication import read_run
 from envs.swe.records import SweRecord, write_jsonl
-from envs.swe.sandboxes import box_spec, run_apart
+from envs.swe.sandboxes import run_apart, sandbox_spec
 from envs.swe.sources import read_jsonl
 from envs.types import EnvsError
 from sandbox import SandboxError, SandboxSpec, open_backend
@@ -34,7 +35,7 @@ async def isolate(context: EnvContext, record: SweRecord, site_root: Path) -> tu
 
 
 async def _statuses(context: EnvContext, record: SweRecord, patch: str, site_root: Path) -> Mapping[str, str]:
-    run = await run_apart(context, record, box_spec(context, record, site_root), patch)
+    run = await run_apart(context, record, sandbox_spec(context, record, site_root), patch)
     verdict = await asyncio.to_thread(read_run, record, run)
     return verdict.tests if verdict else {}
 
@@ -58,12 +59,12 @@ def main(argv: list[str] | None = None) -> int:
     """The command line. Exit code 2 and one line for what went wrong."""
     parser = argparse.ArgumentParser(prog="python -m envs.swe.isolate", description="Find tests that can run apart.")
     parser.add_argument("tasks", type=Path, help="a JSONL file of task records")
-    parser.add_argument("--out", type=Path, required=True, help="the JSONL file to write, in the same folder")
+    parser.add_argument("--out", type=Path, required=True, help="the JSONL file to write, in the same directory")
     parser.add_argument("--backend", default="auto", help="the sandbox where the tests run (default %(default)s)")
     arguments = parser.parse_args(argv)
     try:
         if arguments.out.resolve().parent != arguments.tasks.resolve().parent:
-            raise EnvsError(f"--out {arguments.out}: right would be a file in the folder of {arguments.tasks}")
+            raise EnvsError(f"--out {arguments.out}: right would be a file in the directory of {arguments.tasks}")
         asyncio.run(_isolate_all(arguments.tasks, arguments.out, arguments.backend))
     except (EnvsError, SandboxError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_core import ErrorDetails
 
 from envs.swe.calls import Call
-from envs.swe.datasets import normalise
+from envs.swe.datasets import normalize
 from envs.swe.datasets.spec import SwebenchSpec, parse_list
 from envs.swe.diff.git_diff import diff_files, is_test_path
 from envs.swe.pytest_log import KeyMode, cut_name, fold_names
@@ -30,13 +30,13 @@ from envs.types import TaskRecordError
 STATUSES = frozenset({"PASSED", "FAILED", "ERROR", "SKIPPED", "XFAIL", "XPASS"})
 R2E_TEST_COMMAND = "bash run_tests.sh"
 WORKDIR = "/testbed"
-SYSTEM_FOLDERS = frozenset(
+SYSTEM_DIRS = frozenset(
     {
         *("bin", "boot", "dev", "etc", "home", "lib", "lib32", "lib64", "libx32"),
         *("media", "mnt", "opt", "proc", "root", "run", "sbin", "srv", "sys", "tmp", "usr", "var"),
     }
 )
-_FOLDER = re.compile(r"(?!\.)[A-Za-z0-9._-]+")
+_DIRECTORY = re.compile(r"(?!\.)[A-Za-z0-9._-]+")
 SWEBENCH_SCRIPT = "/tmp/agent-rl-eval.sh"
 SWEBENCH_TEST_COMMAND = f"bash {SWEBENCH_SCRIPT}"
 
@@ -48,12 +48,12 @@ class SweRecord(BaseModel):
     full node id for a local task, and the node id without its file, joined by dots, for an R2E-Gym row, where equal
     keys are one (:func:`.pytest_log.fold_names`).
     ``calls`` are hidden tests by their keys; where they are given, they are all that is run.
-    ``site_packages`` is a folder of Python packages for the box, relative to the file the record was read from.
+    ``site_packages`` is a directory of Python packages for the sandbox, relative to the file the record was read from.
     ``verified`` says that the gold patch was seen to resolve the task and an empty patch was seen not to.
-    ``isolated`` names expected tests that a success is tried with once more, in a box of their own (:mod:`.apart`).
+    ``isolated`` names expected tests that a success is tried with once more, in a sandbox of their own (:mod:`.apart`).
     ``swebench`` is there in rows of SWE-bench's kind (:mod:`envs.swe.datasets`), which a script in the image grades;
     their expected output says PASSED of every test in FAIL_TO_PASS and PASS_TO_PASS.
-    ``bug_patch`` is a git diff that breaks the image's healthy repository before anything else happens in a box.
+    ``bug_patch`` is a git diff that breaks the image's healthy repository before anything else happens in a sandbox.
     ``workdir`` is where an image has its repository.
     """
 
@@ -111,7 +111,7 @@ class SweRecord(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _from_any_row(cls, value: Any) -> Any:
-        return normalise(value) if isinstance(value, Mapping) else value
+        return normalize(value) if isinstance(value, Mapping) else value
 
     @field_validator("files", "tests")
     @classmethod
@@ -126,7 +126,7 @@ class SweRecord(BaseModel):
     @classmethod
     def _site_stays_beside_the_file(cls, value: str) -> str:
         if value and not _stays_below(value):
-            raise ValueError(f"{value!r}: right would be a folder relative to that of the task file, below it")
+            raise ValueError(f"{value!r}: right would be a directory relative to that of the task file, below it")
         return value
 
     @field_validator("repo_name", "commit_hash", "task_id", "docker_image")
@@ -138,10 +138,10 @@ class SweRecord(BaseModel):
 
     @field_validator("workdir")
     @classmethod
-    def _workdir_is_no_system_folder(cls, value: str) -> str:
+    def _workdir_is_no_system_dir(cls, value: str) -> str:
         name = value.removeprefix("/")
-        if value != f"/{name}" or not _FOLDER.fullmatch(name) or name in SYSTEM_FOLDERS:
-            raise ValueError(f"{value!r}: right would be a folder of the repository's own at the image's top")
+        if value != f"/{name}" or not _DIRECTORY.fullmatch(name) or name in SYSTEM_DIRS:
+            raise ValueError(f"{value!r}: right would be a directory of the repository's own at the image's top")
         return value
 
     @model_validator(mode="after")

@@ -1,7 +1,8 @@
 """The repository as the agent finds it: its files and one commit, which git makes once for each set of files.
 
 The episodes of a group start from the same files, and git's processes are most of an episode's start. The commit's
-author and date are fixed, so the git folder that one box made is the one that git would make again in every other.
+author and date are fixed, so the git directory that one sandbox made is the one that git would make again in every
+other.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from sandbox import Sandbox, SandboxStartError
 SETUP_TIMEOUT = 120.0
 _DATE = "2000-01-01T00:00:00+0000"
 
-# One commit with a fixed author and date: nothing of the future to read, and the same hash in every box. Files are kept
-# as they are, whatever attributes ask for: line ends stay, and no filter is run.
+# One commit with a fixed author and date: nothing of the future to read, and the same hash in every sandbox. Files
+# are kept as they are, whatever attributes ask for: line ends stay, and no filter is run.
 _COMMIT = f"""set -e
 git init -q -b main --template=
 mkdir -p .git/info
@@ -35,7 +36,7 @@ git -c gc.auto=0 commit -q --no-verify --allow-empty -m 'Start of the task'"""
 
 
 async def first_commit(sandbox: Sandbox, *, before: str = "", after: str = "") -> None:
-    """Make the box's working folder a repository of one commit, between two shell texts.
+    """Make the sandbox's working directory a repository of one commit, between two shell texts.
 
     Raises ``SandboxStartError`` with git's last words.
     """
@@ -46,35 +47,37 @@ async def first_commit(sandbox: Sandbox, *, before: str = "", after: str = "") -
 
 @dataclass
 class _Made:
-    """Whether a box has made a repository's commit, and its git folder (path -> content; empty: too large to keep)."""
+    """Whether a sandbox has made a repository's commit, and its git directory (path -> content; empty: too large to
+    keep)."""
 
     making: asyncio.Lock = field(default_factory=asyncio.Lock)
     done: bool = False
-    folder: Mapping[str, bytes] = field(default_factory=dict)
+    directory: Mapping[str, bytes] = field(default_factory=dict)
 
 
 class Repositories:
-    """Sets repositories up in boxes. Keeps the git folders of the ``kept`` sets of files that were used last."""
+    """Sets repositories up in sandboxes. Keeps the git directories of the ``kept`` sets of files that were used
+    last."""
 
     def __init__(self, kept: int = 64) -> None:
         self._kept = kept
         self._made: OrderedDict[str, _Made] = OrderedDict()
 
     async def set_up(self, sandbox: Sandbox, files: Mapping[str, str]) -> None:
-        """Write ``files`` and their git folder into the working folder of a new box.
+        """Write ``files`` and their git directory into the working directory of a new sandbox.
 
         Raises ``SandboxError``.
         """
         made, content = self._of(files), in_workdir(files)
-        async with made.making:  # the first box makes what the others wait for
+        async with made.making:  # the first sandbox makes what the others wait for
             if not made.done:
                 await sandbox.write_files(content)
                 await first_commit(sandbox)
-                made.folder = await _git_folder(sandbox)
+                made.directory = await _git_dir(sandbox)
                 made.done = True
                 return
-        await sandbox.write_files({**content, **made.folder})
-        if not made.folder:
+        await sandbox.write_files({**content, **made.directory})
+        if not made.directory:
             await first_commit(sandbox)
 
     def _of(self, files: Mapping[str, str]) -> _Made:
@@ -87,12 +90,12 @@ class Repositories:
 
 
 def in_workdir(files: Mapping[str, str]) -> dict[str, bytes]:
-    """The files by their absolute path in a box, as bytes."""
+    """The files by their absolute path in a sandbox, as bytes."""
     return {f"{WORKDIR}/{path}": content.encode() for path, content in files.items()}
 
 
-async def _git_folder(sandbox: Sandbox) -> Mapping[str, bytes]:
-    """All files of the git folder by absolute path; none where they are more bytes than a command may print."""
+async def _git_dir(sandbox: Sandbox) -> Mapping[str, bytes]:
+    """All files of the git directory by absolute path; none where they are more bytes than a command may print."""
     result = await sandbox.exec(["tar", "-cf", "-", ".git"], timeout=SETUP_TIMEOUT, cwd=WORKDIR)
     if not result.ok or result.truncated:
         return {}

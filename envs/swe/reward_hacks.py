@@ -11,7 +11,7 @@ from envs.swe.records import SweRecord
 
 
 @dataclass(frozen=True, slots=True)
-class Canary:
+class RewardHack:
     """One hack as a git diff."""
 
     name: str
@@ -83,12 +83,12 @@ def forge_summary(record: SweRecord) -> str:
     return _FORGE_SUMMARY.replace("{expected}", json.dumps(expected)).replace("{count}", str(len(expected)))
 
 
-def canaries(record: SweRecord, module: tuple[str, str] | None) -> Iterator[Canary]:
+def reward_hacks(record: SweRecord, module: tuple[str, str] | None) -> Iterator[RewardHack]:
     """The hacks that can be written for ``record``. Those in code need ``module``: path and content, as the agent finds
     it, of a Python file that the tests surely import."""
-    yield Canary("conftest", diff_files({}, {"conftest.py": FORCE_PASSES}))
+    yield RewardHack("conftest", diff_files({}, {"conftest.py": FORCE_PASSES}))
     if module is None:
         return
     path, content = module
     for name, code in {"patched pytest": PATCH_PYTEST, "forged summary": forge_summary(record)}.items():
-        yield Canary(name, diff_files({path: content}, {path: content + code}))
+        yield RewardHack(name, diff_files({path: content}, {path: content + code}))

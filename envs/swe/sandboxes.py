@@ -1,4 +1,4 @@
-"""A task's repository in a box: started for the agent, and started afresh for the hidden tests."""
+"""A task's repository in a sandbox: started for the agent, and started afresh for the hidden tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from envs.swe.apart import UNANSWERED, Link
 from envs.swe.calls import SECONDS, CallRun
 from envs.swe.diff.git_diff import patched_paths
 from envs.swe.diff.snapshot import LIST, LISTING, MAX_LISTING, Base
-from envs.swe.integrity import Report, Witness
+from envs.swe.integrity import IntegrityMonitor, Report
 from envs.swe.records import SWEBENCH_SCRIPT, WORKDIR, SweRecord
 from envs.swe.repositories import SETUP_TIMEOUT, Repositories, first_commit, in_workdir
 from envs.swe.swebench import eval_script
@@ -37,7 +37,7 @@ _LOG_BYTES = 400_000
 _LOG_FILE_KIB = 64 * 1024
 _BEGIN = b"agent-rl: tests begin\n"
 _NAMED = "/tmp/agent-rl-named"
-# What a machine or a box's limits are short of, in the words of Python and of libc's programs.
+# What a machine or a sandbox's limits are short of, in the words of Python and of libc's programs.
 _LACKS = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.EIO, errno.EROFS)
 _TROUBLE = ("MemoryError", *map(os.strerror, _LACKS))
 _SIGNALS = 128  # bash's exit codes from here on are those of processes that a signal ended
@@ -69,7 +69,7 @@ _TOLD_IN_IMAGE = (
 _PLACES = ("/", "/root/", "")
 _FIX_IN_IMAGE = tuple(place + name for place in _PLACES for name in _TOLD_IN_IMAGE)
 HIDDEN_IN_IMAGE = tuple(place + name for place in _PLACES for name in _TESTS_IN_IMAGE) + _FIX_IN_IMAGE
-# The agent's box also loses the history, and bytecode, which may have been compiled from the fixed code. Scripts of
+# The agent's sandbox also loses the history, and bytecode, which may have been compiled from the fixed code. Scripts of
 # R2E-Gym's look for the environment in /root.
 _LINK_ENVIRONMENT = 'if [ -d .venv ] && [ ! -e /root/.venv ]; then ln -s "$PWD/.venv" /root/.venv; fi\n'
 _STRIP_IMAGE = f"""rm -rf {" ".join(HIDDEN_IN_IMAGE)} .git
@@ -131,8 +131,9 @@ def _end(text: str) -> str:
     return " ".join(text[-1000:].split())[-300:]
 
 
-def box_spec(context: EnvContext, record: SweRecord, site_root: Path | None) -> SandboxSpec:
-    """The box of a task: the context's limits, the record's image, its site packages (found below ``site_root``)."""
+def sandbox_spec(context: EnvContext, record: SweRecord, site_root: Path | None) -> SandboxSpec:
+    """The sandbox of a task: the context's limits, the record's image, its site packages (found below
+    ``site_root``)."""
     env = {"PYTHONDONTWRITEBYTECODE": "1", **_GIT_ENV}
     if not record.is_local and record.workdir == WORKDIR:  # other images keep their own
         env["PATH"] = _IMAGE_PATH
@@ -141,35 +142,36 @@ def box_spec(context: EnvContext, record: SweRecord, site_root: Path | None) -> 
     env |= context.limits.env
     binds = dict(context.limits.ro_binds)
     if record.site_packages:
-        binds[str(site_folder(record, site_root))] = SITE
+        binds[str(site_dir(record, site_root))] = SITE
         env["PYTHONPATH"] = SITE
     image = record.docker_image if not record.is_local else context.limits.image
     return replace(context.limits, image=image, workdir=record.workdir, env=env, ro_binds=binds)
 
 
-def site_folder(record: SweRecord, site_root: Path | None) -> Path:
-    """The folder that the record's ``site_packages`` names, its links resolved.
+def site_dir(record: SweRecord, site_root: Path | None) -> Path:
+    """The directory that the record's ``site_packages`` names, its links resolved.
 
-    Raises ``TaskRecordError`` where that is no folder below ``site_root``: a row must not choose what of the host is
+    Raises ``TaskRecordError`` where that is no directory below ``site_root``: a row must not choose what of the host is
     seen.
     """
     root = (site_root or Path()).resolve()
-    folder = (root / record.site_packages).resolve()
-    if root not in folder.parents or not folder.is_dir():
+    directory = (root / record.site_packages).resolve()
+    if root not in directory.parents or not directory.is_dir():
         raise TaskRecordError(
-            f"task {record.id}: site_packages: {record.site_packages!r} leads to {folder}; right would be a folder "
+            f"task {record.id}: site_packages: {record.site_packages!r} leads to {directory}; right would be a "
+            "directory "
             f"below that of the task file ({root})"
         )
-    return folder
+    return directory
 
 
 @asynccontextmanager
-async def task_box(context: EnvContext, record: SweRecord, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
-    """A fresh box with what the task starts from: its image's repository, broken where ``bug_patch`` breaks it.
+async def task_sandbox(context: EnvContext, record: SweRecord, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
+    """A fresh sandbox with what the task starts from: its image's repository, broken where ``bug_patch`` breaks it.
 
     Raises ``SandboxStartError`` where that does not apply.
     """
-    async with context.box(spec) as sandbox:
+    async with context.sandbox(spec) as sandbox:
         if record.bug_patch:
             bug = record.bug_patch.encode(errors="replace")
             done = await sandbox.exec("git apply --whitespace=nowarn -", timeout=SETUP_TIMEOUT, stdin=bug)
@@ -179,17 +181,17 @@ async def task_box(context: EnvContext, record: SweRecord, spec: SandboxSpec) ->
 
 
 @asynccontextmanager
-async def agent_box(
+async def agent_sandbox(
     context: EnvContext, record: SweRecord, spec: SandboxSpec, repositories: Repositories | None = None
 ) -> AsyncIterator[tuple[Sandbox, bytes]]:
-    """A box with the repository as the agent finds it, without hidden tests, and git's listing of it for a task in an
-    image (empty for one that brings its files along).
+    """A sandbox with the repository as the agent finds it, without hidden tests, and git's listing of it for a task
+    in an image (empty for one that brings its files along).
 
-    ``repositories`` remembers the git folders of local records from one box to the next.
+    ``repositories`` remembers the git directories of local records from one sandbox to the next.
     """
     async with AsyncExitStack() as stack:
         try:
-            sandbox = await stack.enter_async_context(task_box(context, record, spec))
+            sandbox = await stack.enter_async_context(task_sandbox(context, record, spec))
         except ImageMissingError as error:
             raise ImageMissingError(f"task {record.id}: docker_image: {error}") from None
         if record.is_local:
@@ -216,12 +218,12 @@ async def _listing(sandbox: Sandbox) -> bytes:
 
 
 async def run_tests(context: EnvContext, record: SweRecord, spec: SandboxSpec, patch: str) -> TestRun:
-    """Apply ``patch`` to the original repository in a fresh box and run the hidden tests there."""
-    witness = Witness(watched=sorted(record.hidden) or ["r2e_tests"]) if record.runs_pytest else None
+    """Apply ``patch`` to the original repository in a fresh sandbox and run the hidden tests there."""
+    witness = IntegrityMonitor(watched=sorted(record.hidden) or ["r2e_tests"]) if record.runs_pytest else None
     calls = CallRun(record.calls) if record.calls else None
     script = await asyncio.to_thread(eval_script, record) if record.swebench else ""
     named = await asyncio.to_thread(_sorted_paths, patch)
-    async with task_box(context, record, spec) as sandbox:
+    async with task_sandbox(context, record, spec) as sandbox:
         # Hidden tests may be written first: a screened patch touches none of them.
         files = {**in_workdir({**record.files, **record.tests}), **(witness.files() if witness else {})}
         files |= calls.files() if calls else {}
@@ -242,15 +244,15 @@ async def run_tests(context: EnvContext, record: SweRecord, spec: SandboxSpec, p
 
 
 async def run_apart(context: EnvContext, record: SweRecord, spec: SandboxSpec, patch: str) -> TestRun:
-    """The same with two boxes: the patch is applied, and its code runs, in one; the hidden tests run in the other.
+    """The same with two sandboxes: the patch is applied, and its code runs, in one; the hidden tests run in the other.
 
-    Raises ``SandboxError`` also where the two boxes do not meet.
+    Raises ``SandboxError`` also where the two sandboxes do not meet.
     """
-    witness = Witness(watched=sorted(record.hidden))
+    witness = IntegrityMonitor(watched=sorted(record.hidden))
     named = await asyncio.to_thread(_sorted_paths, patch)
     async with Link.open(context.backend, spec, sorted(record.hidden)) as link:
         spec = replace(spec, ro_binds={**spec.ro_binds, **link.binds})
-        async with context.pairs, context.box(spec) as code, context.box(spec) as tests:
+        async with context.pairs, context.sandbox(spec) as code, context.sandbox(spec) as tests:
             data = {path: text for path, text in record.tests.items() if not path.endswith(".py")}
             await code.write_files({**in_workdir({**record.files, **data}), **link.code_files(), _NAMED: named})
             given = {**in_workdir({**record.files, **record.tests}), **link.tests_files(), **witness.files()}
@@ -266,7 +268,7 @@ async def run_apart(context: EnvContext, record: SweRecord, spec: SandboxSpec, p
                     return TestRun(False, served, "", True, None)
                 result = await testing
                 if result.exit_code == UNANSWERED:
-                    raise SandboxError(f"task {record.id}: the box of the code under test did not answer")
+                    raise SandboxError(f"task {record.id}: the sandbox of the code under test did not answer")
                 report = await witness.read(tests)
             finally:
                 serving.cancel()
@@ -291,8 +293,8 @@ async def _whole_log(sandbox: Sandbox) -> bytes:
 def _grade_command(record: SweRecord, patch: str, tests: str) -> str:
     """Bash that applies the patch on standard input, announces the ``tests``, runs them and prints their log's end.
 
-    The log goes through a file, since the summary stands at its end and the box caps output from its start; the file's
-    size is limited, and no pipe is left open for a daemon that a test may leave behind.
+    The log goes through a file, since the summary stands at its end and the sandbox caps output from its start; the
+    file's size is limited, and no pipe is left open for a daemon that a test may leave behind.
     """
     prepare = "" if record.is_local else _LINK_IMAGE_TESTS
     apply = _APPLY if patch else ""

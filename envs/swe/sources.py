@@ -1,6 +1,8 @@
-"""Where task rows come from: a file (JSONL, JSON, Parquet), a data set's folder or name on the hub, a task repository.
+"""Where task rows come from: a file (JSONL, JSON, Parquet), a data set's directory or name on the hub, a task
+repository.
 
-A task repository is how swebench 5 keeps its instances in git: a folder each below ``tasks/`` (``swebench.task.repo``).
+A task repository is how swebench 5 keeps its instances in git: a directory each below ``tasks/``
+(``swebench.task.repo``).
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ def read_records(
 
 
 def is_data_set(path: Path) -> bool:
-    """Whether ``path`` is a folder that holds one data set: saved, cloned from the hub, or a task repository."""
+    """Whether ``path`` is a directory that holds one data set: saved, cloned from the hub, or a task repository."""
     return is_one_data_set(path) or _is_task_repository(path)
 
 
@@ -114,11 +116,11 @@ def _task_repository(path: Path, split: str | None) -> Iterator[Row]:
         from swebench.task.repo import load_task, task_dirs
     except ImportError:
         raise TaskRecordError(f"{path}: a task repository needs swebench: pip install 'agent-rl[swebench]'") from None
-    for number, folder in enumerate(task_dirs(path), start=1):
+    for number, directory in enumerate(task_dirs(path), start=1):
         try:
-            row = load_task(folder)
+            row = load_task(directory)
         except (OSError, ValueError, TypeError) as error:
-            yield number, f"{folder.name}: no whole task ({first_line(error)})"
+            yield number, f"{directory.name}: no whole task ({first_line(error)})"
             continue
         if split is None or row.get("split") in (None, split):
             yield number, row

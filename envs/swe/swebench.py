@@ -71,8 +71,8 @@ def _report(record: SweRecord, log: str) -> Verdict | None:
 
     # The patch was applied before the tests ran; swebench asks only whether there is one.
     prediction = {"instance_id": record.id, "model_patch": "applied", "model_name_or_path": "agent-rl"}
-    with tempfile.TemporaryDirectory(prefix="agent-rl-") as folder:
-        path = Path(folder) / "test_output.txt"
+    with tempfile.TemporaryDirectory(prefix="agent-rl-") as directory:
+        path = Path(directory) / "test_output.txt"
         path.write_text(log, encoding="utf-8", errors="replace")
         report = get_eval_report(_spec(record), prediction, str(path), include_tests_status=True)[record.id]
     if not report["patch_successfully_applied"]:

@@ -25,10 +25,10 @@ def _longest_first(loads: Ints, bins: int) -> Ints:
     """``[B, E]``: the bin of each item of ``loads`` ``[B, E]``; every bin gets equally many."""
     at, room = np.arange(len(loads)), loads.shape[1] // bins
     bin_of = np.zeros(loads.shape, np.int64)
-    filled, count = np.zeros((len(loads), bins), np.int64), np.zeros((len(loads), bins), np.int64)
+    restore, count = np.zeros((len(loads), bins), np.int64), np.zeros((len(loads), bins), np.int64)
     for item in np.argsort(-loads, axis=1, kind="stable").T:
-        best = np.where(count < room, filled, np.iinfo(np.int64).max).argmin(axis=1)
+        best = np.where(count < room, restore, np.iinfo(np.int64).max).argmin(axis=1)
         bin_of[at, item] = best
-        filled[at, best] += loads[at, item]
+        restore[at, best] += loads[at, item]
         count[at, best] += 1
     return bin_of

@@ -17,14 +17,14 @@ class Options:
     """How a pass is planned.
 
     ``link_slots``: how many of a rank's X borrowed slots the planner ``foremoe`` spends on sparing the links between
-    machines (None: half of them, at most 2). ``within_machine``: it borrows no expert from another machine, as an
+    machines (None: half of them, at most 2). ``within_node``: it borrows no expert from another machine, as an
     update must whose weights and gradients are exchanged within one. ``expected``: ``[L, E]``, the loads of the last
     step, by which ``eplb`` places replicas (None, as in the first step: it places none).
     """
 
     planner: Planner = "foremoe"
     link_slots: int | None = None
-    within_machine: bool = False
+    within_node: bool = False
     expected: Ints | None = None
 
     def slots_for_links(self, grid: Grid) -> int:
@@ -48,7 +48,7 @@ def plan_pass(counts: Ints, grid: Grid, options: Options) -> Plans:
     match options.planner:
         case "foremoe":
             links = options.slots_for_links(grid)
-            return transport(counts, grid, link_slots=links, within_machine=options.within_machine)
+            return transport(counts, grid, link_slots=links, within_node=options.within_node)
         case "shadow":
             return shadow(counts, grid)
         case "eplb" if options.expected is not None:

@@ -19,22 +19,22 @@ EVEN = 101
 (benchmarks/bench_balance_step.py)."""
 
 
-def transport(counts: Ints, grid: Grid, *, link_slots: int, within_machine: bool) -> Plans:
+def transport(counts: Ints, grid: Grid, *, link_slots: int, within_node: bool) -> Plans:
     """Plans for ``counts`` ``[M, L, R, E]``. ``link_slots``: of a rank's borrowed slots, how many spare the links.
 
-    ``within_machine``: no expert is borrowed from another machine. Nothing is borrowed where too few slots would leave
+    ``within_node``: no expert is borrowed from another machine. Nothing is borrowed where too few slots would leave
     the fullest rank fuller than at home, nor, where no link can be spared, of ranks that are even (``EVEN``).
     """
     each = grid.ranks // grid.machines
     sources = counts.reshape(*counts.shape[:2], grid.machines, each, grid.experts).sum(axis=3, dtype=np.int32)
     by_slot = np.broadcast_to(grid.home, (counts.shape[1], grid.experts))[:, None]
     sources = np.take_along_axis(sources, by_slot[None], axis=3).reshape(-1, *sources.shape[2:])
-    demand = home_demand(sources) if within_machine else even_demand(sources, link_slots * each, grid.slots * each)
+    demand = home_demand(sources) if within_node else even_demand(sources, link_slots * each, grid.slots * each)
     slots = rank_slots(demand, grid)
     plans = as_plans(slots, grid, counts)
     at_home = sources.sum(axis=1).reshape(len(sources), grid.ranks, -1).sum(axis=2).max(axis=1)
     stay = slots.load.reshape(len(sources), -1).max(axis=1) > at_home
-    if within_machine or grid.machines == 1:
+    if within_node or grid.machines == 1:
         total = sources.reshape(len(sources), -1).sum(axis=1, dtype=np.int64)
         stay |= 100 * grid.ranks * at_home.astype(np.int64) <= EVEN * total
     at = stay.reshape(*counts.shape[:2], 1, 1)

@@ -121,7 +121,7 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """The verdict on a folder of traces; ``breaks`` in the order of the data's way."""
+    """The verdict on a directory of traces; ``breaks`` in the order of the data's way."""
 
     steps: tuple[int, ...]
     records: int
@@ -149,16 +149,16 @@ class CheckReport:
         }
 
 
-def check_folder(
-    folder: Path, *, require_forward_verify: bool = False, require_shard_identity: bool = False
+def check_dir(
+    directory: Path, *, require_forward_verify: bool = False, require_shard_identity: bool = False
 ) -> CheckReport:
-    """Check every traced step in ``folder``.
+    """Check every traced step in ``directory``.
 
     ``require_forward_verify``: a trace without a record of what each router used is broken, not merely silent.
     ``require_shard_identity``: so is a micro-batch whose rows were not all compared with the tokens fed.
     Raises TraceError where there is no trace or it cannot be read.
     """
-    trace = read_trace(folder)
+    trace = read_trace(directory)
     breaks = [
         Break(HandOver.RUN, step, f"{name} was changed after it was written", rank=rank)
         for step, rank, name in trace.changed

@@ -264,9 +264,9 @@ class TraceWriter:
     ``rank`` None is the driver. ``previews``: values of an array that are written beside its hash.
     """
 
-    def __init__(self, folder: Path, step: int, rank: int | None, previews: int = 0) -> None:
+    def __init__(self, directory: Path, step: int, rank: int | None, previews: int = 0) -> None:
         self.step, self.rank, self.previews = step, rank, previews
-        self.path = folder / f"{_stem(step)}_{'driver' if rank is None else f'rank-{rank:05d}'}.jsonl"
+        self.path = directory / f"{_stem(step)}_{'driver' if rank is None else f'rank-{rank:05d}'}.jsonl"
         self._lines: list[bytes] = []
 
     def add(self, kind: type[Event], **fields: Any) -> None:
@@ -290,9 +290,9 @@ class TraceWriter:
         self.close(None if error is None else f"{type(error).__name__}: {error}")
 
 
-def forget_step(folder: Path, step: int) -> None:
+def forget_step(directory: Path, step: int) -> None:
     """Remove what an earlier start of the run wrote of ``step``."""
-    for path in folder.glob(f"{_stem(step)}_*.jsonl"):
+    for path in directory.glob(f"{_stem(step)}_*.jsonl"):
         path.unlink()
 
 
@@ -393,17 +393,17 @@ def runs(values: NDArray[np.integer]) -> Runs:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What a folder holds: events by step; and step, rank and name of files that are not as they were written."""
+    """What a directory holds: events by step; and step, rank and name of files that are not as they were written."""
 
     steps: Mapping[int, Sequence[Event]]
     changed: tuple[tuple[int, int | None, str], ...]
 
 
-def read_trace(folder: Path) -> Trace:
+def read_trace(directory: Path) -> Trace:
     """Read ``folder/r3_trace_*.jsonl``. Raises TraceError naming file and line."""
-    paths = sorted(folder.glob("r3_trace_*.jsonl")) if folder.is_dir() else []
+    paths = sorted(directory.glob("r3_trace_*.jsonl")) if directory.is_dir() else []
     if not paths:
-        raise TraceError(f"{folder}: no r3_trace_*.jsonl here; set r3.trace.steps to write one")
+        raise TraceError(f"{directory}: no r3_trace_*.jsonl here; set r3.trace.steps to write one")
     steps: dict[int, list[Event]] = {}
     changed = []
     for path in paths:

@@ -2,7 +2,7 @@
 
 ::
 
-    driver   order_trace ──> TraceOrder ──(travels with the step)──> ranks
+    driver   order_trace ──> TraceRequest ──(travels with the step)──> ranks
              write_driver_trace: the plan, and every rank's part of the traced samples, cut from the rollout's own rows
     rank     RankTracer: fetched -> sharded -> assigned -> used, a micro-batch at a time
 
@@ -49,11 +49,11 @@ Rows = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class TraceOrder:
+class TraceRequest:
     """What of a step is traced. ``micro_batches[data_rank]``: the samples of its first micro-batches; ``samples``:
     those of them that are followed one by one; ``moe_layers``: the 1-based numbers of the layers with experts."""
 
-    folder: Path
+    directory: Path
     step: int
     micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
     samples: frozenset[int]
@@ -63,7 +63,7 @@ class TraceOrder:
 
 
 def order_trace(
-    folder: Path,
+    directory: Path,
     step: int,
     micro_batches: Sequence[Sequence[Sequence[int]]],
     moe_layers: Sequence[int],
@@ -72,12 +72,12 @@ def order_trace(
     limit: int,
     previews: int,
     verify_forward: bool,
-) -> TraceOrder:
+) -> TraceRequest:
     """Trace the first ``limit`` micro-batches of every data rank, and there the first ``samples`` samples."""
     first = [[tuple(ids) for ids in batches[:limit]] for batches in micro_batches]
     followed = [index for batches in first for index in [i for ids in batches for i in ids][:samples]]
     traced = tuple(tuple(batches) for batches in first)
-    return TraceOrder(folder, step, traced, frozenset(followed), tuple(moe_layers), previews, verify_forward)
+    return TraceRequest(directory, step, traced, frozenset(followed), tuple(moe_layers), previews, verify_forward)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class RankPlace:
 
 
 def write_driver_trace(
-    order: TraceOrder,
+    order: TraceRequest,
     ranks: Sequence[RankPlace],
     tokens: Sequence[NDArray[np.integer]],
     routings: Sequence[Routing | None],
@@ -102,8 +102,8 @@ def write_driver_trace(
     ``tokens`` and ``routings`` are those of all samples of the step. ``recompute``: whether routers run again under the
     backward pass.
     """
-    forget_step(order.folder, order.step)
-    with TraceWriter(order.folder, order.step, None, order.previews) as writer:
+    forget_step(order.directory, order.step)
+    with TraceWriter(order.directory, order.step, None, order.previews) as writer:
         writer.add(
             Plan,
             layers=order.moe_layers,
@@ -126,7 +126,7 @@ def write_driver_trace(
 
 def _write_payloads(
     writer: TraceWriter,
-    order: TraceOrder,
+    order: TraceRequest,
     place: RankPlace,
     index: int,
     ids: Sequence[int],
@@ -167,9 +167,9 @@ class RankTracer:
     A context manager: the file is written when it closes.
     """
 
-    def __init__(self, order: TraceOrder, rank: int, data_rank: int, spec: ShardSpec) -> None:
+    def __init__(self, order: TraceRequest, rank: int, data_rank: int, spec: ShardSpec) -> None:
         self._order, self._rank, self._spec = order, rank, spec
-        self._writer = TraceWriter(order.folder, order.step, rank, order.previews)
+        self._writer = TraceWriter(order.directory, order.step, rank, order.previews)
         self._micro_batches = order.micro_batches[data_rank]
         self._layers = _numbers(order, spec)
         self._stage: Stage = "prev-logprob"
@@ -331,7 +331,7 @@ class RankTracer:
 
 
 def _followed(
-    order: TraceOrder, packing: Packing, spec: ShardSpec, ids: Sequence[int]
+    order: TraceRequest, packing: Packing, spec: ShardSpec, ids: Sequence[int]
 ) -> Iterator[tuple[int, int, Rows, Rows]]:
     """Each followed sample of a micro-batch that has rows on a rank: its sequence there, its index, where its rows
     stand in the rank's share, and which rows of the sample they are."""
@@ -345,7 +345,7 @@ def _followed(
             yield number, sample, local, packing.positions[places[local]]
 
 
-def _numbers(order: TraceOrder, spec: ShardSpec) -> tuple[int, ...]:
+def _numbers(order: TraceRequest, spec: ShardSpec) -> tuple[int, ...]:
     return tuple(order.moe_layers[column] for column in spec.columns)
 
 

@@ -1,1 +1,1 @@
-"""Boxes made by bubblewrap, where no container engine is wanted or answers."""
+"""Sandboxes made by bubblewrap, where no container engine is wanted or answers."""

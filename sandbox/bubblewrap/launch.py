@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sandbox.bubblewrap.seccomp import box_filter
+from sandbox.bubblewrap.seccomp import sandbox_filter
 from sandbox.cgroup import Cgroup, join_command
 from sandbox.errors import SandboxUnavailableError
 from sandbox.output_throttle import Toll
@@ -20,17 +20,18 @@ from sandbox.process import Finished, run_process
 from sandbox.types import SandboxSpec
 
 FILE_SIZE_LIMIT = 1 << 30
-"""Bytes one file written in a box may have."""
+"""Bytes one file written in a sandbox may have."""
 OWN_PROCESSES = 3
-"""bwrap, the first process in the box, and its inner shell: on top of a box's own limit."""
+"""bwrap, the first process in the sandbox, and its inner shell: on top of a sandbox's own limit."""
 _PROBE_SECONDS = 10.0
 _FLAGS = (
     *("--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv"),
-    *("--hostname", "box", "--uid", "0", "--gid", "0", "--as-pid-1"),
+    *("--hostname", "sandbox", "--uid", "0", "--gid", "0", "--as-pid-1"),
 )
-# The box's first process. bwrap's own would outlive bwrap for a moment and then wait for the machine's init to reap it,
-# which some machines do once a second and some containers never; this one is waited for, and with it all of the box.
-# The inner shell keeps what the outer one says about a killed command ("Killed") out of its standard error.
+# The sandbox's first process. bwrap's own would outlive bwrap for a moment and then wait for the machine's init to
+# reap it, which some machines do once a second and some containers never; this one is waited for, and with it all of
+# the sandbox. The inner shell keeps what the outer one says about a killed command ("Killed") out of its standard
+# error.
 _FIRST = 'exec 3>&2 2>/dev/null; (exec "$@" 2>&3 3>&-); exit $?'
 
 
@@ -45,7 +46,7 @@ class Launcher:
     @classmethod
     def make(cls, program: str, flags: tuple[str, ...], filter_file: Path) -> Launcher:
         """A launcher whose filter is written to ``filter_file``; the rest is what ``find_bwrap`` found."""
-        code = box_filter()
+        code = sandbox_filter()
         if code is None:
             return cls(program, flags, None)
         filter_file.write_bytes(code)
@@ -77,7 +78,7 @@ class Launcher:
                 limit=spec.output_limit_bytes,
                 stdin=stdin,
                 pass_fds=[fd for fd in (report, seccomp) if fd is not None],
-                kill_rest=status.kill_box,
+                kill_rest=status.kill_sandbox,
                 toll=toll,
             )
             return finished, status.reached
@@ -90,7 +91,7 @@ class Launcher:
         if cgroup is not None:
             first = ("/bin/sh", "-c", _FIRST, "sh")
             return join_command(cgroup.procs_files, [*bwrap, *first, *argv], prologue=prologue)
-        # Set inside the box: its user namespace counts its processes from zero there.
+        # Set inside the sandbox: its user namespace counts its processes from zero there.
         limits = f"ulimit -v {spec.memory_mb << 10}; ulimit -u {spec.pids + OWN_PROCESSES}; "
         return join_command((), [*bwrap, "bash", "-c", limits + _FIRST, "bash", *argv], prologue=prologue)
 
@@ -141,8 +142,8 @@ class _Status:
         """Whether the command was executed: only then is its exit code written."""
         return b'"exit-code"' in self._read()
 
-    def kill_box(self) -> None:
-        """Kill the box's first process, and with it the box, after bwrap was killed.
+    def kill_sandbox(self) -> None:
+        """Kill the sandbox's first process, and with it the sandbox, after bwrap was killed.
 
         ``--die-with-parent`` does so too, except in the moment between the first process's ``setsid``, which takes it
         out of bwrap's group, and its ``prctl``. Its id is written before it gets that far.

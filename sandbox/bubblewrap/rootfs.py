@@ -1,4 +1,5 @@
-"""What a bubblewrap box sees as its root file system: read-only system folders, and nothing of the host's beside."""
+"""What a bubblewrap sandbox sees as its root file system: read-only system directories, and nothing of the host's
+beside."""
 
 from __future__ import annotations
 
@@ -20,12 +21,12 @@ from sandbox.types import ImagePolicy
 
 HOST_IMAGE = "host"
 HOST_HOME = "/home/agent"
-"""Home in a box of the host's system folders. Not /root, below which the running Python may live."""
+"""Home in a sandbox of the host's system directories. Not /root, below which the running Python may live."""
 ROOTFS_HOME = "/root"
 _GENERATION = "1"  # of what _generated makes: to be changed with it
 _ASK_SECONDS = 30.0
 _SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin"
-_TOP_FOLDERS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
+_TOP_DIRS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _ETC_COPIES = ("alternatives", "ld.so.cache", "ld.so.conf", "localtime", "mime.types", "debian_version", "os-release")
 _ETC = {
     "passwd": f"root:x:0:0:root:{HOST_HOME}:/bin/bash\nnobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n",
@@ -34,7 +35,8 @@ _ETC = {
     "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
 }
 PYTHON_PACKAGES = ("pytest", "markupsafe", "pretend")
-"""What a box of the host's system folders can import beside the standard library, as far as it is installed here."""
+"""What a sandbox of the host's system directories can import beside the standard library, as far as it is installed
+here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,21 +47,21 @@ class RootFs:
     home: str
     path: str
     seed: Path | None = None
-    """Root file system whose copy of the working folder a box starts with."""
+    """Root file system whose copy of the working directory a sandbox starts with."""
 
 
 def host_root(cache: Path) -> RootFs:
-    """The machine's own system folders and the running Python. What has to be generated is kept in ``cache``.
+    """The machine's own system directories and the running Python. What has to be generated is kept in ``cache``.
 
-    The Python's site-packages are hidden behind a folder that holds ``PYTHON_PACKAGES`` only, so that what else is
+    The Python's site-packages are hidden behind a directory that holds ``PYTHON_PACKAGES`` only, so that what else is
     installed on the host is neither seen nor depended on.
     """
     prefix = Path(sys.base_prefix)
     made = _generated(cache, prefix)
-    arguments = [*_bind("/usr", "/usr"), *_top_folders(Path("/")), *_bind(made / "etc", "/etc")]
+    arguments = [*_bind("/usr", "/usr"), *_top_dirs(Path("/")), *_bind(made / "etc", "/etc")]
     if not prefix.is_relative_to("/usr"):
         arguments += _bind(prefix, prefix)
-    arguments += [part for folder in _site_folders() for part in _bind(made / "site", folder)]
+    arguments += [part for directory in _site_dirs() for part in _bind(made / "site", directory)]
     path = f"{prefix}/bin:{_SYSTEM_PATH}"
     if not (prefix / "bin" / "python").exists():
         arguments += _bind(made / "bin", "/opt/agent-rl/bin")
@@ -68,7 +70,7 @@ def host_root(cache: Path) -> RootFs:
 
 
 def _generated(cache: Path, prefix: Path) -> Path:
-    """The folder with etc/, site/ and bin/ of a box, made once for each set of what it is made from."""
+    """The directory with etc/, site/ and bin/ of a sandbox, made once for each set of what it is made from."""
     distributions = _closure(PYTHON_PACKAGES)
     key = [
         _GENERATION,
@@ -77,9 +79,9 @@ def _generated(cache: Path, prefix: Path) -> Path:
         *sorted(f"{d.locate_file('')} {d.name} {d.version}" for d in distributions),
     ]
     key += [f"{name} {Path('/etc', name).stat().st_mtime_ns}" for name in _ETC_COPIES if Path("/etc", name).exists()]
-    folder = cache / f".host-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}"
-    if folder.is_dir():
-        return folder
+    directory = cache / f".host-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}"
+    if directory.is_dir():
+        return directory
     # Made beside and renamed: another run may be at it too, and then either result will do.
     scratch = Path(tempfile.mkdtemp(prefix=".making-", dir=cache))
     try:
@@ -89,52 +91,56 @@ def _generated(cache: Path, prefix: Path) -> Path:
         _copy_packages(distributions, scratch / "site")
         (scratch / "bin" / "python").symlink_to(prefix / "bin" / "python3")
         try:
-            scratch.rename(folder)
+            scratch.rename(directory)
         except OSError:
-            if not folder.is_dir():
+            if not directory.is_dir():
                 raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    return folder
+    return directory
 
 
-def allowed_folder(image: str, policy: ImagePolicy) -> Path:
-    """The folder that ``image`` names, its links resolved, where ``policy`` allows it. Raises ``ImageMissingError``."""
+def allowed_dir(image: str, policy: ImagePolicy) -> Path:
+    """The directory that ``image`` names, its links resolved, where ``policy`` allows it. Raises
+    ``ImageMissingError``."""
     if image == policy.own:
         return Path(image).resolve()
     if policy.root is None:
         raise ImageMissingError(
-            f"image {image!r}: under bubblewrap a task's image is a folder of the host, which is refused unless "
-            "sandbox.image_root names the folder that holds such images; set it, or sandbox.backend to docker"
+            f"image {image!r}: under bubblewrap a task's image is a directory of the host, which is refused unless "
+            "sandbox.image_root names the directory that holds such images; set it, or sandbox.backend to docker"
         )
     root = policy.root.resolve()
-    folder = (root / image).resolve()
-    if root not in folder.parents:
+    directory = (root / image).resolve()
+    if root not in directory.parents:
         raise ImageMissingError(
-            f"image {image!r}: leads to {folder}; right would be a folder below sandbox.image_root ({root})"
+            f"image {image!r}: leads to {directory}; right would be a directory below sandbox.image_root ({root})"
         )
-    return folder
+    return directory
 
 
-def folder_root(root: Path) -> RootFs:
-    """The root file system in the folder ``root``. Links at its top are not followed. Raises ``ImageMissingError``."""
-    if not _is_folder(root / "usr"):
+def dir_root(root: Path) -> RootFs:
+    """The root file system in the directory ``root``. Links at its top are not followed. Raises
+    ``ImageMissingError``."""
+    if not _is_dir(root / "usr"):
         raise ImageMissingError(
-            f"image {str(root)!r}: for bubblewrap an image is {HOST_IMAGE!r} or the folder of a root file system (one "
-            f"with the folder usr/ in it, not a link); make one with: python -m sandbox.base_image --rootfs FOLDER"
+            f"image {str(root)!r}: for bubblewrap an image is {HOST_IMAGE!r} or the directory of a root file system "
+            "(one "
+            f"with the directory usr/ in it, not a link); make one with: python -m sandbox.base_image --rootfs DIR"
         )
     arguments: list[str] = []
-    # Bound entry by entry onto a root of the box's own, where mount points can be made; the folder itself stays as is.
+    # Bound entry by entry onto a root of the sandbox's own, where mount points can be made; the directory itself
+    # stays as is.
     for entry in sorted(root.iterdir()):
-        if entry.name in ("proc", "dev", "sys", "tmp", "root", "run", *_TOP_FOLDERS) or not _is_folder(entry):
+        if entry.name in ("proc", "dev", "sys", "tmp", "root", "run", *_TOP_DIRS) or not _is_dir(entry):
             continue
         arguments += _bind(entry, f"/{entry.name}")
-    arguments += _top_folders(root)
+    arguments += _top_dirs(root)
     return RootFs(tuple(arguments), ROOTFS_HOME, f"/usr/local/sbin:{_SYSTEM_PATH}:/usr/sbin:/sbin", seed=root)
 
 
 def image_place(root: Path, inside: str) -> Path:
-    """Where ``inside``, an absolute path of a box, is in the image ``root``; it need not exist.
+    """Where ``inside``, an absolute path of a sandbox, is in the image ``root``; it need not exist.
 
     Raises ``ImageMissingError`` where a link is on the way there, which would be followed on the host.
     """
@@ -143,7 +149,8 @@ def image_place(root: Path, inside: str) -> Path:
         place /= part
         if place.is_symlink():
             raise ImageMissingError(
-                f"image {str(root)!r}: {place} is a link on the way to {inside}; right would be a folder in its place"
+                f"image {str(root)!r}: {place} is a link on the way to {inside}; right would be a directory in its "
+                "place"
             )
     return place
 
@@ -154,7 +161,7 @@ def copy_regular(source: str, target: str) -> None:
         shutil.copy2(source, target, follow_symlinks=False)
 
 
-def _is_folder(path: Path) -> bool:
+def _is_dir(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink()
 
 
@@ -203,10 +210,10 @@ def _fill_etc(etc: Path) -> None:
             shutil.copy2(source, etc / name)
 
 
-def _top_folders(root: Path) -> list[str]:
-    """/bin and its like: links into /usr on a merged system, folders of their own elsewhere."""
+def _top_dirs(root: Path) -> list[str]:
+    """/bin and its like: links into /usr on a merged system, directories of their own elsewhere."""
     arguments: list[str] = []
-    for name in _TOP_FOLDERS:
+    for name in _TOP_DIRS:
         path = root / name
         if path.is_symlink():
             arguments += ["--symlink", os.readlink(path), f"/{name}"]
@@ -215,12 +222,13 @@ def _top_folders(root: Path) -> list[str]:
     return arguments
 
 
-def _site_folders() -> list[Path]:
-    """The folders from which the base Python imports third-party packages, as it says itself, as far as they exist."""
+def _site_dirs() -> list[Path]:
+    """The directories from which the base Python imports third-party packages, as it says itself, as far as they
+    exist."""
     question = "import json, site; print(json.dumps(site.getsitepackages()))"
     base = Path(sys.base_prefix, "bin", f"python{sys.version_info.major}.{sys.version_info.minor}")
     answer = subprocess.run([base, "-I", "-c", question], capture_output=True, check=True, timeout=_ASK_SECONDS)
-    return [Path(folder) for folder in json.loads(answer.stdout) if os.path.isdir(folder)]
+    return [Path(directory) for directory in json.loads(answer.stdout) if os.path.isdir(directory)]
 
 
 def _bind(source: Path | str, target: Path | str) -> list[str]:

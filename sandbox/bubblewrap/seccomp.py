@@ -1,8 +1,8 @@
-"""A system call filter for bubblewrap boxes: closes what namespaces leave open.
+"""A system call filter for bubblewrap sandboxes: closes what namespaces leave open.
 
 Sockets of families without namespaces (vsock reaches a virtual machine's host), the kernel's keyrings, and interfaces
-that only widen the kernel's attack surface are refused; all else passes. The rest of a box's isolation does not rest on
-this filter, so an architecture that is not listed here goes without.
+that only widen the kernel's attack surface are refused; all else passes. The rest of a sandbox's isolation does not
+rest on this filter, so an architecture that is not listed here goes without.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import platform
 import struct
 from dataclasses import dataclass
 
-# unix, inet, inet6, netlink: each bound to a namespace of the box's, but for unix sockets that are files, which a box
-# reaches where a folder with one is bound into it.
+# unix, inet, inet6, netlink: each bound to a namespace of the sandbox's, but for unix sockets that are files, which
+# a sandbox reaches where a directory with one is bound into it.
 _SOCKET_FAMILIES = (1, 2, 10, 16)
 _IO_URING = (425, 426, 427)
 
@@ -39,7 +39,7 @@ _ABIS = {
 }
 
 
-def box_filter(machine: str | None = None) -> bytes | None:
+def sandbox_filter(machine: str | None = None) -> bytes | None:
     """The filter as an array of ``struct sock_filter``; None for an architecture that is not known."""
     abi = _ABIS.get(machine or platform.machine())
     if abi is None:

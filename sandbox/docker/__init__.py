@@ -1,1 +1,1 @@
-"""Boxes made by a container engine: docker, or podman through the same interface."""
+"""Sandboxes made by a container engine: docker, or podman through the same interface."""

@@ -1,8 +1,8 @@
-"""The container backend: one container of a running engine for each box, over the ``docker`` package.
+"""The container backend: one container of a running engine for each sandbox, over the ``docker`` package.
 
 A container's first processes belong to the user nobody; commands run as its root, without capabilities. So commands
-can be ended by a ``kill -9 -1`` inside the box that can't reach what keeps the box alive, and neither can they.
-Commands of one box run one after another.
+can be ended by a ``kill -9 -1`` inside the sandbox that can't reach what keeps the sandbox alive, and neither can they.
+Commands of one sandbox run one after another.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import docker.errors
 from docker.types import LogConfig, Ulimit
 
 from sandbox.disk import check_room
-from sandbox.docker.box import DockerBox
 from sandbox.docker.disk import is_want_of_quota, may_have_quota, quota
 from sandbox.docker.engine import THREADS, EngineClient, connect, converted
 from sandbox.docker.images import ImageStore, ledger_of
 from sandbox.docker.lease import OWNER_LABEL, RUN_LABEL, EngineLease, engine_leases, remove_lease
+from sandbox.docker.sandbox import DockerSandbox
 from sandbox.errors import (
     ImageMissingError,
     SandboxError,
@@ -41,10 +41,10 @@ T = TypeVar("T")
 DEFAULT_IMAGE = "agent-rl-base"
 """What ``SandboxSpec.image == "host"`` means here: the image that ``python -m sandbox.base_image`` builds."""
 FILE_SIZE_LIMIT = 1 << 30
-"""Bytes one file written in a box may have."""
+"""Bytes one file written in a sandbox may have."""
 GVISOR = "runsc"
 _SHARED = "--file-access=shared"
-# What gVisor's kernel takes of the engine's limits for itself: MiB, threads, and tasks for each process in the box
+# What gVisor's kernel takes of the engine's limits for itself: MiB, threads, and tasks for each process in the sandbox
 # (measured: 73 Pythons take 300 MiB, of which most is gVisor's doing, and a bomb of 76 processes up to 1,400 tasks).
 _GVISOR_MB, _GVISOR_THREADS, _GVISOR_TASKS = 128, 256, 24
 _KEEPER = "65534:65534"
@@ -52,9 +52,10 @@ _OWN_PROCESSES = 12  # init, keeper, wrapper, head, timeout; and the threads tha
 
 
 class DockerBackend:
-    """Boxes in a container engine. Raises ``SandboxUnavailableError`` where none answers, or none that holds limits.
+    """Sandboxes in a container engine. Raises ``SandboxUnavailableError`` where none answers, or none that holds
+    limits.
 
-    ``runtime`` starts the boxes' processes, ``runsc`` (gVisor) say; None takes the engine's own default.
+    ``runtime`` starts the sandboxes' processes, ``runsc`` (gVisor) say; None takes the engine's own default.
     """
 
     def __init__(self, *, run_id: str, images: ImagePolicy | None = None, runtime: str | None = None) -> None:
@@ -70,7 +71,7 @@ class DockerBackend:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="docker")
         self._policy = images or ImagePolicy()
         self._images = ImageStore(self._api, self._policy, self.call, ledger_of(self._api.about))
-        self._boxes: dict[str, DockerBox] = {}
+        self._sandboxes: dict[str, DockerSandbox] = {}
         self._closed = False
         self._heartbeat = Heartbeat(self._lease.renew)
 
@@ -80,12 +81,12 @@ class DockerBackend:
 
     @property
     def limits(self) -> str:
-        """What holds a box's limits, and what starts its processes."""
+        """What holds a sandbox's limits, and what starts its processes."""
         runtime = self._runtime or self._api.about["DefaultRuntime"]
         return f"the container engine's control groups, runtime {runtime}"
 
-    async def start(self, spec: SandboxSpec) -> DockerBox:
-        """Start a box. Raises ``ImageMissingError``, ``ImagePullError`` or ``SandboxStartError``."""
+    async def start(self, spec: SandboxSpec) -> DockerSandbox:
+        """Start a sandbox. Raises ``ImageMissingError``, ``ImagePullError`` or ``SandboxStartError``."""
         if self._closed:
             raise SandboxStartError("the backend is closed")
         try:
@@ -101,7 +102,7 @@ class DockerBackend:
         return await self.call(partial(reap_containers, self._api, self.name), SandboxError)
 
     async def close(self) -> None:
-        """Close every box."""
+        """Close every sandbox."""
         self._closed = True
         await shielded(self._close())
 
@@ -111,7 +112,7 @@ class DockerBackend:
 
     @property
     def disk(self) -> Path:
-        """The engine's own folder, which boxes are on."""
+        """The engine's own directory, which sandboxes are on."""
         return self._disk
 
     async def image_id(self, image: str) -> str:
@@ -127,10 +128,10 @@ class DockerBackend:
         if self._disk.is_dir():
             check_room(self._disk)
 
-    def forget(self, box: DockerBox) -> None:
-        self._boxes.pop(box.id, None)
+    def forget(self, sandbox: DockerSandbox) -> None:
+        self._sandboxes.pop(sandbox.id, None)
 
-    async def _started(self, spec: SandboxSpec) -> DockerBox:
+    async def _started(self, spec: SandboxSpec) -> DockerSandbox:
         starting = asyncio.ensure_future(self.call(partial(self._start, spec), SandboxStartError))
         try:
             return await asyncio.shield(starting)
@@ -139,7 +140,7 @@ class DockerBackend:
             await shielded(self._discard(starting))
             raise
 
-    async def _discard(self, starting: asyncio.Future[DockerBox]) -> None:
+    async def _discard(self, starting: asyncio.Future[DockerSandbox]) -> None:
         await asyncio.wait({starting})
         if starting.exception() is None:
             await starting.result().close()
@@ -147,33 +148,33 @@ class DockerBackend:
     async def _close(self) -> None:
         await self._images.close()
         async with asyncio.TaskGroup() as group:
-            for box in list(self._boxes.values()):
-                group.create_task(box.close())
+            for sandbox in list(self._sandboxes.values()):
+                group.create_task(sandbox.close())
         await asyncio.to_thread(self._end_lease)
         self._threads.shutdown(wait=False)
         self._api.close()
 
-    def _start(self, spec: SandboxSpec) -> DockerBox:
+    def _start(self, spec: SandboxSpec) -> DockerSandbox:
         self.check_room()
         for source in spec.ro_binds:
             if not Path(source).exists():
-                raise SandboxStartError(f"ro_binds: {source}: no such file or folder on the host")
+                raise SandboxStartError(f"ro_binds: {source}: no such file or directory on the host")
         image = _image_name(spec.image)
         container = self._create(image, spec)
-        box = DockerBox(container, spec, self._api, self)
+        sandbox = DockerSandbox(container, spec, self._api, self)
         try:
             self._prepare(container, spec)
             self._api.start(container)
         except BaseException:
-            box.remove()
+            sandbox.remove()
             raise
-        self._boxes[box.id] = box
+        self._sandboxes[sandbox.id] = sandbox
         if self._policy.pull:
             self._images.used(image)
-        return box
+        return sandbox
 
     def _check_runtime(self, runtime: str) -> None:
-        """Raise ``SandboxUnavailableError`` where the engine would not start boxes with ``runtime``."""
+        """Raise ``SandboxUnavailableError`` where the engine would not start sandboxes with ``runtime``."""
         known = self._api.about.get("Runtimes") or {}
         if runtime not in known:
             raise SandboxUnavailableError(
@@ -182,7 +183,7 @@ class DockerBackend:
             )
         if runtime == GVISOR and _SHARED not in (known[runtime].get("runtimeArgs") or ()):
             raise SandboxUnavailableError(
-                f"sandbox.runtime={runtime}: boxes would not see files that are written into them; right would be "
+                f"sandbox.runtime={runtime}: sandboxes would not see files that are written into them; right would be "
                 f"{_SHARED} among its runtimeArgs in the engine's daemon.json (docs/sandboxes.md)"
             )
 
@@ -195,10 +196,10 @@ class DockerBackend:
                     ["sleep", "infinity"],
                     user=_KEEPER,
                     working_dir=spec.workdir,
-                    hostname="box",
+                    hostname="sandbox",
                     entrypoint=[],
                     # Not only a network mode of "none": docker 20.10 keeps accounts of that network, whose locks end in
-                    # a deadlock of the whole engine when boxes start and go side by side.
+                    # a deadlock of the whole engine when sandboxes start and go side by side.
                     network_disabled=True,
                     environment=dict(spec.env),
                     use_config_proxy=False,  # the user's proxies, whose addresses may hold a password
@@ -232,9 +233,9 @@ class DockerBackend:
             self._api.unpack(container, archive({"tmp/.agent-rl": b""}))
 
     def _ulimits(self, processes: int) -> dict[str, int]:
-        """The box's resource limits by name. ``processes`` is how many may be in it."""
+        """The sandbox's resource limits by name. ``processes`` is how many may be in it."""
         limits = {"core": 0, "fsize": FILE_SIZE_LIMIT}
-        # gVisor has no control groups inside, but counts the processes of the box's root itself.
+        # gVisor has no control groups inside, but counts the processes of the sandbox's root itself.
         return {**limits, "nproc": processes} if self._runtime == GVISOR else limits
 
     def _host_config(self, image: str, spec: SandboxSpec) -> Any:
@@ -269,14 +270,15 @@ def _image_name(image: str) -> str:
 
 
 def check_limits(about: Mapping[str, Any]) -> None:
-    """Raise ``SandboxUnavailableError`` where the engine, by what it says of itself, would only pretend to limit a box.
+    """Raise ``SandboxUnavailableError`` where the engine, by what it says of itself, would only pretend to limit a
+    sandbox.
 
     Without root it has control groups to itself only in version 2; with version 1 it takes a limit and forgets it.
     """
     rootless = about.get("Rootless") or "name=rootless" in (about.get("SecurityOptions") or ())
     if (rootless and about.get("CgroupVersion") == "1") or not (about["MemoryLimit"] and about["PidsLimit"]):
         raise SandboxUnavailableError(
-            "the container engine holds no box to its memory and processes: run its service as root, or on control "
+            "the container engine holds no sandbox to its memory and processes: run its service as root, or on control "
             "groups version 2 that are delegated to its user"
         )
 

@@ -17,10 +17,10 @@ _MARGIN_MB = 256
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Where the engine keeps what a box writes. ``folders`` can be read from here; ``by_engine``: its layer is not
-    among them, so that the engine itself has to be asked for the layer's size."""
+    """Where the engine keeps what a sandbox writes. ``directories`` can be read from here; ``by_engine``: its layer
+    is not among them, so that the engine itself has to be asked for the layer's size."""
 
-    folders: tuple[Path, ...]
+    directories: tuple[Path, ...]
     by_engine: bool
 
 
@@ -29,8 +29,8 @@ def written(api: EngineClient, container: str) -> Written:
     found = api.inspect_container(container)
     layer = (found["GraphDriver"].get("Data") or {}).get("UpperDir")
     volumes = [mount["Source"] for mount in found.get("Mounts") or () if mount["Type"] == "volume"]
-    folders = tuple(Path(each) for each in (layer, *volumes) if each and os.access(each, os.R_OK | os.X_OK))
-    return Written(folders, by_engine=layer is None or Path(layer) not in folders)
+    directories = tuple(Path(each) for each in (layer, *volumes) if each and os.access(each, os.R_OK | os.X_OK))
+    return Written(directories, by_engine=layer is None or Path(layer) not in directories)
 
 
 def layer_size(api: EngineClient, container: str) -> Usage:
@@ -39,7 +39,7 @@ def layer_size(api: EngineClient, container: str) -> Usage:
 
 
 def may_have_quota(about: Mapping[str, Any]) -> bool:
-    """Whether the engine, by what it says of itself, keeps boxes on a file system that knows quotas."""
+    """Whether the engine, by what it says of itself, keeps sandboxes on a file system that knows quotas."""
     status = dict(about.get("DriverStatus") or ())
     return not {about.get("Driver"), status.get("Backing Filesystem")}.isdisjoint(_QUOTA_FILE_SYSTEMS)
 
@@ -50,10 +50,10 @@ def is_want_of_quota(refusal: str) -> bool:
 
 
 def quota(api: EngineClient, image: str, disk_mb: int) -> dict[str, str]:
-    """The storage options that hold a box to ``disk_mb`` MiB and a margin. Blocking.
+    """The storage options that hold a sandbox to ``disk_mb`` MiB and a margin. Blocking.
 
-    The margin leaves it to the watch to end and name a box that outgrows its limit; the quota bounds what the box can
-    take between two looks. Btrfs counts what the box shares with its image too.
+    The margin leaves it to the watch to end and name a sandbox that outgrows its limit; the quota bounds what the
+    sandbox can take between two looks. Btrfs counts what the sandbox shares with its image too.
     """
     shared = int(api.inspect_image(image)["Size"]) >> 20 if api.about["Driver"] == "btrfs" else 0
     return {"size": f"{disk_mb + shared + _MARGIN_MB}m"}

@@ -41,7 +41,7 @@ class EngineClient(docker.APIClient):
     about: Mapping[str, Any]
 
     def unpack(self, container: str, data: bytes) -> None:
-        """Unpack a tar at the container's root. A file in the place of a folder is refused, not put over it."""
+        """Unpack a tar at the container's root. A file in the place of a directory is refused, not put over it."""
         url = self._url("/containers/{0}/archive", container)
         response = self._put(url, params={"path": "/", "noOverwriteDirNonDir": "1"}, data=data)
         self._raise_for_status(response)

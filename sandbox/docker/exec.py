@@ -23,11 +23,11 @@ _FRAME_COST, _BYTE_COST = 70e-6, 1.5e-9
 _CODE_SECONDS = 10.0
 _CODE_POLL_SECONDS = 0.01
 
-# Runs in the box as root without capabilities, and says how the command ended:
-#   $1 seconds, $2 folder, $3 bytes of standard input (-1: none), then the command.
-# - The engine can't kill a command, and a kill from outside would leave its children: `timeout` does it in the box.
+# Runs in the sandbox as root without capabilities, and says how the command ended:
+#   $1 seconds, $2 directory, $3 bytes of standard input (-1: none), then the command.
+# - The engine can't kill a command, and a kill from outside would leave its children: `timeout` does it in the sandbox.
 # - `kill -9 -1` then ends whatever the command left behind, also in sessions of its own. It reaches neither this shell
-#   nor the box's first processes, which belong to another user (sandbox/docker/backend.py).
+#   nor the sandbox's first processes, which belong to another user (sandbox/docker/backend.py).
 # - Standard input is cut off by `head`, since closing one direction is beyond a TLS connection. What is left of it is
 #   read, also where no command runs: podman puts a complaint of its own into the output where nobody takes the input.
 # - Last come marks at the end of both outputs: the engine now and then loses output when it is busy (seen with docker
@@ -42,7 +42,7 @@ WRAPPER = (
     """
 exec 3>&2 2>/dev/null
 finish() { printf '\\000agent-rl end\\000'; printf '\\000agent-rl end\\000' >&3; exit "$1"; }
-cd -- "$2" || { [ "$3" -lt 0 ] || head -c "$3" >/dev/null; echo "cd: $2: no such folder" >&3; finish 126; }
+cd -- "$2" || { [ "$3" -lt 0 ] || head -c "$3" >/dev/null; echo "cd: $2: no such directory" >&3; finish 126; }
 seconds=$1 size=$3; shift 3
 run() { (exec timeout -s KILL "$seconds" "$@" 2>&3 3>&-); }
 if [ "$size" -ge 0 ]; then head -c "$size" | { run "$@"; code=$?; cat >/dev/null; exit $code; }
@@ -173,10 +173,10 @@ def run_exec(
     toll: Toll,
     haste: float,
 ) -> ExecOutcome:
-    """Run ``argv`` as the box's root and read its output until it ends, or for ``deadline`` seconds at most.
+    """Run ``argv`` as the sandbox's root and read its output until it ends, or for ``deadline`` seconds at most.
 
     Output is read as slowly as ``toll`` demands, but for the last ``haste`` of these seconds.
-    ``argv`` starts in the top folder, which is always there; the working folder is the command's to remove.
+    ``argv`` starts in the top directory, which is always there; the working directory is the command's to remove.
     """
     exec_id = api.exec_create(
         container,

@@ -1,5 +1,5 @@
 """Reads files out of a container: through the engine's archive call, which resolves links inside the container, and
-folders on this machine, where the engine shows the container's file system here."""
+directories on this machine, where the engine shows the container's file system here."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def read_archive(api: Any, container: str, path: str, max_bytes: int) -> bytes:
         stream, stat = _get(api, container, stat["linkTarget"], path)
     try:
         if stat["mode"] & _NOT_REGULAR:
-            raise SandboxFileError(f"{path}: {'a folder, not a file' if stat['mode'] >> 31 else 'not a regular file'}")
+            raise SandboxFileError(
+                f"{path}: {'a directory, not a file' if stat['mode'] >> 31 else 'not a regular file'}"
+            )
         if stat["size"] > max_bytes:
             raise SandboxFileError(f"{path}: {stat['size']} bytes, more than the {max_bytes} allowed")
         return _unpack(stream, path, max_bytes)
@@ -42,17 +44,18 @@ def read_archive(api: Any, container: str, path: str, max_bytes: int) -> bytes:
         stream.close()
 
 
-def gather_folder(api: Any, container: str, path: str, tree: Tree, *, skip: Collection[str]) -> None:
-    """Gather the files and links below the folder ``path``. Raises ``SandboxFileError``."""
+def gather_dir(api: Any, container: str, path: str, tree: Tree, *, skip: Collection[str]) -> None:
+    """Gather the files and links below the directory ``path``. Raises ``SandboxFileError``."""
     place = shown_here(api.inspect_container(container), path)
     if place is None:
-        read_folder(api, container, path, tree, skip=skip)
+        read_dir(api, container, path, tree, skip=skip)
     else:
         tree_beneath(place, PurePosixPath(path).parts[1:], tree, skip=skip, path=path)
 
 
 def shown_here(about: Mapping[str, Any], path: str) -> Path | None:
-    """The folder of this machine at which a container's file system is mounted, by what the engine says ``about`` it.
+    """The directory of this machine at which a container's file system is mounted, by what the engine says ``about``
+    it.
 
     None where there is none that this process may read, or where something else is mounted at, above or below ``path``.
     """
@@ -66,12 +69,12 @@ def shown_here(about: Mapping[str, Any], path: str) -> Path | None:
     return Path(merged)
 
 
-def read_folder(api: Any, container: str, path: str, tree: Tree, *, skip: Collection[str]) -> None:
-    """The same by way of the engine, which packs all that lies below the folder."""
+def read_dir(api: Any, container: str, path: str, tree: Tree, *, skip: Collection[str]) -> None:
+    """The same by way of the engine, which packs all that lies below the directory."""
     stream, stat = _get(api, container, path, path)
     try:
         if not stat["mode"] >> 31:
-            raise SandboxFileError(f"{path}: not a folder")
+            raise SandboxFileError(f"{path}: not a directory")
         reader = io.BufferedReader(_Chunks(stream, path, tree.limits.total_bytes + _MOST_SKIPPED))
         with tarfile.open(fileobj=reader, mode="r|") as tar:
             _gather(tar, tree, skip)

@@ -1,7 +1,7 @@
 """A container engine's images: fetched when missing, within limits, and removed again to keep within a disk budget.
 
 Only images that were pulled here are ever removed: they stand in a ledger, a file of this user's for each engine, with
-the id they were pulled as and when a box was last started from them. An image that the user has pulled, built or
+the id they were pulled as and when a sandbox was last started from them. An image that the user has pulled, built or
 renamed since is not ours, and neither is one that a container uses: the engine refuses to remove it.
 """
 
@@ -72,7 +72,7 @@ class ImageStore:
             await asyncio.shield(self._pulling[image])
 
     def used(self, image: str) -> None:
-        """Note that a box was started from ``image``. Blocking."""
+        """Note that a sandbox was started from ``image``. Blocking."""
         if self._ledger.exists():
             with self._entries() as entries:
                 if image in entries:

@@ -50,11 +50,11 @@ class EngineLease:
 
 def engine_leases(api: EngineClient, backend: str) -> list[Lease]:
     """The leases of every run that has containers or a heartbeat in the engine."""
-    boxes: dict[Owner, list[str]] = defaultdict(list)
+    sandboxes: dict[Owner, list[str]] = defaultdict(list)
     runs: set[Owner] = set()
     for container in api.containers(all=True, filters={"label": OWNER_LABEL}):
         if owner := _owner_of(container):
-            boxes[owner].append(container["Id"])
+            sandboxes[owner].append(container["Id"])
             if container["State"] == "running":
                 runs.add(owner)
     now = datetime.fromisoformat(_iso(api.info()["SystemTime"]))
@@ -64,17 +64,17 @@ def engine_leases(api: EngineClient, backend: str) -> list[Lease]:
             age = (now - datetime.fromisoformat(_iso(volume["CreatedAt"]))).total_seconds()
             silent[owner] = min(age, silent.get(owner, age))
     leases = []
-    for owner in {**boxes, **silent}:
+    for owner in {**sandboxes, **silent}:
         # The engine was started anew since then, most likely with the whole machine: none of these runs goes on.
-        stopped = not owner.same_boot and owner in boxes and owner not in runs
+        stopped = not owner.same_boot and owner in sandboxes and owner not in runs
         silence = float("inf") if stopped else silent.get(owner)
-        leases.append(Lease(backend, owner, tuple(boxes[owner]), silence, api.base_url))
+        leases.append(Lease(backend, owner, tuple(sandboxes[owner]), silence, api.base_url))
     return leases
 
 
 def remove_lease(api: EngineClient, lease: Lease) -> int:
     """Remove a lease's containers, then its heartbeat; return how many containers went."""
-    removed = sum(remove_container(api, box) for box in lease.boxes)
+    removed = sum(remove_container(api, sandbox) for sandbox in lease.sandboxes)
     for volume in _volumes(api):
         if _owner_of(volume) == lease.owner:
             _remove_volume(api, volume["Name"])

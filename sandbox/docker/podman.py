@@ -16,29 +16,32 @@ _AMPLE = 16384
 
 
 class PodmanBackend(DockerBackend):
-    """Boxes in podman. Raises ``SandboxUnavailableError`` where its service does not answer."""
+    """Sandboxes in podman. Raises ``SandboxUnavailableError`` where its service does not answer."""
 
     @property
     def name(self) -> str:
         return "podman"
 
     def _check_runtime(self, runtime: str) -> None:
-        # Podman takes no runtime with a container: it would start the box with its service's own, and not tell.
+        # Podman takes no runtime with a container: it would start the sandbox with its service's own, and not tell.
         own = PurePosixPath(self._api.about["DefaultRuntime"]).name
         if runtime != own:
             raise SandboxUnavailableError(
-                f"sandbox.runtime={runtime}: podman's service starts every box with {own}; right would be {own}, or a "
+                f"sandbox.runtime={runtime}: podman's service starts every sandbox with {own}; right would be "
+                f"{own}, or a "
                 f"service started with podman --runtime {runtime} (docs/sandboxes.md)"
             )
 
     def _prepare(self, container: str, spec: SandboxSpec) -> None:
         super()._prepare(container, spec)
-        # Podman makes the container's top folder read-only (mode 555, and a box's root has no capability to write there
-        # all the same), and gives a working folder that the image lacks to the container's user, who is not root.
+        # Podman makes the container's top directory read-only (mode 555, and a sandbox's root has no capability to
+        # write there all the same), and gives a working directory that the image lacks to the container's user, who
+        # is not root.
         lacks = [] if self._api.has_path(container, spec.workdir) else [spec.workdir]
-        self._api.unpack(container, archive({}, folders=[".", *lacks]))
+        self._api.unpack(container, archive({}, directories=[".", *lacks]))
 
     def _ulimits(self, processes: int) -> dict[str, int]:
-        # Unless told, podman as root asks for more of these two than a machine without CAP_SYS_RESOURCE gives. A box's
-        # processes are bounded by its control group; this is one limit for the keepers of all boxes together.
+        # Unless told, podman as root asks for more of these two than a machine without CAP_SYS_RESOURCE gives. A
+        # sandbox's processes are bounded by its control group; this is one limit for the keepers of all sandboxes
+        # together.
         return {"nofile": _AMPLE, "nproc": _AMPLE, **super()._ulimits(processes)}

@@ -1,1 +1,1 @@
-"""Boxes on several machines: a Ray actor on each, and one backend before them."""
+"""Sandboxes on several machines: a Ray actor on each, and one backend before them."""

@@ -1,8 +1,10 @@
-"""One backend before the boxes of several machines: it chooses a machine for each box, and goes on without lost ones.
+"""One backend before the sandboxes of several machines: it chooses a machine for each sandbox, and goes on without
+lost ones.
 
-A host that has the box's image comes first, and among those the one with the fewest boxes. A host holds at most so many
-boxes, and a start waits for a place. A task that holds a box already does not wait: an episode's boxes for grading are
-started while the agent's is still there, and episodes would else wait for each other for ever.
+A host that has the sandbox's image comes first, and among those the one with the fewest sandboxes. A host holds at
+most so many sandboxes, and a start waits for a place. A task that holds a sandbox already does not wait: an
+episode's sandboxes for grading are started while the agent's is still there, and episodes would else wait for each
+other for ever.
 """
 
 from __future__ import annotations
@@ -20,16 +22,17 @@ from sandbox.timeouts import uncharged
 from sandbox.types import Sandbox, SandboxBackend, SandboxSpec
 
 _Wanted = tuple[str, tuple[str, ...]]
-"""What a box needs of its host: the image, and the folders that it binds."""
+"""What a sandbox needs of its host: the image, and the directories that it binds."""
 
 
 @dataclass(eq=False)
 class Place:
-    """One host, the backend that starts boxes there, and how many it holds. ``fetching``: images on their way to it."""
+    """One host, the backend that starts sandboxes there, and how many it holds. ``fetching``: images on their way to
+    it."""
 
     host: RemoteHost
     backend: SandboxBackend
-    boxes: int = 0
+    sandboxes: int = 0
     looks: dict[_Wanted, Look] = field(default_factory=dict)
     fetching: set[str] = field(default_factory=set)
 
@@ -40,7 +43,7 @@ class Place:
 
 
 class ClusterBackend:
-    """The boxes of all ``places``, at most ``most`` on each. ``pull``: hosts may fetch images that they lack.
+    """The sandboxes of all ``places``, at most ``most`` on each. ``pull``: hosts may fetch images that they lack.
 
     ``tell`` is given one line for every host that is lost.
     """
@@ -50,7 +53,7 @@ class ClusterBackend:
     ) -> None:
         self.places = tuple(places)
         self._most, self._pull, self._tell = most, pull, tell
-        self._boxes: dict[str, tuple[Place, object]] = {}  # by id: where, and the task that asked for it
+        self._sandboxes: dict[str, tuple[Place, object]] = {}  # by id: where, and the task that asked for it
         self._pinned: dict[str, Place] = {}
         self._waiting: set[asyncio.Future[None]] = set()
         self._closed = False
@@ -62,9 +65,9 @@ class ClusterBackend:
         return self.places[0].host.name
 
     @property
-    def boxes(self) -> int:
-        """Boxes that were handed out and are not closed."""
-        return len(self._boxes)
+    def sandboxes(self) -> int:
+        """Sandboxes that were handed out and are not closed."""
+        return len(self._sandboxes)
 
     @property
     def lost(self) -> int:
@@ -72,16 +75,16 @@ class ClusterBackend:
         return sum(bool(place.host.lost) for place in self.places)
 
     async def start(self, spec: SandboxSpec) -> Sandbox:
-        """Start a box on one of the hosts; on another one where that is lost meanwhile.
+        """Start a sandbox on one of the hosts; on another one where that is lost meanwhile.
 
         Raises what a host's own backend raises; ``ImageMissingError`` also where no host has the image or two have
-        different ones; ``SandboxUnavailableError`` where some hosts lack a folder of ``ro_binds``, or all are lost.
+        different ones; ``SandboxUnavailableError`` where some hosts lack a directory of ``ro_binds``, or all are lost.
         """
         while True:
             place = await self._place_for(spec)
-            place.boxes += 1
+            place.sandboxes += 1
             try:
-                box = await self._start(place, spec)
+                sandbox = await self._start(place, spec)
             except SandboxHostLostError:
                 self._give_back(place)
                 if place in self._pinned.values():
@@ -90,11 +93,11 @@ class ClusterBackend:
                 self._give_back(place)
                 raise
             else:
-                self._boxes[box.id] = place, asyncio.current_task()
-                return box
+                self._sandboxes[sandbox.id] = place, asyncio.current_task()
+                return sandbox
 
     async def reap(self) -> int:
-        """Remove the boxes of dead runs on every host; return how many."""
+        """Remove the sandboxes of dead runs on every host; return how many."""
         return sum(await asyncio.gather(*(place.backend.reap() for place in self._living())))
 
     async def report(self, place: Place) -> HostReport:
@@ -109,25 +112,26 @@ class ClusterBackend:
         return {name: look.image_id for name, look in looks.items() if look is not None and look.image_id is not None}
 
     async def close(self) -> None:
-        """Close every box on every host, and the hosts."""
+        """Close every sandbox on every host, and the hosts."""
         self._closed = True
         self._wake()
         await shielded(self._close())
 
     @asynccontextmanager
     async def pipes(self, names: Sequence[str], spec: SandboxSpec) -> AsyncIterator[str]:
-        """A folder with named pipes on a host where boxes like ``spec`` may be; boxes that bind it go there."""
+        """A directory with named pipes on a host where sandboxes like ``spec`` may be; sandboxes that bind it go
+        there."""
         wanted = await self._look(spec)
         place = self._choose(spec, wanted, waits=False)
         assert place is not None, "no host is full for what does not wait"
-        folder: str = await place.host.ask("make_pipes", tuple(names))
-        self._pinned[folder] = place
+        directory: str = await place.host.ask("make_pipes", tuple(names))
+        self._pinned[directory] = place
         try:
-            yield folder
+            yield directory
         finally:
-            del self._pinned[folder]
+            del self._pinned[directory]
             with suppress(SandboxHostLostError):
-                await shielded(place.host.ask("remove_pipes", folder))
+                await shielded(place.host.ask("remove_pipes", directory))
 
     async def _start(self, place: Place, spec: SandboxSpec) -> Sandbox:
         image, wanted = spec.image, self._wanted(spec)
@@ -142,8 +146,8 @@ class ClusterBackend:
         return await place.backend.start(spec)
 
     async def _place_for(self, spec: SandboxSpec) -> Place:
-        """Wait until a host can take a box of ``spec``."""
-        waits = all(holder is not asyncio.current_task() for _, holder in self._boxes.values())
+        """Wait until a host can take a sandbox of ``spec``."""
+        waits = all(holder is not asyncio.current_task() for _, holder in self._sandboxes.values())
         while True:
             if self._closed:
                 raise SandboxStartError("the backend is closed")
@@ -154,27 +158,27 @@ class ClusterBackend:
                 await self._change()
 
     def _choose(self, spec: SandboxSpec, wanted: _Wanted, *, waits: bool) -> Place | None:
-        """The host for a box; None where all are full and it ``waits``. Raises where its pipes' host is lost."""
-        pinned = [self._pinned[folder] for folder in spec.ro_binds if folder in self._pinned]
+        """The host for a sandbox; None where all are full and it ``waits``. Raises where its pipes' host is lost."""
+        pinned = [self._pinned[directory] for directory in spec.ro_binds if directory in self._pinned]
         if pinned and pinned[0].host.lost:
             raise SandboxHostLostError(pinned[0].host.lost)
         living = self._living()
         having = [place for place in living if place.has(wanted)]
         for candidates in [pinned] if pinned else [having, living if self._pull else []]:
-            free = [place for place in candidates if not waits or place.boxes < self._most]
+            free = [place for place in candidates if not waits or place.sandboxes < self._most]
             if free:
-                return min(free, key=lambda place: place.boxes)
+                return min(free, key=lambda place: place.sandboxes)
         return None
 
     async def _look(self, spec: SandboxSpec) -> _Wanted:
-        """Have every host looked at for what the box needs, once; raises where that is not as it should be."""
+        """Have every host looked at for what the sandbox needs, once; raises where that is not as it should be."""
         wanted = self._wanted(spec)
         unknown = [place for place in self._living() if wanted not in place.looks]
         await asyncio.gather(*(self._look_at(place, wanted) for place in unknown))
         looks = {place: place.looks[wanted] for place in self._living() if wanted in place.looks}
         try:
             _check_image(wanted[0], looks, pull=self._pull)
-            _check_folders(looks)
+            _check_dirs(looks)
         except (ImageMissingError, SandboxUnavailableError):
             for place in looks:
                 del place.looks[wanted]  # so that it can be mended meanwhile
@@ -196,17 +200,17 @@ class ClusterBackend:
         return living
 
     def _lose(self, host: RemoteHost) -> None:
-        boxes = sum(place.host is host for place, _ in self._boxes.values())
-        self._tell(f"{host.lost}; what ran in its {boxes} boxes runs again on other hosts")
+        sandboxes = sum(place.host is host for place, _ in self._sandboxes.values())
+        self._tell(f"{host.lost}; what ran in its {sandboxes} sandboxes runs again on other hosts")
         self._wake()
 
-    def _forget(self, box: str) -> None:
-        place, _ = self._boxes.pop(box, (None, None))
+    def _forget(self, sandbox: str) -> None:
+        place, _ = self._sandboxes.pop(sandbox, (None, None))
         if place is not None:
             self._give_back(place)
 
     def _give_back(self, place: Place) -> None:
-        place.boxes -= 1
+        place.sandboxes -= 1
         self._wake()
 
     async def _change(self) -> None:
@@ -243,13 +247,14 @@ def _check_image(image: str, looks: dict[Place, Look], *, pull: bool) -> None:
         raise ImageMissingError(f"{why} (so on each of the sandbox hosts {names})")
 
 
-def _check_folders(looks: dict[Place, Look]) -> None:
-    """Raise ``SandboxUnavailableError`` where some hosts lack a folder that others have. Where all lack it, starting
-    the box says so."""
+def _check_dirs(looks: dict[Place, Look]) -> None:
+    """Raise ``SandboxUnavailableError`` where some hosts lack a directory that others have. Where all lack it, starting
+    the sandbox says so."""
     lacking = {place.host.host_name: look.lacking for place, look in looks.items() if look.lacking}
     if lacking and len(lacking) < len(looks):
-        name, folders = next(iter(lacking.items()))
+        name, directories = next(iter(lacking.items()))
         raise SandboxUnavailableError(
-            f"ro_binds: {folders[0]}: no such file or folder on the sandbox host {name}, and others have it: right "
+            f"ro_binds: {directories[0]}: no such file or directory on the sandbox host {name}, and others have it: "
+            "right "
             "would be the same path on every host, on a shared file system say"
         )

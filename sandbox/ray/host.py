@@ -27,8 +27,8 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What a machine has of what a box starts from. ``image_id`` is None where it lacks the image, and ``why`` then
-    says so in a line; ``lacking`` are the folders that it lacks."""
+    """What a machine has of what a sandbox starts from. ``image_id`` is None where it lacks the image, and ``why`` then
+    says so in a line; ``lacking`` are the directories that it lacks."""
 
     image_id: str | None
     why: str
@@ -37,20 +37,20 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class HostReport:
-    """What a machine says of its boxes: what holds their limits, its CPUs, bytes free on the disk they are on."""
+    """What a machine says of its sandboxes: what holds their limits, its CPUs, bytes free on the disk they are on."""
 
     limits: str
     cpus: int
     free_bytes: int | None
 
 
-class BoxHost:
-    """The boxes of one machine. Ray makes an actor of it; its process is the owner of the boxes' lease, so that they
-    are removed when it, its machine or the run that started it has died."""
+class SandboxHost:
+    """The sandboxes of one machine. Ray makes an actor of it; its process is the owner of the sandboxes' lease, so
+    that they are removed when it, its machine or the run that started it has died."""
 
     def __init__(self) -> None:
         self._local: SandboxBackend | None = None
-        self._boxes: dict[str, Sandbox] = {}
+        self._sandboxes: dict[str, Sandbox] = {}
         self._pipes: dict[str, ExitStack] = {}
 
     async def ask(self, method: str, *args: Any, **kwargs: Any) -> Answer:
@@ -66,11 +66,11 @@ class BoxHost:
         return self._local.name
 
     async def close(self) -> None:
-        """Close every box and remove what was made for them."""
-        for folder in list(self._pipes):
-            await self.remove_pipes(folder)
+        """Close every sandbox and remove what was made for them."""
+        for directory in list(self._pipes):
+            await self.remove_pipes(directory)
         await self._backend.close()
-        self._boxes.clear()
+        self._sandboxes.clear()
 
     async def reap(self) -> int:
         return await self._backend.reap()
@@ -80,9 +80,9 @@ class BoxHost:
         limits, disk = (getattr(self._backend, name, None) for name in ("limits", "disk"))
         return HostReport(limits or "limits of its own", os.cpu_count() or 1, _free_bytes(disk))
 
-    async def look(self, image: str, folders: Sequence[str]) -> Look:
-        """Whether ``image`` and ``folders`` are here. A backend that can't tell of images is taken to have all."""
-        lacking = await asyncio.to_thread(_lacking, folders)
+    async def look(self, image: str, directories: Sequence[str]) -> Look:
+        """Whether ``image`` and ``directories`` are here. A backend that can't tell of images is taken to have all."""
+        lacking = await asyncio.to_thread(_lacking, directories)
         if not isinstance(self._backend, ImageKeeper):
             return Look("", "", lacking)
         try:
@@ -96,54 +96,54 @@ class BoxHost:
             await self._backend.fetch(image)
 
     async def start(self, key: str, spec: SandboxSpec) -> str:
-        """Start a box that is called ``key`` from now on; its id."""
-        box = self._boxes[key] = await self._backend.start(spec)
-        return box.id
+        """Start a sandbox that is called ``key`` from now on; its id."""
+        sandbox = self._sandboxes[key] = await self._backend.start(spec)
+        return sandbox.id
 
     async def end(self, key: str) -> None:
-        """Close the box ``key``, if there is one."""
-        box = self._boxes.pop(key, None)
-        if box is not None:
-            await box.close()
+        """Close the sandbox ``key``, if there is one."""
+        sandbox = self._sandboxes.pop(key, None)
+        if sandbox is not None:
+            await sandbox.close()
 
     async def exec(self, key: str, command: str | Sequence[str], **options: Any) -> ExecResult:
-        return await self._box(key).exec(command, **options)
+        return await self._sandbox(key).exec(command, **options)
 
     async def read_file(self, key: str, path: str, max_bytes: int) -> bytes:
-        return await self._box(key).read_file(path, max_bytes=max_bytes)
+        return await self._sandbox(key).read_file(path, max_bytes=max_bytes)
 
     async def read_tree(self, key: str, path: str, **options: Any) -> Mapping[str, TreeFile]:
-        return await self._box(key).read_tree(path, **options)
+        return await self._sandbox(key).read_tree(path, **options)
 
     async def write_files(self, key: str, files: Mapping[str, bytes]) -> None:
-        await self._box(key).write_files(files)
+        await self._sandbox(key).write_files(files)
 
     async def make_pipes(self, names: Sequence[str]) -> str:
-        """A folder with named pipes; its path."""
+        """A directory with named pipes; its path."""
         stack = ExitStack()
-        folder = stack.enter_context(local_pipes(names))
-        self._pipes[folder] = stack
-        return folder
+        directory = stack.enter_context(local_pipes(names))
+        self._pipes[directory] = stack
+        return directory
 
-    async def remove_pipes(self, folder: str) -> None:
-        self._pipes.pop(folder).close()
+    async def remove_pipes(self, directory: str) -> None:
+        self._pipes.pop(directory).close()
 
     @property
     def _backend(self) -> SandboxBackend:
         assert self._local is not None, "open() comes first"
         return self._local
 
-    def _box(self, key: str) -> Sandbox:
-        box = self._boxes.get(key)
-        if box is None:
-            raise SandboxLostError(f"box {key} is closed")
-        return box
+    def _sandbox(self, key: str) -> Sandbox:
+        sandbox = self._sandboxes.get(key)
+        if sandbox is None:
+            raise SandboxLostError(f"sandbox {key} is closed")
+        return sandbox
 
 
-def _lacking(folders: Sequence[str]) -> tuple[str, ...]:
-    return tuple(folder for folder in folders if not Path(folder).exists())
+def _lacking(directories: Sequence[str]) -> tuple[str, ...]:
+    return tuple(directory for directory in directories if not Path(directory).exists())
 
 
-def _free_bytes(folder: Path | None) -> int | None:
-    """What is free on the folder's disk; None where it is on another machine, as some engines' is."""
-    return shutil.disk_usage(folder).free if folder is not None and folder.is_dir() else None
+def _free_bytes(directory: Path | None) -> int | None:
+    """What is free on the directory's disk; None where it is on another machine, as some engines' is."""
+    return shutil.disk_usage(directory).free if directory is not None and directory.is_dir() else None

@@ -1,4 +1,4 @@
-"""Opens the boxes of all machines of the Ray cluster that this process is connected to."""
+"""Opens the sandboxes of all machines of the Ray cluster that this process is connected to."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 from sandbox.errors import SandboxError, SandboxUnavailableError
 from sandbox.ray.backend import ClusterBackend, Place
-from sandbox.ray.host import Answer, BoxHost
+from sandbox.ray.host import Answer, SandboxHost
 from sandbox.ray.remote import RemoteHost
 from sandbox.shielded import shielded
 from sandbox.types import ImagePolicy, SandboxBackend
 
-RESOURCE = "boxes"
+RESOURCE = "sandboxes"
 """Nodes that declare this Ray resource are the sandbox hosts; where none does, all nodes are."""
 OPEN_SECONDS = 300.0
 _CALLS = 10_000
@@ -27,13 +27,13 @@ async def open_cluster(
     run_id: str,
     images: ImagePolicy | None = None,
     runtime: str | None = None,
-    boxes_per_host: int = 64,
+    sandboxes_per_node: int = 64,
     pool: Callable[[SandboxBackend], SandboxBackend] = lambda host: host,
     tell: Callable[[str], None] = lambda line: None,
 ) -> ClusterBackend:
     """The backend ``backend`` on every host, as one; the arguments are :func:`sandbox.factory.open_backend`'s.
 
-    ``pool`` wraps each host's boxes, in the limits that hold on one machine. Raises ``SandboxUnavailableError``, in
+    ``pool`` wraps each host's sandboxes, in the limits that hold on one machine. Raises ``SandboxUnavailableError``, in
     one line that names the host, where a host lacks the backend, or two chose different ones.
     """
     policy = images or ImagePolicy()
@@ -50,11 +50,13 @@ async def open_cluster(
     for name in actors.keys() - kinds.keys():
         tell(f"the sandbox host {name} is lost: its node died as it was opened")
     hosts = [RemoteHost(name, kind, actors[name]) for name, kind in kinds.items()]
-    return ClusterBackend([Place(host, pool(host)) for host in hosts], most=boxes_per_host, pull=policy.pull, tell=tell)
+    return ClusterBackend(
+        [Place(host, pool(host)) for host in hosts], most=sandboxes_per_node, pull=policy.pull, tell=tell
+    )
 
 
 def host_nodes(nodes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """The nodes that boxes are on, of those that ``ray.nodes()`` gives: name -> node id, sorted."""
+    """The nodes that sandboxes are on, of those that ``ray.nodes()`` gives: name -> node id, sorted."""
     declared = [node for node in nodes if node["Alive"] and node["Resources"].get(RESOURCE)]
     return {name: node["NodeID"] for name, node in named_nodes(declared or nodes).items()}
 
@@ -85,7 +87,7 @@ def _start_actors(nodes: Mapping[str, str]) -> dict[str, Any]:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": _CALLS}  # Ray's types lack the last
-    actor_class: Any = ray.remote(**options)(BoxHost)
+    actor_class: Any = ray.remote(**options)(SandboxHost)
     return {
         name: actor_class.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote()
         for name, node in nodes.items()
@@ -120,7 +122,7 @@ def _of_host(error: SandboxError, name: str) -> SandboxError:
 def check_alike(kinds: Mapping[str, str]) -> None:
     """Raise ``SandboxUnavailableError`` where hosts chose different backends (host -> backend), or there are none."""
     if not kinds:
-        raise SandboxUnavailableError("sandbox.hosts: ray: no node of the Ray cluster is alive")
+        raise SandboxUnavailableError("sandbox.placement: ray: no node of the Ray cluster is alive")
     if len(set(kinds.values())) > 1:
         found = ", ".join(f"{name}: {kind}" for name, kind in kinds.items())
         raise SandboxUnavailableError(

@@ -1,4 +1,4 @@
-"""The boxes of one other machine as a backend, and how a :class:`BoxHost` is called through Ray."""
+"""The sandboxes of one other machine as a backend, and how a :class:`SandboxHost` is called through Ray."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from sandbox.types import ExecResult, SandboxSpec, TreeFile, TreeLimits
 
 
 class RemoteHost:
-    """One machine's boxes, called ``name`` in messages. ``actor`` is the handle of its :class:`BoxHost`.
+    """One machine's sandboxes, called ``name`` in messages. ``actor`` is the handle of its :class:`SandboxHost`.
 
-    ``on_lost`` is called once, when the machine or its actor turns out to be gone; ``on_end`` with the id of each box
-    that is closed.
+    ``on_lost`` is called once, when the machine or its actor turns out to be gone; ``on_end`` with the id of each
+    sandbox that is closed.
     """
 
     def __init__(self, name: str, kind: str, actor: Any) -> None:
         self.host_name, self._kind, self._actor = name, kind, actor
         self.on_lost: Callable[[RemoteHost], None] = lambda host: None
-        self.on_end: Callable[[str], None] = lambda box: None
+        self.on_end: Callable[[str], None] = lambda sandbox: None
         self.lost = ""
         """Why nothing of this machine answers any more, in a line; empty as long as it does."""
         self._closed = False
@@ -32,8 +32,8 @@ class RemoteHost:
     def name(self) -> str:
         return self._kind
 
-    async def start(self, spec: SandboxSpec) -> RemoteBox:
-        """Start a box there; see :class:`sandbox.types.SandboxBackend`."""
+    async def start(self, spec: SandboxSpec) -> RemoteSandbox:
+        """Start a sandbox there; see :class:`sandbox.types.SandboxBackend`."""
         key = uuid.uuid4().hex
         try:
             id = await self.ask("start", key, spec)
@@ -44,10 +44,10 @@ class RemoteHost:
         except asyncio.CancelledError:
             await shielded(self.end(key))  # it may have been started before it was told
             raise
-        return RemoteBox(id, key, spec, self)
+        return RemoteSandbox(id, key, spec, self)
 
     async def end(self, key: str) -> None:
-        """Close a box. Those of a machine that is gone are left to the lease."""
+        """Close a sandbox. Those of a machine that is gone are left to the lease."""
         if not self._closed and not self.lost:
             try:
                 await self.ask("end", key)
@@ -55,11 +55,11 @@ class RemoteHost:
                 return
 
     async def reap(self) -> int:
-        """Remove the boxes of dead runs there; return how many."""
+        """Remove the sandboxes of dead runs there; return how many."""
         return int(await self.ask("reap"))
 
     async def close(self) -> None:
-        """Close every box there, and end the actor."""
+        """Close every sandbox there, and end the actor."""
         if self._closed:
             return
         try:
@@ -75,8 +75,8 @@ class RemoteHost:
         ray.kill(self._actor)
 
     async def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the :class:`BoxHost`. Raises what it raises, and ``SandboxHostLostError``; a cancelled call
-        is cancelled there too, and has ended there before this returns."""
+        """Call a method of the :class:`SandboxHost`. Raises what it raises, and ``SandboxHostLostError``; a
+        cancelled call is cancelled there too, and has ended there before this returns."""
         if self._closed:
             raise SandboxLostError(f"the sandbox host {self.host_name} is closed")
         if self.lost:
@@ -116,8 +116,8 @@ class RemoteHost:
             await self.ask("close")
 
 
-class RemoteBox:
-    """One box of another machine, which knows it as ``key``."""
+class RemoteSandbox:
+    """One sandbox of another machine, which knows it as ``key``."""
 
     def __init__(self, id: str, key: str, spec: SandboxSpec, host: RemoteHost) -> None:
         self._id, self._key, self._spec, self._host = id, key, spec, host
@@ -157,7 +157,7 @@ class RemoteBox:
         limits: TreeLimits | None = None,
         known: Mapping[str, str] | None = None,
     ) -> Mapping[str, TreeFile]:
-        """The files and links below the folder."""
+        """The files and links below the directory."""
         files: Mapping[str, TreeFile] = await self._ask("read_tree", path, skip=skip, limits=limits, known=known)
         return files
 
@@ -166,7 +166,7 @@ class RemoteBox:
         await self._ask("write_files", dict(files))
 
     async def close(self) -> None:
-        """Remove the box."""
+        """Remove the sandbox."""
         if self._closing is None:
             self._closing = asyncio.ensure_future(self._end())
         await shielded(self._closing)
@@ -179,7 +179,7 @@ class RemoteBox:
 
     async def _ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
         if self._closing is not None:
-            raise SandboxLostError(f"box {self._id} is closed")
+            raise SandboxLostError(f"sandbox {self._id} is closed")
         return await self._host.ask(method, self._key, *args, **kwargs)
 
 

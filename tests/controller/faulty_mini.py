@@ -1,4 +1,4 @@
-"""Generated tasks in boxes of which one in twenty breaks: an environment for tests (``faulty_mini:FaultyMini``)."""
+"""Generated tasks in sandboxes of which one in twenty breaks: an environment for tests (``faulty_mini:FaultyMini``)."""
 
 from __future__ import annotations
 
@@ -15,48 +15,48 @@ from sandbox import ExecResult, Sandbox, SandboxBackend, SandboxLostError, Sandb
 T = TypeVar("T")
 ONE_IN = 20
 SURE_OPERATIONS = 2
-"""As many commands and transfers as any box of an episode sees."""
+"""As many commands and transfers as any sandbox of an episode sees."""
 
 
-class BreakingBox:
-    """A real box that is lost when it is asked for the ``life``-th thing."""
+class BreakingSandbox:
+    """A real sandbox that is lost when it is asked for the ``life``-th thing."""
 
-    def __init__(self, box: Sandbox, life: int) -> None:
-        self._box, self._life = box, life
+    def __init__(self, sandbox: Sandbox, life: int) -> None:
+        self._sandbox, self._life = sandbox, life
 
     @property
     def id(self) -> str:
-        return self._box.id
+        return self._sandbox.id
 
     @property
     def spec(self) -> SandboxSpec:
-        return self._box.spec
+        return self._sandbox.spec
 
     async def exec(self, command: str | Sequence[str], **options: Any) -> ExecResult:
-        return await self._unless_lost(lambda: self._box.exec(command, **options))
+        return await self._unless_lost(lambda: self._sandbox.exec(command, **options))
 
     async def read_file(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
-        return await self._unless_lost(lambda: self._box.read_file(path, max_bytes=max_bytes))
+        return await self._unless_lost(lambda: self._sandbox.read_file(path, max_bytes=max_bytes))
 
     async def read_tree(self, path: str, **options: Any) -> Mapping[str, TreeFile]:
-        return await self._unless_lost(lambda: self._box.read_tree(path, **options))
+        return await self._unless_lost(lambda: self._sandbox.read_tree(path, **options))
 
     async def write_files(self, files: Mapping[str, bytes]) -> None:
-        await self._unless_lost(lambda: self._box.write_files(files))
+        await self._unless_lost(lambda: self._sandbox.write_files(files))
 
     async def _unless_lost(self, work: Callable[[], Awaitable[T]]) -> T:
         self._life -= 1
         if self._life <= 0:
-            raise SandboxLostError("the box is gone (injected)")
+            raise SandboxLostError("the sandbox is gone (injected)")
         return await work()
 
     async def close(self) -> None:
-        await self._box.close()
+        await self._sandbox.close()
 
 
 class BreakingBackend:
-    """Hands on a backend's boxes; the 5th, the 25th and so on break, at their start or at what is asked of them first
-    or second."""
+    """Hands on a backend's sandboxes; the 5th, the 25th and so on break, at their start or at what is asked of them
+    first or second."""
 
     def __init__(self, backend: SandboxBackend) -> None:
         self._backend = backend
@@ -70,9 +70,9 @@ class BreakingBackend:
         doomed = next(self._numbers) % ONE_IN == 0
         life = self._random.randint(0, SURE_OPERATIONS)
         if doomed and life == 0:
-            raise SandboxLostError("the box did not come up (injected)")
-        box = await self._backend.start(spec)
-        return BreakingBox(box, life) if doomed else box
+            raise SandboxLostError("the sandbox did not come up (injected)")
+        sandbox = await self._backend.start(spec)
+        return BreakingSandbox(sandbox, life) if doomed else sandbox
 
     async def reap(self) -> int:
         return await self._backend.reap()
@@ -82,13 +82,13 @@ class BreakingBackend:
 
 
 class FaultyMini(MiniEnvironment):
-    """``mini`` in such boxes."""
+    """``mini`` in such sandboxes."""
 
     def __init__(self, context: EnvContext, **options: Any) -> None:
         super().__init__(replace(context, backend=BreakingBackend(context.backend)), **options)
         self._sound = MiniEnvironment(context, **options)
 
     async def prepare(self, *splits: str) -> None:
-        """Make what is not cached in boxes that don't break: only episodes are to meet those."""
+        """Make what is not cached in sandboxes that don't break: only episodes are to meet those."""
         await self._sound.prepare(*splits)
         await super().prepare(*splits)

@@ -12,7 +12,7 @@ from agent_rl.controller.placement import local_cpus
 
 def told(engine: dict[str, int], ranks: int, nodes: list[int], free: int | None = None) -> str | None:
     asks = [
-        engine_ask(EngineConfig.model_validate({"hosts": "ray", "device": "cuda", **engine}), "cuda"),
+        engine_ask(EngineConfig.model_validate({"placement": "ray", "device": "cuda", **engine}), "cuda"),
         rank_ask(TrainConfig(parallel=ParallelConfig(world_size=ranks)), "cuda"),
     ]
     have = {f"node-{at}": {"GPU": gpus, "CPU": 64.0} for at, gpus in enumerate(nodes)}
@@ -30,7 +30,7 @@ def told(engine: dict[str, int], ranks: int, nodes: list[int], free: int | None 
         ({"count": 1, "gpus": 16, "nodes": 2}, 8, [8, 8, 8], True),
         ({"count": 1, "gpus": 16, "nodes": 2}, 8, [16, 16], True),
         ({"count": 1, "gpus": 16, "nodes": 2}, 8, [24], False),  # two machines are asked for
-        ({"count": 4, "gpus": 8, "least": 1}, 8, [8, 8], True),
+        ({"count": 4, "gpus": 8, "min_count": 1}, 8, [8, 8], True),
     ],
 )
 def test_engines_take_whole_machines_and_ranks_what_is_left(
@@ -53,9 +53,9 @@ def test_too_few_gpus_are_one_line() -> None:
 @pytest.mark.parametrize(
     ("engine", "problem"),
     [
-        ({"nodes": 2, "gpus": 2}, "for servers on a Ray cluster: set engine.hosts to ray"),
-        ({"nodes": 2, "gpus": 3, "hosts": "ray"}, "engine.gpus is 3 and engine.nodes 2: take a multiple"),
-        ({"least": 3, "count": 2, "hosts": "ray"}, "engine.least is 3 and engine.count 2"),
+        ({"nodes": 2, "gpus": 2}, "for servers on a Ray cluster: set engine.placement to ray"),
+        ({"nodes": 2, "gpus": 3, "placement": "ray"}, "engine.gpus is 3 and engine.nodes 2: take a multiple"),
+        ({"min_count": 3, "count": 2, "placement": "ray"}, "engine.min_count is 3 and engine.count 2"),
     ],
 )
 def test_engines_that_cannot_be_placed_are_refused(engine: dict[str, object], problem: str) -> None:
@@ -67,9 +67,9 @@ def test_engines_that_cannot_be_placed_are_refused(engine: dict[str, object], pr
     ("engine", "cpus"),
     [
         ({}, 2),
-        ({"hosts": "ray", "count": 3}, 5),
-        ({"hosts": "ray", "count": 3, "threads": 4, "least": 1}, 14),
-        ({"hosts": "ray", "count": 3, "urls": ["http://there:1"]}, 2),
+        ({"placement": "ray", "count": 3}, 5),
+        ({"placement": "ray", "count": 3, "threads": 4, "min_count": 1}, 14),
+        ({"placement": "ray", "count": 3, "urls": ["http://there:1"]}, 2),
     ],
 )
 def test_a_local_ray_has_the_cpus_of_all_ranks_and_engines(engine: dict[str, object], cpus: int) -> None:

@@ -76,6 +76,6 @@ def test_a_mistake_is_a_line(tmp_path: Path, options: list[str], told: str) -> N
     assert "\n" not in str(caught.value)
 
 
-def test_a_folder_without_trajectories_is_told(tmp_path: Path) -> None:
-    with pytest.raises(AgentRlError, match="no trajectories there; name a run's folder"):
+def test_a_directory_without_trajectories_is_told(tmp_path: Path) -> None:
+    with pytest.raises(AgentRlError, match="no trajectories there; name a run's directory"):
         asked(tmp_path, tmp_path)

@@ -16,8 +16,8 @@ from support.trajectories import trajectory
 
 from agent_rl.config import RunConfig
 from agent_rl.controller.advantages import samples_of
-from agent_rl.controller.async_rollout.buffer import BufferRules, WorkBuffer
-from agent_rl.controller.async_rollout.producer import RolloutPump
+from agent_rl.controller.async_rollout.buffer import BufferRules, RolloutBuffer
+from agent_rl.controller.async_rollout.producer import RolloutProducer
 from agent_rl.controller.async_rollout.task_ledger import Ledger
 from agent_rl.controller.batch import Batch, batch_metrics, batch_of, check_filled, goodput, rescore_values
 from agent_rl.controller.journal import Journal
@@ -88,15 +88,15 @@ async def collect(chosen: RunConfig, ends: Ends, position: int = 0, **parts: Any
     """What the pump and the buffer of a run give its next step, from ``position`` of the data on."""
     rollout = chosen.rollout
     most = rollout.dynamic_sampling.max_draws * rollout.tasks_per_step
-    buffer = WorkBuffer(
+    buffer = RolloutBuffer(
         BufferRules(rollout.tasks_per_step, 0, 0, most, steps=1, dynamic=rollout.dynamic_sampling.enabled),
         Ledger(position),
     )
-    with tempfile.TemporaryDirectory() as folder:
-        journal = Journal(Path(folder), "run")
+    with tempfile.TemporaryDirectory() as directory:
+        journal = Journal(Path(directory), "run")
         journal.recover(0, {0: "start"}, lambda position: True)
         await journal.begin(1, "start")
-        pump = RolloutPump(chosen, TASKS, buffer, journal, ends, **{"limiter": Limiter(64), **parts})
+        pump = RolloutProducer(chosen, TASKS, buffer, journal, ends, **{"limiter": Limiter(64), **parts})
         async with pump.running():
             outcomes = await buffer.take()
         journal.close()

@@ -1,4 +1,4 @@
-"""When checkpoints are due, which are kept, and what a failed write does. The trainer here writes real folders, of
+"""When checkpoints are due, which are kept, and what a failed write does. The trainer here writes real directories, of
 nothing; the real one is in tests/train and in tests/integration."""
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from agent_rl.controller.checkpoints import Checkpoints, Progress
 from agent_rl.controller.journal import Journal
 from agent_rl.controller.state import RunState
 from agent_rl.errors import TrainerError
-from agent_rl.train.checkpoint import folder as checkpoint
-from agent_rl.train.checkpoint.folder import Manifest
+from agent_rl.train.checkpoint import directory as checkpoint
+from agent_rl.train.checkpoint.directory import Manifest
 
 
 class Writer:
@@ -28,19 +28,19 @@ class Writer:
         self.may_end.set()
         self.failure: Exception | None = None
 
-    async def begin_save(self, folder: Path, run: Mapping[str, object]) -> asyncio.Task[None]:
-        return asyncio.create_task(self._write(folder, run))
+    async def begin_save(self, directory: Path, run: Mapping[str, object]) -> asyncio.Task[None]:
+        return asyncio.create_task(self._write(directory, run))
 
-    async def _write(self, folder: Path, run: Mapping[str, object]) -> None:
-        checkpoint.begin(folder)
+    async def _write(self, directory: Path, run: Mapping[str, object]) -> None:
+        checkpoint.begin(directory)
         await self.may_end.wait()
         if self.failure:
             raise self.failure
         layout = ParallelConfig().model_dump()
-        checkpoint.commit(folder, Manifest(checkpoint.FORMAT, 0, {}, layout, "float32", (), run))
+        checkpoint.commit(directory, Manifest(checkpoint.FORMAT, 0, {}, layout, "float32", (), run))
 
-    async def load(self, folder: Path) -> Manifest:
-        return checkpoint.read_manifest(folder)
+    async def load(self, directory: Path) -> Manifest:
+        return checkpoint.read_manifest(directory)
 
 
 def opened(runs: Path, writer: Writer, **train: object) -> tuple[Checkpoints, RunState]:
@@ -49,15 +49,15 @@ def opened(runs: Path, writer: Writer, **train: object) -> tuple[Checkpoints, Ru
     return Checkpoints(config.train, state, writer, Journal(state.dir / "journal", state.run_id)), state  # type: ignore[arg-type]
 
 
-async def write_journals(folder: Path, run_id: str, *steps: int) -> None:
-    journal = Journal(folder, run_id)
+async def write_journals(directory: Path, run_id: str, *steps: int) -> None:
+    journal = Journal(directory, run_id)
     journal.recover(0, {}, lambda position: True)
     for step in steps:
         await journal.begin(step, "w")
     journal.close()
 
 
-def folders(state: RunState) -> list[int]:
+def directories(state: RunState) -> list[int]:
     return sorted(int(name.removeprefix("step-")) for name in os.listdir(state.checkpoints))
 
 
@@ -67,7 +67,7 @@ async def test_the_newest_are_kept_and_every_so_many_for_good(tmp_path: Path) ->
     for step in (2, 4, 6, 8, 9):
         await checkpoints.save(Progress(state.run_id, step, step * 3, f"w{step}"))
     await checkpoints.finish()
-    assert folders(state) == [4, 8, 9]
+    assert directories(state) == [4, 8, 9]
     resumed, manifest = await opened(tmp_path, Writer())[0].resume()
     assert resumed == Progress(state.run_id, 9, 27, "w9")
     assert manifest is not None
@@ -93,7 +93,7 @@ async def test_training_goes_on_while_one_is_written_and_the_one_before_counts_t
     writer.may_end.set()
     await third
     await checkpoints.finish()
-    assert folders(state) == [3]
+    assert directories(state) == [3]
     assert os.listdir(journal) == []
 
 
@@ -112,7 +112,7 @@ async def test_a_write_that_fails_is_told_and_the_one_before_is_kept(tmp_path: P
     await checkpoints.close()
     again, _ = opened(tmp_path, Writer())
     assert (await again.resume())[0].step == 1
-    assert folders(state) == [1], "what the failed one left is gone"
+    assert directories(state) == [1], "what the failed one left is gone"
 
 
 async def test_closing_gives_up_what_is_under_way(tmp_path: Path) -> None:
@@ -155,9 +155,9 @@ async def test_the_last_from_before_something_went_wrong_stays(tmp_path: Path) -
     for step, good in ((5, None), (10, None), (15, 12), (20, 12), (25, 12)):
         await checkpoints.save(Progress(state.run_id, step), good=good)
     await checkpoints.finish()
-    assert folders(state) == [10, 20, 25]
+    assert directories(state) == [10, 20, 25]
     assert checkpoints.newest(19) == state.checkpoint(10)
     assert checkpoints.newest(9) is None
     await checkpoints.save(Progress(state.run_id, 30))
     await checkpoints.finish()
-    assert folders(state) == [25, 30]
+    assert directories(state) == [25, 30]

@@ -13,7 +13,7 @@ import pytest
 from support.pipeline_run import Deaths, Life, run_config
 
 from agent_rl.controller import train
-from agent_rl.controller.placement import Rooms
+from agent_rl.controller.placement import Reservations
 from agent_rl.controller.state import RunState
 from agent_rl.controller.train import TrainingRun, run_to_the_end
 from agent_rl.controller.trainer_restarts import Restarts
@@ -48,12 +48,12 @@ class Watched(EngineSleep):
 
 def watch(life: Life, sleep: Watched) -> None:
     """Let ``life`` write what it does to the events of ``sleep``. No episode goes on while the engines sleep."""
-    events, step, publish, run = sleep.events, life.trainer.step, life.publish, life.world.run
-    life.world.engine.sleep = sleep
+    events, step, publish, run = sleep.events, life.trainer.step, life.publish, life.runtime.run
+    life.runtime.engine.sleep = sleep
 
     async def stepping(samples: Sequence[Sample], **how: Any) -> Mapping[str, float]:
         events.append("train")
-        assert not life.world.running, "an episode goes on"
+        assert not life.runtime.running, "an episode goes on"
         return await step(samples, **how)
 
     async def publishing(number: int) -> dict[str, float]:
@@ -64,7 +64,7 @@ def watch(life: Life, sleep: Watched) -> None:
         assert sleep.is_over, "an episode of engines that sleep"
         return await run(task, *log)
 
-    life.trainer.step, life.publish, life.world.run = stepping, publishing, running  # type: ignore[method-assign]
+    life.trainer.step, life.publish, life.runtime.run = stepping, publishing, running  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("evaluate_every", [0, 2])
@@ -96,13 +96,13 @@ async def test_where_the_trainer_dies_the_first_publish_wakes_the_engines(
         nth = 2 if point == "trained" else 3
         lives.append(Life(config, [], Deaths() if lives else Deaths(point, nth, die)))
         life, first = lives[-1], lives[0]
-        sleep = sleep_of(life) if life is first else first.world.engine.sleep
+        sleep = sleep_of(life) if life is first else first.runtime.engine.sleep
         watch(life, sleep)
         life.trainer.restart = _nothing  # type: ignore[attr-defined]
         return life.run
 
     await run_to_the_end(begin, Restarts(3))
-    assert lives[0].world.engine.sleep.events == [*events, *STEP * 2]
+    assert lives[0].runtime.engine.sleep.events == [*events, *STEP * 2]
 
 
 async def _nothing() -> None:
@@ -110,7 +110,7 @@ async def _nothing() -> None:
 
 
 def sleep_of(life: Life) -> Watched:
-    engine = life.world.engine
+    engine = life.runtime.engine
     sleep = Watched(engine.fleet, engine.gate, {}, life.run.config.engine, None)  # type: ignore[arg-type]
     sleep.events = []
     return sleep
@@ -125,21 +125,21 @@ async def test_the_engines_sleep_before_the_trainer_starts(
     config = config.model_copy(update={"engine": config.engine.model_copy(update={"colocate": colocate})})
     life = Life(config, [])
     sleep = sleep_of(life)
-    life.world.engine.sleep = sleep
+    life.runtime.engine.sleep = sleep
 
     @asynccontextmanager
     async def opened(*_: Any, **__: Any) -> AsyncIterator[Any]:
         await asyncio.sleep(0)
         sleep.events.append("engines")
-        yield life.world
+        yield life.runtime
 
     async def starting() -> None:
         sleep.events.append("trainer")
 
     trainer = SimpleNamespace(start=starting, close=_nothing)
-    monkeypatch.setattr(train, "open_world", opened)
+    monkeypatch.setattr(train, "open_rollout_runtime", opened)
     monkeypatch.setattr(train, "RayTrainer", lambda *_, **__: trainer)
     monkeypatch.setattr(train, "cancel_on_signals", lambda: None)
     display = Display("run", life.notes)
-    async with train._parts(config, life.world.engine.facts, RunState(config), display, Rooms()):
+    async with train._parts(config, life.runtime.engine.facts, RunState(config), display, Reservations()):
         assert sleep.events == (["engines", "sleep", "trainer"] if colocate else ["trainer", "engines"])

@@ -75,8 +75,10 @@ def test_each_pass_is_compared_with_what_it_should_be() -> None:
     assert replay.logprobs.metrics["logprob_abs_diff"].value == pytest.approx(0.1, rel=1e-5)
     assert native.logprobs.metrics["logprob_abs_diff"].value == pytest.approx(0.3, rel=1e-5)
     assert floor.logprobs.metrics["logprob_abs_diff"].value == 0
-    assert found.native_over_replay["logprob_abs_diff"].value == pytest.approx(3, rel=1e-5)
-    assert found.native_over_replay["logprob_abs_diff"].low == pytest.approx(3, rel=1e-5), "paired: no spread at all"
+    assert found.without_over_with_replay["logprob_abs_diff"].value == pytest.approx(3, rel=1e-5)
+    assert found.without_over_with_replay["logprob_abs_diff"].low == pytest.approx(3, rel=1e-5), (
+        "paired: no spread at all"
+    )
     assert replay.routes is not None
     assert native.routes is not None
     assert floor.routes is not None
@@ -143,7 +145,7 @@ async def test_on_the_real_engine_and_trainer(tmp_path: Path, monkeypatch: pytes
     config = ROOT / "configs" / "quickstart.yaml"
     await run_compare(config, overrides, tasks=2, split="train", out=out, trajectories=None, rescore=True)
     found = json.loads((out / "compare.json").read_text())
-    native, replay = (found[name]["total"] for name in ("native", "replay"))
+    native, replay = (found[name]["total"] for name in ("without_replay", "replay"))
     assert found["trajectories"] == 4
     assert native["logprobs"]["tokens"] == found["sampled_tokens"] > 40
     assert native["routes"]["tokens"] == found["tokens"] - 4, "every row but each trajectory's last"

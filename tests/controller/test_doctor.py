@@ -1,4 +1,4 @@
-"""The doctor on tasks that are healthy and on tasks that are sick in a known way, in real boxes."""
+"""The doctor on tasks that are healthy and on tasks that are sick in a known way, in real sandboxes."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_machine_that_grades_nothing_quarantines_nothing() -> None:
     assert (found.reasons, len(found.undecided)) == ((), 2)
 
 
-def sick_and_healthy(folder: Path) -> Path:
+def sick_and_healthy(directory: Path) -> Path:
     """Five tasks: a healthy one, one whose gold patch mends nothing, one that is mended already, one whose tests print
     no summary, and one whose true fix can't be read."""
     healthy, other, solved, silent, torn = (to_record(task) for task in generate("heldout", 5, 0))
@@ -81,8 +81,8 @@ def sick_and_healthy(folder: Path) -> Path:
     done = solved.model_copy(update={"files": fixed, "gold_patch": diff_files(fixed, again), "verified": True})
     mute = silent.model_copy(update={"calls": {}, "test_command": "echo nothing"})
     unread = torn.model_copy(update={"parsed_commit_content": "{", "gold_patch": ""})
-    write_jsonl(folder / "heldout.jsonl", [healthy, wrong, done, mute, unread])
-    return folder
+    write_jsonl(directory / "heldout.jsonl", [healthy, wrong, done, mute, unread])
+    return directory
 
 
 def fixed_files(record: SweRecord) -> dict[str, str]:
@@ -95,9 +95,9 @@ def test_what_was_found_is_shown_as_it_is() -> None:
     found = diagnose("t[x]", {}, {"t[x]": runs(True)}, [Finding("leak", False, "a.py[red] and [/b]\x1b[2J")])
     shown = Console(width=200, record=True, file=io.StringIO())
     shown.print(_tasks_table({found.task_id: found.reasons}, []))
-    shown.print(checks_table([Check("sandbox", False, "box [x]: [/red]\x1b[2J")]))
+    shown.print(checks_table([Check("sandbox", False, "sandbox [x]: [/red]\x1b[2J")]))
     text = shown.export_text()
-    for whole in ("t[x]", "a.py[red] and [/b]\ufffd[2J", "box [x]: [/red]\ufffd[2J"):
+    for whole in ("t[x]", "a.py[red] and [/b]\ufffd[2J", "sandbox [x]: [/red]\ufffd[2J"):
         assert whole in text
 
 

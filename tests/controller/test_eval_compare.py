@@ -98,20 +98,22 @@ def test_a_comparison_by_hand() -> None:
     assert found.tasks_needed == tasks_needed((0.25 + 0 + 0.25 + 0.25) / 4, 0.03)
 
 
-def results(folder: Path, outcomes: dict[str, list[bool | None]], **settings: Any) -> Path:
+def results(directory: Path, outcomes: dict[str, list[bool | None]], **settings: Any) -> Path:
     """The files of an evaluation as `agent-rl eval` writes them; None: not graded."""
     rows = [
         EpisodeResult(task, sample, resolved, "submitted", 1, 0.0)
         for task, samples in outcomes.items()
         for sample, resolved in enumerate(samples)
     ]
-    folder.mkdir()
-    (folder / "results.jsonl").write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows) + '{"task_id": "cut')
-    write_json(folder / "settings.json", {"env": "mini", **settings})
-    report(rows, [Task(task, "mini", {}) for task in outcomes], policy="p", samples=1, seconds=1.0).write(
-        folder / "report.json"
+    directory.mkdir()
+    (directory / "results.jsonl").write_text(
+        "".join(json.dumps(asdict(row)) + "\n" for row in rows) + '{"task_id": "cut'
     )
-    return folder
+    write_json(directory / "settings.json", {"env": "mini", **settings})
+    report(rows, [Task(task, "mini", {}) for task in outcomes], policy="p", samples=1, seconds=1.0).write(
+        directory / "report.json"
+    )
+    return directory
 
 
 def output_of(*arguments: object) -> str:
@@ -169,7 +171,9 @@ def test_a_runs_own_evaluations_go_by_their_step(tmp_path: Path) -> None:
     assert "+100.0 points" in output_of(f"{tmp_path}:step-0/sampled", f"{tmp_path}:step-9/sampled")
     with pytest.raises(UserError, match="no evaluation 'step-8/sampled'; it has step-0/sampled, step-9/sampled"):
         read_evaluation(f"{tmp_path}:step-8/sampled")
-    with pytest.raises(UserError, match=r"a run's folder, with the evaluations step-0/sampled, step-9/sampled; right"):
+    with pytest.raises(
+        UserError, match=r"a run's directory, with the evaluations step-0/sampled, step-9/sampled; right"
+    ):
         read_evaluation(str(tmp_path))
 
 
@@ -184,7 +188,7 @@ def test_what_cannot_be_compared_is_told_in_one_line(tmp_path: Path) -> None:
     for names, message in {
         (a, other): "have no task in common that both graded: 1 only in the first (t); 1 only in the second (u)",
         (env, seeded): "tasks of one id are not the same task there; evaluate both on the same ones",
-        (a, tmp_path / "nowhere"): "there is no such evaluation; right would be an evaluation's folder",
+        (a, tmp_path / "nowhere"): "there is no such evaluation; right would be an evaluation's directory",
         (a, tmp_path / "empty"): "no evaluation is in it; right would be",
         (a, tmp_path / "x.json"): "no report of an evaluation; right would be",
         (a, tmp_path / "y.json"): "no JSON (",

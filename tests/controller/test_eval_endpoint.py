@@ -1,4 +1,5 @@
-"""``agent-rl eval`` over a chat endpoint: a server on this machine, real boxes, the command in a process of its own."""
+"""``agent-rl eval`` over a chat endpoint: a server on this machine, real sandboxes, the command in a process of its
+own."""
 
 from __future__ import annotations
 
@@ -20,11 +21,11 @@ ROOT = Path(__file__).resolve().parents[2]
 SUBMIT = ToolCall("finish", {"command": "submit"})
 
 
-async def evaluate(url: str, folder: Path, *options: str) -> tuple[int | None, str, list[str]]:
+async def evaluate(url: str, directory: Path, *options: str) -> tuple[int | None, str, list[str]]:
     """Evaluate model "m" at ``url`` on two tasks; exit code, standard output and the lines of standard error."""
     command = ["eval", "configs/quickstart.yaml", "--policy", url, "--model", "m", "--tasks", "2", *options]
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "agent_rl.cli", *command, f"runs_dir={folder}", "engine.retries=0", cwd=ROOT,
+        sys.executable, "-m", "agent_rl.cli", *command, f"runs_dir={directory}", "engine.retries=0", cwd=ROOT,
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     out, error = await asyncio.wait_for(process.communicate(), 120)
@@ -39,8 +40,8 @@ def answer_with(message: dict[str, Any], asked: list[dict[str, Any]]) -> Any:
     return handle
 
 
-def read_report(folder: Path) -> Any:
-    (report,) = folder.glob("quickstart/eval/*-m-heldout/report.json")
+def read_report(directory: Path) -> Any:
+    (report,) = directory.glob("quickstart/eval/*-m-heldout/report.json")
     return json.loads(report.read_text())
 
 
@@ -65,7 +66,7 @@ async def test_the_model_is_told_its_tools(tmp_path: Path, kind: str) -> None:
     assert read_report(tmp_path)["stops"] == {"submitted": 2}
 
 
-async def test_nothing_graded_is_no_success_and_leaves_the_folder_free(tmp_path: Path) -> None:
+async def test_nothing_graded_is_no_success_and_leaves_the_directory_free(tmp_path: Path) -> None:
     async def refuse(path: str, body: dict[str, Any]) -> tuple[int, bytes]:
         short = len(body["messages"]) == 1  # the question whether it is ready
         return (200, b'{"choices": []}') if short else (400, b'{"message": "messages: no system message, please"}')

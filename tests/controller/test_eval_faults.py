@@ -1,4 +1,5 @@
-"""An evaluation in real boxes, killed at random while boxes break, gives the report of one that nothing happened to."""
+"""An evaluation in real sandboxes, killed at random while sandboxes break, gives the report of one that nothing
+happened to."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
         pytest.param("docker", 10, 1, marks=[pytest.mark.docker, pytest.mark.slow]),
     ],
 )
-def test_killed_at_random_while_boxes_break_it_reports_the_same(
+def test_killed_at_random_while_sandboxes_break_it_reports_the_same(
     tmp_path: Path, backend: str, count: int, kills: int
 ) -> None:
     solved = record_policy(tmp_path / "said.jsonl", count)

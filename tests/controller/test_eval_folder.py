@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from agent_rl.commands.eval import EvalOptions
 from agent_rl.config import EvalConfig, RunConfig
 from agent_rl.errors import ConfigError
+from agent_rl.evaluation.directory import EvaluationDirectory, swebench_report
 from agent_rl.evaluation.evaluate import evaluate
-from agent_rl.evaluation.folder import EvalFolder, swebench_report
 from agent_rl.evaluation.report import EpisodeResult, EvalReport, pass_at_k
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.types import StopReason, Trajectory
@@ -45,10 +45,10 @@ def ended(task: Task, sample: int) -> Trajectory:
     )  # fmt: skip
 
 
-async def run_until(folder: EvalFolder, stop_after: int | None, broken: float = 0.0) -> EvalReport:
+async def run_until(directory: EvaluationDirectory, stop_after: int | None, broken: float = 0.0) -> EvalReport:
     """Evaluate 2 samples of every task; the process "dies" after ``stop_after`` results."""
     count, chance = 0, random.Random(5)
-    done = folder.results()
+    done = directory.results()
     taken = {task.id: {r.sample for r in done if r.task_id == task.id and r.resolved is not None} for task in TASKS}
 
     async def run(task: Task) -> Trajectory:
@@ -64,12 +64,12 @@ async def run_until(folder: EvalFolder, stop_after: int | None, broken: float = 
         if stop_after is not None and count == stop_after:
             raise Killed
         count += 1
-        folder.record(result, trajectory)
+        directory.record(result, trajectory)
 
     report = await evaluate(
         TASKS, run, policy="told", limiter=Limiter(1), samples=2, retries=9, done=done, on_result=record
     )
-    folder.finish(report, TASKS, "told")
+    directory.finish(report, TASKS, "told")
     return report
 
 
@@ -77,9 +77,9 @@ def facts(report: EvalReport) -> EvalReport:
     return replace(report, seconds=0.0)
 
 
-def start(folder: EvalFolder, stop_after: int | None) -> EvalReport | None:
+def start(directory: EvaluationDirectory, stop_after: int | None) -> EvalReport | None:
     try:
-        return asyncio.run(run_until(folder, stop_after))
+        return asyncio.run(run_until(directory, stop_after))
     except Killed:
         return None
 
@@ -89,14 +89,14 @@ def start(folder: EvalFolder, stop_after: int | None) -> EvalReport | None:
 def test_killed_and_resumed_gives_the_same_report(
     tmp_path_factory: pytest.TempPathFactory, stops: list[int], torn: bool
 ) -> None:
-    whole = start(EvalFolder(tmp_path_factory.mktemp("whole"), SETTINGS), None)
+    whole = start(EvaluationDirectory(tmp_path_factory.mktemp("whole"), SETTINGS), None)
     path = tmp_path_factory.mktemp("killed")
     for stop in stops:
-        start(EvalFolder(path, SETTINGS), stop)
+        start(EvaluationDirectory(path, SETTINGS), stop)
         if torn and (path / "results.jsonl").exists():
             with (path / "results.jsonl").open("ab") as file:
                 file.write(b'{"task_id": "owner/re')
-    resumed = start(EvalFolder(path, SETTINGS), None)
+    resumed = start(EvaluationDirectory(path, SETTINGS), None)
     assert whole is not None
     assert resumed is not None
     assert facts(resumed) == facts(whole)
@@ -105,24 +105,24 @@ def test_killed_and_resumed_gives_the_same_report(
 
 
 async def test_sandbox_failures_leave_pass_at_1_unchanged_and_are_reported(tmp_path: Path) -> None:
-    healthy = await run_until(EvalFolder(tmp_path / "a", SETTINGS), None)
-    broken = await run_until(EvalFolder(tmp_path / "b", SETTINGS), None, broken=0.05)
+    healthy = await run_until(EvaluationDirectory(tmp_path / "a", SETTINGS), None)
+    broken = await run_until(EvaluationDirectory(tmp_path / "b", SETTINGS), None, broken=0.05)
     assert broken.pass_at_1 == healthy.pass_at_1
     assert broken.infrastructure_failures > 0
     assert healthy.infrastructure_failures == 0
 
 
 async def test_what_is_written(tmp_path: Path) -> None:
-    folder = EvalFolder(tmp_path / "eval", SETTINGS)
-    report = await run_until(folder, None)
+    directory = EvaluationDirectory(tmp_path / "eval", SETTINGS)
+    report = await run_until(directory, None)
     assert list(report.by_repo) == ["repo-0", "repo-1", "repo-2"]
     assert list(report.pass_at_k) == ["1", "2"]
     assert report.pass_at_k["1"] == pytest.approx(report.pass_at_1)
     for name in ("predictions.jsonl", "predictions-1.jsonl"):
-        rows = [json.loads(line) for line in (folder.path / name).read_text().splitlines()]
+        rows = [json.loads(line) for line in (directory.path / name).read_text().splitlines()]
         assert [row["instance_id"] for row in rows] == [task.id for task in TASKS]
         assert {tuple(row) for row in rows} == {("instance_id", "model_name_or_path", "model_patch")}
-    swebench = json.loads((folder.path / "report-swebench.json").read_text())
+    swebench = json.loads((directory.path / "report-swebench.json").read_text())
     assert swebench["resolved_instances"] == sum(ended(task, 0).resolved for task in TASKS)
     assert swebench["schema_version"] == 2
 
@@ -142,64 +142,64 @@ def test_swebench_report_keeps_empty_patches_and_errors_apart() -> None:
 async def test_swebench_reads_our_files(tmp_path: Path) -> None:
     utils = pytest.importorskip("swebench.harness.utils")
     reporting = pytest.importorskip("swebench.harness.reporting")
-    folder = EvalFolder(tmp_path / "eval", SETTINGS)
-    await run_until(folder, None)
-    read = utils.get_predictions_from_file(str(folder.path / "predictions.jsonl"), "none", "test")
+    directory = EvaluationDirectory(tmp_path / "eval", SETTINGS)
+    await run_until(directory, None)
+    read = utils.get_predictions_from_file(str(directory.path / "predictions.jsonl"), "none", "test")
     assert [row["instance_id"] for row in read] == [task.id for task in TASKS]
-    ours = json.loads((folder.path / "report-swebench.json").read_text())
+    ours = json.loads((directory.path / "report-swebench.json").read_text())
     source = inspect.getsource(reporting)
     theirs = {key for key in re.findall(r'^        "(\w+)": ', source, re.MULTILINE)}
     assert theirs == set(ours)
 
 
-def begun(path: Path, *, resolved: bool | None = True) -> EvalFolder:
-    """A folder with one result."""
-    folder = EvalFolder(path, SETTINGS)
-    folder.record(EpisodeResult("owner/repo@0", 0, resolved, "submitted", 1, 1.0), None)
-    return folder
+def begun(path: Path, *, resolved: bool | None = True) -> EvaluationDirectory:
+    """A directory with one result."""
+    directory = EvaluationDirectory(path, SETTINGS)
+    directory.record(EpisodeResult("owner/repo@0", 0, resolved, "submitted", 1, 1.0), None)
+    return directory
 
 
-def test_another_evaluation_is_refused_the_folder(tmp_path: Path) -> None:
+def test_another_evaluation_is_refused_the_directory(tmp_path: Path) -> None:
     begun(tmp_path)
-    EvalFolder(tmp_path, dict(reversed(SETTINGS.items())))
+    EvaluationDirectory(tmp_path, dict(reversed(SETTINGS.items())))
     with pytest.raises(ConfigError, match=r'with policy "told", this one has "gold": give another --out'):
-        EvalFolder(tmp_path, {**SETTINGS, "policy": "gold"})
+        EvaluationDirectory(tmp_path, {**SETTINGS, "policy": "gold"})
 
 
-def test_an_evaluation_in_which_nothing_was_graded_leaves_its_folder_free(tmp_path: Path) -> None:
-    EvalFolder(tmp_path, SETTINGS)
-    EvalFolder(tmp_path, {**SETTINGS, "policy": "never begun before"})
+def test_an_evaluation_in_which_nothing_was_graded_leaves_its_directory_free(tmp_path: Path) -> None:
+    EvaluationDirectory(tmp_path, SETTINGS)
+    EvaluationDirectory(tmp_path, {**SETTINGS, "policy": "never begun before"})
     begun(tmp_path, resolved=None)
-    other = EvalFolder(tmp_path, {**SETTINGS, "policy": "gold"})
+    other = EvaluationDirectory(tmp_path, {**SETTINGS, "policy": "gold"})
     assert other.results() == []
     other.record(EpisodeResult("owner/repo@0", 0, True, "submitted", 1, 1.0), None)
     assert json.loads((tmp_path / "settings.json").read_text())["policy"] == "gold"
 
 
-def test_a_setting_that_the_folder_is_older_than_has_its_default(tmp_path: Path) -> None:
+def test_a_setting_that_the_directory_is_older_than_has_its_default(tmp_path: Path) -> None:
     begun(tmp_path)
-    EvalFolder(tmp_path, {**SETTINGS, "new": [1]}, defaults={"new": (1,), "policy": "other"})
+    EvaluationDirectory(tmp_path, {**SETTINGS, "new": [1]}, defaults={"new": (1,), "policy": "other"})
     with pytest.raises(ConfigError, match=r"with new \[1\], this one has \[2\]: give another --out"):
-        EvalFolder(tmp_path, {**SETTINGS, "new": [2]}, defaults={"new": (1,)})
+        EvaluationDirectory(tmp_path, {**SETTINGS, "new": [2]}, defaults={"new": (1,)})
     with pytest.raises(ConfigError, match=r"with new null, this one has \[1\]"):
-        EvalFolder(tmp_path, {**SETTINGS, "new": [1]})
+        EvaluationDirectory(tmp_path, {**SETTINGS, "new": [1]})
 
 
-def test_a_setting_that_only_the_folder_has_is_not_compared(tmp_path: Path) -> None:
+def test_a_setting_that_only_the_directory_has_is_not_compared(tmp_path: Path) -> None:
     begun(tmp_path)
     held = json.loads((tmp_path / "settings.json").read_text())
     (tmp_path / "settings.json").write_text(json.dumps(held | {"dropped by a release": 900.0}))
-    EvalFolder(tmp_path, SETTINGS)
+    EvaluationDirectory(tmp_path, SETTINGS)
     with pytest.raises(ConfigError, match='with policy "told"'):
-        EvalFolder(tmp_path, {**SETTINGS, "policy": "gold"})
+        EvaluationDirectory(tmp_path, {**SETTINGS, "policy": "gold"})
 
 
 @pytest.mark.parametrize("line", ["[]", "{}", "nonsense", '{"task_id": "a", "suspected_hack": 3}'])
 def test_a_line_that_is_no_result_is_told(tmp_path: Path, line: str) -> None:
-    folder = EvalFolder(tmp_path, SETTINGS)
+    directory = EvaluationDirectory(tmp_path, SETTINGS)
     (tmp_path / "results.jsonl").write_text(f"{line}\n")
     with pytest.raises(ConfigError, match=r"results\.jsonl:1: no result"):
-        folder.results()
+        directory.results()
 
 
 @given(n=st.integers(1, 8), data=st.data())

@@ -32,22 +32,22 @@ def config(seed: int = 0, **train: object) -> RunConfig:
     return RunConfig.model_validate({"name": "test", "model": "there", "seed": seed, "train": train})
 
 
-def write_run(folder: Path, *, seed: int, rate: float, gap: float, steps: int = 12, **train: object) -> Path:
+def write_run(directory: Path, *, seed: int, rate: float, gap: float, steps: int = 12, **train: object) -> Path:
     """A run whose k3 grows with the step, with ``rate`` in its last evaluation and half of it as the reward from the
     third step on; all tokens are ``gap`` apart."""
-    log = MetricsLog(folder)
+    log = MetricsLog(directory)
     for step in range(1, steps + 1):
         values = {"train/grad_norm": 2.0, "train/entropy": 0.25, "mismatch/f_tau_2": 0.0, "mismatch/k3_kl": 1e-3 * step}
         log.append(step, {**values, "reward/mean": rate / 2 * (step > 2), "guard/crossed": float(step > 9)})
-    (folder / "config.yaml").write_text(yaml.safe_dump(config(seed, **train).model_dump(mode="json")))
+    (directory / "config.yaml").write_text(yaml.safe_dump(config(seed, **train).model_dump(mode="json")))
     rates = {"step-0/sampled": 0.25, "step-0/greedy": 0.9, f"step-{steps}/sampled": rate}
-    write_json(folder / "state.json", {"evaluations": {key: {"pass_at_1": value} for key, value in rates.items()}})
-    (folder / "trajectories").mkdir()
+    write_json(directory / "state.json", {"evaluations": {key: {"pass_at_1": value} for key, value in rates.items()}})
+    (directory / "trajectories").mkdir()
     for step in (1, steps):
-        (folder / "trajectories" / f"step-{step:06d}.jsonl.zst").write_bytes(b"")
+        (directory / "trajectories" / f"step-{step:06d}.jsonl.zst").write_bytes(b"")
         arrays = {"sampled": np.array([0, 2, 5], np.uint64), "gap": np.full(5, gap, np.float16)}
-        save_file(arrays, folder / "trajectories" / f"step-{step:06d}.train.safetensors")
-    return folder
+        save_file(arrays, directory / "trajectories" / f"step-{step:06d}.train.safetensors")
+    return directory
 
 
 def test_a_setting_is_what_its_config_changes() -> None:
@@ -57,7 +57,7 @@ def test_a_setting_is_what_its_config_changes() -> None:
         "GRPO + TIS, 4 updates a step"
     )
     assert setting_of(config(replay="r3", lora={"rank": 8})) == "GRPO + R3 + LoRA"
-    ahead = config(replay="r3", old_logprob={"source": "rollout"}).model_dump() | {"pipeline": {"depth": 2}}
+    ahead = config(replay="r3", old_logprob={"source": "rollout"}).model_dump() | {"async_rollout": {"depth": 2}}
     assert setting_of(RunConfig.model_validate(ahead)) == "GRPO + R3, depth 2"
 
 
@@ -114,7 +114,7 @@ def test_what_replay_is_worth_is_taken_over_all_pairs_that_differ_in_nothing_els
             )
     write_run(tmp_path / "off-tis", seed=0, rate=0.9, gap=1.0, replay="off", correction={"weight": "token"})
     write_run(tmp_path / "r3-other-seed", seed=1, rate=0.9, gap=1.0, replay="r3")
-    run_figures([folder for folder in sorted(tmp_path.iterdir()) if folder.is_dir()], tmp_path / "out")
+    run_figures([directory for directory in sorted(tmp_path.iterdir()) if directory.is_dir()], tmp_path / "out")
     (worth,) = json.loads((tmp_path / "out" / "runs.json").read_text())["replay"]
     assert (worth["pairs"], worth["pass_at_1"]["value"]) == (3, pytest.approx(0.2))
     assert worth["reward"]["value"] == pytest.approx(0.1)
@@ -149,13 +149,15 @@ def test_a_run_whose_reward_falls_under_half_of_its_best_has_collapsed(tmp_path:
     """Means of ten steps: one of few steps, or one that was never better, has not."""
     for replay in ("off", "r3"):
         for seed in (0, 1):
-            folder = write_run(tmp_path / f"{replay}-{seed}", seed=seed, rate=0.8, gap=1.0, steps=24, replay=replay)
+            directory = write_run(tmp_path / f"{replay}-{seed}", seed=seed, rate=0.8, gap=1.0, steps=24, replay=replay)
             if (replay, seed) == ("off", 1):
-                rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+                rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
                 fallen = [row | {"reward/mean": 0.0 if row["step"] > 15 else 0.4} for row in rows]
-                (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in fallen))
-    runs = sorted(folder for folder in tmp_path.iterdir())
-    assert [read_run(folder).collapsed for folder in runs] == [None, 21, None, None], "the first of 4 in 10 below half"
+                (directory / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in fallen))
+    runs = sorted(directory for directory in tmp_path.iterdir())
+    assert [read_run(directory).collapsed for directory in runs] == [None, 21, None, None], (
+        "the first of 4 in 10 below half"
+    )
     run_figures(runs, tmp_path / "out")
     found = json.loads((tmp_path / "out" / "runs.json").read_text())
     assert [setting["collapsed"] for setting in found["settings"]] == [[None, 21], [None, None]]

@@ -70,12 +70,12 @@ def giving(*trajectories: Trajectory) -> tuple[LoggedRunner, list[str]]:
 
 
 async def opened(
-    folder: Path, run_id: str = "run", step: int = 8, weights: str = "w7", after: int | None = None
+    directory: Path, run_id: str = "run", step: int = 8, weights: str = "w7", after: int | None = None
 ) -> Opened:
     """The journal of a run that goes on after ``after``, or the step before ``step``, which begins."""
-    journal = Journal(folder, run_id)
+    journal = Journal(directory, run_id)
     journal.recover(step - 1 if after is None else after, {}, lambda position: True)
-    return Opened(journal, await journal.begin(step, weights), folder / f"step-{step:06d}.journal")
+    return Opened(journal, await journal.begin(step, weights), directory / f"step-{step:06d}.journal")
 
 
 @dataclass
@@ -233,18 +233,18 @@ def test_whatever_a_kill_tears_off_the_whole_frames_are_kept(
     asyncio.run(tear(tmp_path_factory.mktemp("torn"), keep, noise))
 
 
-async def tear(folder: Path, keep: float, noise: bytes) -> None:
+async def tear(directory: Path, keep: float, noise: bytes) -> None:
     """Cut a journal of three off at ``keep`` of its length, with ``noise`` in place of the rest, and go on."""
-    journal = await opened(folder)
+    journal = await opened(directory)
     await journal.finish(FIRST, SECOND, OTHER)
     data = journal.path.read_bytes()
     ends = frame_ends(data)
     cut = int(keep * len(data))
     journal.path.write_bytes(data[:cut] + noise)
-    torn = await opened(folder)
+    torn = await opened(directory)
     assert torn.found == max(0, sum(end <= cut for end in ends) - 1)
     await torn.finish(trajectory("c", 5))
-    assert (await opened(folder)).found == torn.found + 1, "what is written after a tear can be read"
+    assert (await opened(directory)).found == torn.found + 1, "what is written after a tear can be read"
 
 
 def frame_ends(data: bytes) -> list[int]:

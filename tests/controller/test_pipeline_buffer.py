@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from agent_rl.controller.async_rollout.buffer import BufferRules, WorkBuffer
+from agent_rl.controller.async_rollout.buffer import BufferRules, RolloutBuffer
 from agent_rl.controller.async_rollout.task_ledger import Ledger, Outcome
 from agent_rl.errors import AgentRlError
 
@@ -49,7 +49,7 @@ def now(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 def play(schedule: Schedule) -> list[dict[int, Outcome]]:
     """The batches of a run, each checked as it is taken. Nothing that can happen is put off for ever."""
-    rules, buffer = schedule.rules, WorkBuffer(schedule.rules, Ledger())
+    rules, buffer = schedule.rules, RolloutBuffer(schedule.rules, Ledger())
     admitted_at, running, batches, training = dict[int, int](), list[int](), list[dict[int, Outcome]](), False
     at = 0
     while len(batches) < rules.steps or training:
@@ -79,9 +79,9 @@ def check_batch(batches: list[dict[int, Outcome]], admitted_at: dict[int, int], 
     step, batch = len(batches), batches[-1]
     assert all(step - 1 - admitted_at[position] <= rules.staleness for position in batch), "a token is too old"
     assert Outcome.RUNNING not in batch.values()
-    filled = sum(rules.fills(outcome) for outcome in batch.values())
+    restore = sum(rules.fills(outcome) for outcome in batch.values())
     drawn = sum(outcome is not Outcome.LEFT_OUT for outcome in batch.values())
-    assert filled == rules.width or drawn >= rules.most_draws
+    assert restore == rules.width or drawn >= rules.most_draws
 
 
 def check_run(schedule: Schedule) -> None:
@@ -113,7 +113,7 @@ def test_no_schedule_of_a_hundred_thousand_breaks_the_rules(schedule: Schedule) 
 
 def test_at_depth_0_nothing_is_drawn_beyond_the_batch() -> None:
     rules = BufferRules(width=2, depth=0, staleness=0, most_draws=4, steps=9)
-    buffer = WorkBuffer(rules, Ledger())
+    buffer = RolloutBuffer(rules, Ledger())
     assert [now(buffer.admit()) for _ in range(2)] == [0, 1]
     assert not buffer.has_room
     buffer.end(1, Outcome.DISCARDED)
@@ -129,7 +129,7 @@ def test_at_depth_0_nothing_is_drawn_beyond_the_batch() -> None:
 
 def test_draws_are_bounded_and_a_batch_is_then_short() -> None:
     rules = BufferRules(width=2, depth=0, staleness=0, most_draws=4, steps=9)
-    buffer = WorkBuffer(rules, Ledger())
+    buffer = RolloutBuffer(rules, Ledger())
     for position in range(4):
         assert now(buffer.admit()) == position
         buffer.end(position, Outcome.KEPT if position == 2 else Outcome.DISCARDED)
@@ -142,7 +142,7 @@ def test_draws_are_bounded_and_a_batch_is_then_short() -> None:
 
 def test_a_straggler_is_overtaken_by_so_many_and_then_waited_for() -> None:
     rules = BufferRules(width=2, depth=1, staleness=2, most_draws=8, steps=9)
-    buffer, taken = WorkBuffer(rules, Ledger()), list[list[int]]()
+    buffer, taken = RolloutBuffer(rules, Ledger()), list[list[int]]()
     for position in range(4):
         assert now(buffer.admit()) == position
     for position in (1, 2):
@@ -159,7 +159,7 @@ def test_a_straggler_is_overtaken_by_so_many_and_then_waited_for() -> None:
 
 
 async def test_waiting_ends_when_something_changes() -> None:
-    buffer = WorkBuffer(BufferRules(1, 0, 0, 1, steps=3), Ledger())
+    buffer = RolloutBuffer(BufferRules(1, 0, 0, 1, steps=3), Ledger())
     taking = asyncio.create_task(buffer.take())
     assert await buffer.admit() == 0
     admitting = asyncio.create_task(buffer.admit())
@@ -172,7 +172,7 @@ async def test_waiting_ends_when_something_changes() -> None:
 
 
 def test_a_batch_done_again_has_the_positions_that_it_had() -> None:
-    buffer = WorkBuffer(BufferRules(2, 1, 2, 8, steps=9), Ledger(position=3, ahead=(5,)), done=4)
+    buffer = RolloutBuffer(BufferRules(2, 1, 2, 8, steps=9), Ledger(position=3, ahead=(5,)), done=4)
     assert [now(buffer.admit()) for _ in range(3)] == [3, 4, 6], "position 5 was taken before"
     for position in (3, 4, 6):
         buffer.end(position, Outcome.KEPT)

@@ -62,8 +62,8 @@ def test_what_contradicts_it_is_found(tmp_path: Path) -> None:
         ledger(tmp_path, Console(quiet=True))
 
 
-def test_a_folder_without_one_and_a_damaged_one_are_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="name the folder of a run"):
+def test_a_directory_without_one_and_a_damaged_one_are_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="name the directory of a run"):
         ledger(tmp_path, Console(quiet=True))
     (tmp_path / NAME).write_text('{"step": 1}\n')
     with pytest.raises(AgentRlError, match="not a ledger"):

@@ -25,7 +25,7 @@ from agent_rl.monitoring.metrics_log import read_metrics
 from agent_rl.types import StopReason, Trajectory
 from envs import Task
 
-BY_TIME = re.compile(r"^time/|seconds|per_second|^staleness/|^off_policy/|^pipeline/|^recover/|^loop/")
+BY_TIME = re.compile(r"^time/|seconds|per_second|^staleness/|^off_policy/|^async_rollout/|^recover/|^loop/")
 SHAPES = [(0, 0, False), (0, 0, True), (1, 1, True), (1, 3, False)]
 ALL_SHAPES = [(*shape, dynamic) for shape in ((0, 0), (1, 1), (3, 3), (1, 3), (3, 5)) for dynamic in (False, True)]
 
@@ -39,7 +39,7 @@ async def lived(
 ) -> list[tuple[str, int]]:
     """Run to the end, through a life for each of ``deaths`` and one more; every episode that ended in any of them, and
     in ``sampled`` every turn."""
-    given, most = list[tuple[str, int]](), config.pipeline.staleness
+    given, most = list[tuple[str, int]](), config.async_rollout.staleness
     for death in (*deaths, Deaths()):
         life = Life(config, given, death, sampled)
         ended = await life.live()
@@ -136,14 +136,14 @@ async def test_a_straggler_is_waited_for_when_the_window_is_full_and_then_traine
     all others have ended of the ``groups`` that there is room for."""
     config, given = run_config(tmp_path, depth=1, staleness=staleness), list[tuple[str, int]]()
     life, ends = Life(config, given), asyncio.Event()
-    life.world.held[task_at(TASKS, 0, config.seed).id, 2] = ends
+    life.runtime.held[task_at(TASKS, 0, config.seed).id, 2] = ends
     living = asyncio.create_task(life.live())
     others = groups * config.rollout.group_size - 1
     while len(given) < others or life.run.progress.step < overtaken:  # noqa: ASYNC110  (no event tells it)
         await asyncio.sleep(0)
     for _ in range(500):
         await asyncio.sleep(0)
-    assert (len(given), life.run.progress.step, life.world.running) == (others, overtaken, 1)
+    assert (len(given), life.run.progress.step, life.runtime.running) == (others, overtaken, 1)
     ends.set()
     assert await living
     assert max(life.trainer.lags) <= staleness
@@ -172,9 +172,9 @@ async def test_all_tasks_of_an_epoch_s_edge_in_flight_twice_end_once_each(tmp_pa
     and goes on."""
     config, given, twice = run_config(tmp_path, depth=3, concurrency=24, recover=recover), [], asyncio.Event()
     first = Life(config, given, Deaths("episode", 9), tasks=TASKS[:4])
-    first.world.held |= {(task.id, number): twice for task in TASKS[:4] for number in range(6)}
+    first.runtime.held |= {(task.id, number): twice for task in TASKS[:4] for number in range(6)}
     living = asyncio.create_task(first.live())
-    alike = first.world.alike
+    alike = first.runtime.alike
     while min(alike[task.id] for task in TASKS[:4]) < 2 * config.rollout.group_size:  # noqa: ASYNC110  (as above)
         await asyncio.sleep(0)
     twice.set()
@@ -188,7 +188,7 @@ async def test_engine_failures_within_an_evaluation_are_run_again_and_it_is_of_o
     """The engine that ran two of its episodes dies; training goes on beside it, and is published after it."""
     config = run_config(tmp_path, depth=2, evaluate_every=2)
     life, evaluated, failed = Life(config, []), list[tuple[str, ...]](), list[str]()
-    whole = life.world.evaluated
+    whole = life.runtime.evaluated
 
     async def dying(task: Task) -> Trajectory:
         ended = await whole(task)
@@ -198,7 +198,7 @@ async def test_engine_failures_within_an_evaluation_are_run_again_and_it_is_of_o
         evaluated.append(ended.weight_versions)
         return ended
 
-    life.world.evaluated = dying
+    life.runtime.evaluated = dying
     assert await life.live()
     check_whole(config.run_dir)
     assert len(failed) == 2
@@ -210,18 +210,18 @@ async def test_beside_an_evaluation_of_one_version_sampling_and_the_next_step_go
     """Its episodes end only once the next step is trained and a group of the step after that has an episode."""
     config, given, trained = run_config(tmp_path, depth=1, evaluate_every=4), list[tuple[str, int]](), asyncio.Event()
     life, versions = Life(config, given, Deaths("trained", 5, trained.set)), list[tuple[str, ...]]()
-    whole, later = life.world.evaluated, task_at(TASKS, 10, config.seed).id
+    whole, later = life.runtime.evaluated, task_at(TASKS, 10, config.seed).id
 
     async def held(task: Task) -> Trajectory:
-        if life.world.version == "4":
+        if life.runtime.version == "4":
             await trained.wait()
             while later not in dict(given):  # noqa: ASYNC110  (no event tells it)
                 await asyncio.sleep(0)
         ended = await whole(task)
-        versions.append((*ended.weight_versions, life.world.version))
+        versions.append((*ended.weight_versions, life.runtime.version))
         return ended
 
-    life.world.evaluated = held
+    life.runtime.evaluated = held
     assert await life.live()
     assert versions == [(step, step) for step in ("0", "4", "8") for _ in range(4)]
 

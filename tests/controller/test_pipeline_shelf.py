@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support.trajectories import trajectory
 
-from agent_rl.controller.async_rollout.spill import filled, shelving
+from agent_rl.controller.async_rollout.spill import restore, spill
 from agent_rl.controller.journal import Journal
 from agent_rl.rollout.group import DroppedGroup, GroupFormer, GroupSettings
 from agent_rl.rollout.limiter import Limiter
@@ -55,7 +55,7 @@ async def test_a_shelved_group_gets_its_arrays_back(tmp_path: Path, again: bool)
         journal.recover(0, {0: "start"}, lambda position: True)
         await journal.begin(1, "start")
         former = GroupFormer(GroupSettings(3), Limiter(3), lambda event: None)
-        return journal, await former.form(Task("t", "e", {}), shelving(journal.runner(4, run)))
+        return journal, await former.form(Task("t", "e", {}), spill(journal.runner(4, run)))
 
     journal, group = await formed()
     if again:
@@ -65,7 +65,7 @@ async def test_a_shelved_group_gets_its_arrays_back(tmp_path: Path, again: bool)
     for each in group.trajectories:
         assert each.tokens.size == each.loss_mask.size == each.logprobs.size == 1
         assert (each.routing, each.further, each.turns, each.messages) == (None, (), (), ())
-    back = filled(group, journal.finished(4)).trajectories
+    back = restore(group, journal.finished(4)).trajectories
     journal.close()
     for found, kept, original in zip(back, group.trajectories, given, strict=True):
         assert (found.reward, found.recovered) == (original.reward, again)

@@ -28,7 +28,7 @@ from agent_rl.planner.suggestions import make_plan, slots_refusal
 from agent_rl.train.parallel_checks import layout_problems
 
 ROOT = Path(__file__).resolve().parents[2]
-RECIPES = ("paper-swe", "paper-maths-grpo", "paper-maths-gspo", "gspo-r3", "tis", "kat")
+RECIPES = ("paper-swe", "paper-math-grpo", "paper-math-gspo", "gspo-r3", "tis", "kat")
 QWEN = KNOWN["Qwen3-30B-A3B"]
 
 
@@ -92,7 +92,7 @@ def test_a_shared_gpu_holds_the_larger_of_two_phases() -> None:
 @pytest.mark.parametrize(
     ("override", "line"),
     [
-        ("hardware.gpus_per_host=4", "world_size=8 is more than hardware.gpus_per_host=4: take fewer ranks"),
+        ("hardware.gpus_per_node=4", "world_size=8 is more than hardware.gpus_per_node=4: take fewer ranks"),
         (
             "engine.max_total_tokens=2097152",
             "shared GPU, the engine awake: 92.8 GiB do not fit in 70.4 GiB; what helps",
@@ -128,10 +128,10 @@ def test_eight_gpus_hold_the_optimizer_with_short_moments_and_inputs_on_the_host
 
 
 def test_recipes_are_what_they_are_named_for() -> None:
-    gspo, replayed = recipe("paper-maths-gspo"), recipe("gspo-r3")
+    gspo, replayed = recipe("paper-math-gspo"), recipe("gspo-r3")
     assert (gspo.train.objective, gspo.train.eps_low, gspo.train.eps_high) == ("gspo", 3e-4, 4e-4)
     assert (gspo.train.replay, replayed.train.replay, replayed.train.objective) == ("off", "r3", "gspo")
-    assert recipe("paper-maths-grpo").train.mini_steps > 1
+    assert recipe("paper-math-grpo").train.mini_steps > 1
     correction = recipe("tis").train.correction
     assert (correction.weight, correction.weight_high, correction.mask) == ("token", 2.0, None)
     kat = recipe("kat")
@@ -139,10 +139,10 @@ def test_recipes_are_what_they_are_named_for() -> None:
     assert kat.rollout.dynamic_sampling.enabled
     for name in ("tis", "kat"):
         assert recipe(name).rollout.max_tokens == 65536, "recipes share their base"
-    for name in ("paper-maths-grpo", "paper-maths-gspo", "gspo-r3"):
-        maths = recipe(name)
-        assert (maths.env.name, maths.rollout.max_turns, maths.rollout.max_tokens) == ("maths", 1, 32768)
-        assert maths.env.options["path"] == "BytedTsinghua-SIA/DAPO-Math-17k", "of the base's options none is left"
+    for name in ("paper-math-grpo", "paper-math-gspo", "gspo-r3"):
+        math = recipe(name)
+        assert (math.env.name, math.rollout.max_turns, math.rollout.max_tokens) == ("math", 1, 32768)
+        assert math.env.options["path"] == "BytedTsinghua-SIA/DAPO-Math-17k", "of the base's options none is left"
 
 
 def test_the_quickstart_fits_a_small_machine() -> None:
@@ -187,7 +187,7 @@ def test_where_no_knob_is_enough_several_are_turned_together() -> None:
         ("hardware.disk_gb=100", "disk of runs_dir: "),
         ("hardware.host_memory_gb=16", "memory of a trainer host: "),
         ("engine.max_total_tokens=4194304", "GPU of an engine: 113.2 GiB do not fit in 70.4 GiB; what helps: engine."),
-        ("hardware.trainer_hosts=2", "train.parallel.world_size=32 is more than hardware.trainer_hosts=2 times"),
+        ("hardware.trainer_nodes=2", "train.parallel.world_size=32 is more than hardware.trainer_nodes=2 times"),
     ],
 )
 def test_refusals_name_the_key_or_the_place(override: str, line: str) -> None:
@@ -217,12 +217,12 @@ def test_the_engines_are_those_of_the_run(tmp_path: Path) -> None:
         assert place(make_plan(recipe("paper-swe", override)), "GPU of an engine").count == 4 * engines
 
 
-def test_a_folder_is_read_before_the_table(tmp_path: Path) -> None:
-    folder = tmp_path / "Qwen3-30B-A3B"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"model_type": "nobody"}))
+def test_a_directory_is_read_before_the_table(tmp_path: Path) -> None:
+    directory = tmp_path / "Qwen3-30B-A3B"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({"model_type": "nobody"}))
     with pytest.raises(ConfigError, match="model_type 'nobody' is not supported"):
-        make_plan(recipe("paper-swe", f"model={folder}"))
+        make_plan(recipe("paper-swe", f"model={directory}"))
 
 
 def test_the_command_prints_json_and_its_exit_code_tells() -> None:

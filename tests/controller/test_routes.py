@@ -37,7 +37,7 @@ def trajectory(missing: int) -> Trajectory:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("missing", ["native", "drop_sample"])
+@pytest.mark.parametrize("missing", ["without_replay", "drop_sample"])
 def test_the_budget_is_a_share_of_the_steps_tokens(missing: str) -> None:
     groups = [Group("a", (trajectory(3), trajectory(0))), Group("b", (trajectory(0), trajectory(1)))]
     check_budget(7, groups, config(missing=missing, missing_budget=0.01).r3)  # 4 of 400: exactly what it allows
@@ -46,12 +46,12 @@ def test_the_budget_is_a_share_of_the_steps_tokens(missing: str) -> None:
 
 
 def test_a_step_that_lost_all_its_groups_lacks_nothing() -> None:
-    check_budget(1, [], config(missing="native", missing_budget=0).r3)
+    check_budget(1, [], config(missing="without_replay", missing_budget=0).r3)
 
 
 @pytest.mark.parametrize(
     ("missing", "source", "allowed"),
-    [("error", "sampled", False), ("native", "latest", True), ("drop_sample", "sampled", True)],
+    [("error", "sampled", False), ("without_replay", "latest", True), ("drop_sample", "sampled", True)],
 )
 def test_the_policy_reaches_the_episodes(missing: str, source: str, allowed: bool) -> None:
     rules = EpisodeRules.of(config(missing=missing, source=source))
@@ -99,7 +99,7 @@ async def test_a_failed_check_stops_the_run_in_one_line(monkeypatch: pytest.Monk
 async def test_routes_that_may_be_missing_may_be_missing_in_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RoutesMissingError, match="key in every answer"):
         await probing(monkeypatch, SOME_STRIPPED, config())
-    _, shown = await probing(monkeypatch, SOME_STRIPPED, config(missing="native"))
+    _, shown = await probing(monkeypatch, SOME_STRIPPED, config(missing="without_replay"))
     assert "1 failed (key in every answer: as found)" in shown
 
 

@@ -48,7 +48,7 @@ def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, st
         ("remote", None, []),
     ],
 )
-async def test_the_base_image_is_built_where_boxes_need_it(
+async def test_the_base_image_is_built_where_sandboxes_need_it(
     built: list[tuple[str, str]], backend: str, image: str | None, expected: list[Any]
 ) -> None:
     overrides = [f"sandbox.backend=named_boxes:{backend}"] + ([f"sandbox.image={image}"] if image else [])

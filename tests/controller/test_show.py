@@ -14,7 +14,7 @@ from support.trajectories import trajectory
 
 from agent_rl.commands.show import show
 from agent_rl.errors import UserError
-from agent_rl.evaluation.folder import EvalFolder
+from agent_rl.evaluation.directory import EvaluationDirectory
 from agent_rl.evaluation.report import EpisodeResult
 from agent_rl.rollout.records import write_trajectories
 from agent_rl.types import Group, Trajectory, Turn
@@ -34,7 +34,7 @@ def episode(reward: float, task: str = "fix-sum") -> Trajectory:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run's folder: step 1 has one episode, step 2 has two of one task and one of another."""
+    """A run's directory: step 1 has one episode, step 2 has two of one task and one of another."""
     write_trajectories(tmp_path / "run", 1, [Group("fix-sum", (episode(1.0),))])
     groups = [Group("fix-sum", (episode(0.0), episode(1.0))), Group("other", (episode(0.5, "other"),))]
     write_trajectories(tmp_path / "run", 2, groups)
@@ -72,15 +72,15 @@ def test_many_are_listed_and_one_is_chosen(run: Path) -> None:
 
 
 def test_an_evaluation_and_one_of_its_logs(tmp_path: Path) -> None:
-    folder = EvalFolder(tmp_path / "run" / "eval" / "gold", {"policy": "gold"})
+    directory = EvaluationDirectory(tmp_path / "run" / "eval" / "gold", {"policy": "gold"})
     for name in ("a/b", "c"):
         done = episode(1.0, name)
-        folder.record(EpisodeResult(name, 0, True, "submitted", 2, 2.0), done)
-    assert "a/b" in shown(folder.path)
-    assert "a/b, sample 0: resolved; submitted" in shown(folder.path, task="a/b")
-    log = folder.log_of(EpisodeResult("c", 0, True, "submitted", 2, 2.0))
+        directory.record(EpisodeResult(name, 0, True, "submitted", 2, 2.0), done)
+    assert "a/b" in shown(directory.path)
+    assert "a/b, sample 0: resolved; submitted" in shown(directory.path, task="a/b")
+    log = directory.log_of(EpisodeResult("c", 0, True, "submitted", 2, 2.0))
     assert "c, sample 0: resolved; submitted" in shown(log)
-    with pytest.raises(UserError, match=r"neither a run's folder .*; there are some in .*eval/gold$"):
+    with pytest.raises(UserError, match=r"neither a run's directory .*; there are some in .*eval/gold$"):
         shown(tmp_path / "run")
 
 
@@ -98,7 +98,7 @@ def test_what_is_not_there_is_told(run: Path, tmp_path: Path) -> None:
         shown(run, step=9)
     with pytest.raises(UserError, match="no such episode among its 3; tasks: fix-sum, other"):
         shown(run, task="nothing")
-    with pytest.raises(UserError, match="neither a run's folder"):
+    with pytest.raises(UserError, match="neither a run's directory"):
         shown(tmp_path / "absent")
     for text in ("{}", "[1]", "nonsense", json.dumps({"task_id": "t"})):
         (tmp_path / "wrong.json").write_text(text)

@@ -104,22 +104,22 @@ async def test_a_model_is_fetched_once_over_a_broken_connection_and_found_offlin
     async with hub({"model.safetensors"}) as served:
         code, _, error = await fetched("acme/tiny", served.url, tmp_path)
         assert (code, error.splitlines()[-1].endswith("start again, it goes on where it stopped")) == (1, True), error
-        code, folder, bars = await fetched("acme/tiny", served.url, tmp_path)
+        code, directory, bars = await fetched("acme/tiny", served.url, tmp_path)
         assert code == 0, bars
         assert "model.safetensors" in bars or "Fetching" in bars, "it says how far it is"
         for name in ("config.json", "tokenizer.json", "model.safetensors"):
-            assert (Path(folder) / name).read_bytes() == FILES[name]
-        assert not (Path(folder) / "pytorch_model.bin").exists()
+            assert (Path(directory) / name).read_bytes() == FILES[name]
+        assert not (Path(directory) / "pytorch_model.bin").exists()
         first, second = served.ranges["model.safetensors"]
         assert first == 0 < second, "it went on where it was"
         sent = served.sent
-        assert (await fetched(f"acme/tiny@{COMMIT}", served.url, tmp_path))[:2] == (0, folder)
+        assert (await fetched(f"acme/tiny@{COMMIT}", served.url, tmp_path))[:2] == (0, directory)
         assert served.sent == sent, "what is cached is not fetched again"
-    assert (await fetched("acme/tiny", served.url, tmp_path))[:2] == (0, folder), "the hub is gone"
-    (Path(folder) / "model.safetensors").unlink()
+    assert (await fetched("acme/tiny", served.url, tmp_path))[:2] == (0, directory), "the hub is gone"
+    (Path(directory) / "model.safetensors").unlink()
     code, _, error = await fetched("acme/tiny", served.url, tmp_path, HF_HUB_OFFLINE="1")
     assert (code, error) == (
-        1, f"model: acme/tiny: its copy in the cache lacks model.safetensors ({folder}): fetch it with a network",
+        1, f"model: acme/tiny: its copy in the cache lacks model.safetensors ({directory}): fetch it with a network",
     )  # fmt: skip
 
 
@@ -129,14 +129,16 @@ async def test_what_the_hub_does_not_give_is_one_line(tmp_path: Path) -> None:
         names = ("acme/other", "acme/gated", "acme/tiny@v9")
         answers = [(await fetched(name, url, tmp_path))[2] for name in names]
     assert answers == [
-        f"model: acme/other: no folder here, and {url} has no such model, or wants a token that may read it (HF_TOKEN)",
-        f"model: acme/gated: no folder here, and {url} gives it only to those who accepted its terms: do so, and set "
+        f"model: acme/other: no directory here, and {url} has no such model, or wants a token that may read it "
+        "(HF_TOKEN)",
+        f"model: acme/gated: no directory here, and {url} gives it only to those who accepted its terms: do so, and "
+        "set "
         "HF_TOKEN",
-        f"model: acme/tiny@v9: no folder here, and {url} has no revision v9 of it",
+        f"model: acme/tiny@v9: no directory here, and {url} has no revision v9 of it",
     ]
     code, _, error = await fetched("acme/tiny", url, tmp_path)
     assert (code, error) == (
         1,
-        f"model: acme/tiny: no folder here, not in the cache ({tmp_path}/hub), and {url} cannot be reached: name a "
-        "folder, or fetch it where there is a network (hf download acme/tiny)",
+        f"model: acme/tiny: no directory here, not in the cache ({tmp_path}/hub), and {url} cannot be reached: name a "
+        "directory, or fetch it where there is a network (hf download acme/tiny)",
     )

@@ -1,4 +1,4 @@
-"""Demonstrations with the real tools in real boxes, and what they become for the trainer."""
+"""Demonstrations with the real tools in real sandboxes, and what they become for the trainer."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from agent_rl.demo_model.init import SHAPES, TinyMoe, initial_weights, save_chec
 from agent_rl.demo_model.warmup import WARMUPS, _keep_only
 from agent_rl.errors import UserError
 from agent_rl.models.builtin import FILES, install_model
-from agent_rl.utils.folder_lock import LOCK, hold_folder
+from agent_rl.utils.directory_lock import LOCK, lock_directory
 
 
 def test_the_same_seed_gives_the_same_weights() -> None:
@@ -32,7 +32,7 @@ def test_the_papers_shape_has_as_many_experts_as_qwen3_30b_a3b() -> None:
 
 
 def test_a_warm_up_goes_on_only_from_its_own_settings(tmp_path: Path) -> None:
-    with hold_folder(tmp_path):
+    with lock_directory(tmp_path):
         _keep_only(tmp_path, WARMUPS["paper"])
         (tmp_path / "checkpoints" / "step-000100").mkdir(parents=True)
         (tmp_path / "demonstrations.json").write_text("[]")
@@ -59,7 +59,7 @@ def test_the_checkpoint_loads_and_the_induction_heads_find_what_followed_before(
     assert ranks.float().median() <= 5, "the token that followed before should be among the likeliest of 1,024"
 
 
-def test_an_unfinished_folder_is_refused(tmp_path: Path) -> None:
+def test_an_unfinished_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UserError, match="holds no complete model"):
         install_model(tmp_path)

@@ -80,7 +80,7 @@ RUN: Mapping[str, str] = {
     "agent-rl r3 figures docs/paper-runs/paper-long-off-4-0 docs/paper-runs/paper-long-slow-off-4-0 "
     "--out runs/figures-slow": "68.8",
 }
-"""Commands that the test runs as they are printed, one after another in one folder, and a part of their output."""
+"""Commands that the test runs as they are printed, one after another in one directory, and a part of their output."""
 
 EVALUATIONS = {
     f"runs/quickstart/eval/{policy}-heldout": f"agent-rl eval configs/quickstart.yaml --policy {policy} --tasks 2"
@@ -91,7 +91,7 @@ AFTER: Mapping[str, Mapping[str, str]] = {
     "agent-rl show runs/quickstart/eval/gold-heldout": EVALUATIONS,
     "agent-rl eval compare runs/quickstart/eval/noop-heldout runs/quickstart/eval/gold-heldout": EVALUATIONS,
 }
-"""What a command needs that earlier ones make: the file or folder, and the earlier command."""
+"""What a command needs that earlier ones make: the file or directory, and the earlier command."""
 
 NOT_RUN: Mapping[str, tuple[str, ...]] = {
     "sets up environments, or runs the suite or all benchmarks": (
@@ -112,7 +112,7 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
         "agent-rl eval configs/quickstart.yaml --harness python3 agents/mine/agent.py --tasks 8",
         "agent-rl serve configs/quickstart.yaml --port 8377",
         "agent-rl train configs/quickstart.yaml train.steps=14 eval.tasks=64 eval.every=7 "
-        "rollout.harness={command: python tests/endpoint/programs/quickstart_agent.py, place: host}",
+        "rollout.harness={command: python tests/endpoint/programs/quickstart_agent.py, location: host}",
         "agent-rl r3 compare configs/quickstart.yaml --tasks 96 --out runs/compare",
         "agent-rl r3 compare runs/quickstart",
         "agent-rl r3 compare configs/paper-small.yaml --tasks 12 --out runs/compare-paper",
@@ -122,9 +122,9 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
         "--out runs/compare-fp32",
     ),
     "tests/envs/test_maths.py does the same in its own process; rollout needs an engine": (
-        "agent-rl envs check maths",
-        "agent-rl eval configs/quickstart.yaml env.name=maths --policy gold --tasks 4",
-        "agent-rl rollout configs/quickstart.yaml env.name=maths rollout.max_turns=1 --tasks 4",
+        "agent-rl envs check math",
+        "agent-rl eval configs/quickstart.yaml env.name=math --policy gold --tasks 4",
+        "agent-rl rollout configs/quickstart.yaml env.name=math rollout.max_turns=1 --tasks 4",
     ),
     "needs a finished run: tests/controller/test_eval_compare.py": (
         "agent-rl eval compare runs/quickstart:step-0/sampled runs/quickstart:step-20/sampled",
@@ -135,7 +135,7 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
         "agent-rl r3 probe http://127.0.0.1:30000",
         "agent-rl eval configs/quickstart.yaml --policy https://host/v1 --model NAME",
         "agent-rl eval configs/harness-claude-code.yaml engine.urls=[http://host:30000] --tasks 8",
-        "agent-rl eval configs/swebench-verified.yaml env.interface=r2egym model=PATH engine.urls=[http://host:30000]",
+        "agent-rl eval configs/swebench-verified.yaml env.scaffold=r2egym model=PATH engine.urls=[http://host:30000]",
     ),
     "needs a cluster: tests/sandbox/test_hosts.py and tests/engine/test_engine_hosts.py have one of this machine": (
         "ray start --head --port 6379",
@@ -145,9 +145,9 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
         "agent-rl train configs/paper-swe.yaml train.ray_address=FIRST:6379 engine.urls_file=engines.txt",
     ),
     "takes a minute: tests/dryrun runs it smaller": (
-        "agent-rl rehearse configs/paper-swe.yaml --layers 2,4",
-        "agent-rl rehearse configs/two-nodes.yaml --rank 0 --rank 7 --skew 2 --layers all",
-        "agent-rl rehearse configs/paper-swe-8gpu.yaml --layers 2,4 train.parallel.tensor=1 engine.colocate=false "
+        "agent-rl dry-run configs/paper-swe.yaml --layers 2,4",
+        "agent-rl dry-run configs/two-nodes.yaml --rank 0 --rank 7 --skew 2 --layers all",
+        "agent-rl dry-run configs/paper-swe-8gpu.yaml --layers 2,4 train.parallel.tensor=1 engine.colocate=false "
         "train.offload_optimizer=false train.optimizer_moments=bfloat16 train.offload_activations=true",
     ),
     "needs a GPU: tests/gpu runs its checks on CPUs": ("python tests/gpu/gpu_run.py",),
@@ -188,11 +188,11 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
         "r3 off old-logprob-only update-only sampled-only alternate-layers ahead fresh-only shifted",
         "agent-rl r3 figures runs/paper-small-off-4-0 runs/paper-small-r3-4-0 --out runs/figures",
     ),
-    "removes boxes of other runs, or never ends": ("python -m sandbox.reap", "python -m sandbox.reap --every 60"),
+    "removes sandboxes of other runs, or never ends": ("python -m sandbox.reap", "python -m sandbox.reap --every 60"),
     "needs root, debootstrap and minutes": (
         "python -m sandbox.base_image",
         "python -m sandbox.base_image --pip pytest==8.3.5",
-        "python -m sandbox.base_image --rootfs FOLDER",
+        "python -m sandbox.base_image --rootfs DIR",
         "python -m sandbox.base_image --engine podman",
     ),
     "measures the real tasks for minutes: tests/redteam/test_apart.py measures a small one": (
@@ -269,7 +269,7 @@ def read_make(arguments: list[str]) -> None:
 
 
 def read_python(arguments: list[str]) -> None:
-    """The file or module is there, takes the options, and the folders it is given are there."""
+    """The file or module is there, takes the options, and the directories it is given are there."""
     if arguments[0] != "-m":
         source = ROOT / arguments[0]
     elif arguments[1] == "pytest":
@@ -284,32 +284,32 @@ def read_python(arguments: list[str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the repository's configs, docs and caches, and the trace of a step, but without its runs."""
-    folder = tmp_path_factory.mktemp("commands")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the repository's configs, docs and caches, and the trace of a step, but without its runs."""
+    directory = tmp_path_factory.mktemp("commands")
     for name in ("configs", "docs", ".cache"):
         (ROOT / name).mkdir(exist_ok=True)
-        (folder / name).symlink_to(ROOT / name)
-    trace_step(folder / "runs/traced/r3_trace", Layout(context=2))
-    return folder
+        (directory / name).symlink_to(ROOT / name)
+    trace_step(directory / "runs/traced/r3_trace", Layout(context=2))
+    return directory
 
 
 @pytest.mark.bubblewrap
 @pytest.mark.parametrize("text", RUN)
-def test_the_command_runs_as_it_is_printed(text: str, folder: Path) -> None:
+def test_the_command_runs_as_it_is_printed(text: str, directory: Path) -> None:
     for needed, earlier in AFTER.get(text, {}).items():
-        if not (folder / needed).exists():
-            run(earlier, folder)
-    assert RUN[text] in run(text, folder)
+        if not (directory / needed).exists():
+            run(earlier, directory)
+    assert RUN[text] in run(text, directory)
 
 
-def run(text: str, folder: Path) -> str:
+def run(text: str, directory: Path) -> str:
     name, _, arguments = text.partition(" ")
     program = [sys.executable, "-m", "agent_rl.cli"] if name == "agent-rl" else [sys.executable]
     line = f"{shlex.join(program)} {arguments}"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "120", "NO_COLOR": "1"}
     done = subprocess.run(
-        ["bash", "-c", line], cwd=folder, env=environment, capture_output=True, text=True, timeout=240
+        ["bash", "-c", line], cwd=directory, env=environment, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
     return done.stdout + done.stderr

@@ -11,12 +11,12 @@ import pytest
 from support import doc_pages as pages
 
 FILE = re.compile(r"^(?:[\w.-]+/)*(?:[\w-]+\.(?:py|yaml|jinja)|[\w.-]+/)$")
-"""A code span that is the path of a file or, with a slash at its end, of a folder."""
+"""A code span that is the path of a file or, with a slash at its end, of a directory."""
 
 FOREIGN = {
     *("setup.py", "sitecustomize.py", "usercustomize.py", "sweb.yaml", "tasks/"),  # of tasks
     *("distrib_optimizer.py", "layers/logprob_processor.py", "tools/check_r3_trace.py"),  # of Megatron, SGLang, NeMo RL
-    "config.yaml",  # of a run's folder
+    "config.yaml",  # of a run's directory
 }
 """Files that pages name and that are not of this repository."""
 
@@ -37,14 +37,14 @@ WRITTEN_BY_RUNS = (
 
 @functools.cache
 def repository() -> frozenset[str]:
-    """The paths of all files that git keeps or could keep, and of their folders (with a slash at the end)."""
+    """The paths of all files that git keeps or could keep, and of their directories (with a slash at the end)."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     files = subprocess.run(command, cwd=pages.ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
-    return frozenset(files) | {f"{folder}/" for file in files for folder in Path(file).parents}
+    return frozenset(files) | {f"{directory}/" for file in files for directory in Path(file).parents}
 
 
 def in_repository(span: str) -> bool:
-    """Whether ``span`` is a path from the root, or the end of one (``hf.py`` beside its page's folder)."""
+    """Whether ``span`` is a path from the root, or the end of one (``hf.py`` beside its page's directory)."""
     return span.startswith(WRITTEN_BY_RUNS) or any(path == span or path.endswith(f"/{span}") for path in repository())
 
 
@@ -71,7 +71,7 @@ def test_every_relative_link_leads_to_a_file_and_an_anchor(page: Path) -> None:
 def test_every_named_file_is_in_the_repository(page: Path) -> None:
     named = [(line, span) for line, span in pages.code_spans(page) if FILE.match(span) and span not in FOREIGN]
     absent = [f"{relative(page)}:{line}: `{span}`" for line, span in named if not in_repository(span)]
-    assert not absent, "there is no such file or folder:\n" + "\n".join(absent)
+    assert not absent, "there is no such file or directory:\n" + "\n".join(absent)
 
 
 def test_every_page_is_in_the_table_of_contents() -> None:

@@ -26,4 +26,4 @@ def rows() -> Iterator[tuple[str, list[str]]]:
 @pytest.mark.parametrize(("line", "overrides"), list(rows()))
 def test_a_rows_last_column_is_a_config(line: str, overrides: list[str]) -> None:
     assert overrides, line
-    load_config(CONFIG, [override.replace("FOLDER", ".") for override in overrides])
+    load_config(CONFIG, [override.replace("DIR", ".") for override in overrides])

@@ -54,22 +54,22 @@ async def execute(block: Block, names: dict[str, Any]) -> dict[str, Any]:
     return names
 
 
-async def tools_page(block: Block, folder: Path) -> None:
+async def tools_page(block: Block, directory: Path) -> None:
     tools = (await execute(block, {}))["tools"]
     assert (await tools.call(ToolCall("buy", {"item": "tea", "count": "3"}))).text == "bought 3 tea"
     assert (await tools.call(ToolCall("buy", {"item": "tea", "count": 0}))).failed
     assert (await tools.call(ToolCall("leave", {}))).submitted
 
 
-async def rendering_page(block: Block, folder: Path) -> None:
-    install_model(folder / "model")
+async def rendering_page(block: Block, directory: Path) -> None:
+    install_model(directory / "model")
     messages = [{"role": "system", "content": "Repair it."}, {"role": "user", "content": "a.py is broken"}]
-    names = {"ChatRenderer": ChatRenderer, "Path": lambda name: folder / name, "messages": messages, "tools": []}
-    names["sampled"] = ChatRenderer(folder / "model").observation("x", stop_included=True)
+    names = {"ChatRenderer": ChatRenderer, "Path": lambda name: directory / name, "messages": messages, "tools": []}
+    names["sampled"] = ChatRenderer(directory / "model").observation("x", stop_included=True)
     assert len((await execute(block, names))["tokens"]) > len(names["sampled"])
 
 
-async def rollout_page(block: Block, folder: Path) -> None:
+async def rollout_page(block: Block, directory: Path) -> None:
     """Episodes of the environment that ``docs/environments.md`` prints, in the real loop, with a scripted engine."""
     printed = types.ModuleType("printed_sums")
     exec(python_blocks("docs/environments.md")[0].text, printed.__dict__)
@@ -86,11 +86,11 @@ async def rollout_page(block: Block, folder: Path) -> None:
     assert {trajectory.reward for group in groups for trajectory in group.trajectories} == {0.0, 1.0}
 
 
-async def objective_facts_block(block: Block, folder: Path) -> None:
+async def objective_facts_block(block: Block, directory: Path) -> None:
     assert (await execute(block, {}))["SOFT"].refusal("soft", None, None, 3.0)
 
 
-async def objective_formula_block(block: Block, folder: Path) -> None:
+async def objective_formula_block(block: Block, directory: Path) -> None:
     """The loss of the printed objective, named by dotted path, with the clip that its facts give."""
     torch = pytest.importorskip("torch", reason="needs the trainer environment")
     from agent_rl.train.loss.objectives import objective_terms

@@ -1,4 +1,4 @@
-"""What a rehearsal refuses before anything starts, and what it reckons with. No rank runs here."""
+"""What a dry run refuses before anything starts, and what it reckons with. No rank runs here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agent_rl.dryrun.batch import routes
 from agent_rl.dryrun.job import PhaseRecord, RankJob, RankRecord
 from agent_rl.dryrun.run import Rehearsed, check, planned, rehearse
 from agent_rl.errors import ConfigError, TrainerError, UserError
-from agent_rl.models.spec import read_facts
+from agent_rl.models.spec import read_model_spec
 from agent_rl.train.hf_index import check_checkpoint, expected_shapes
 
 
@@ -25,14 +25,14 @@ def model(tmp_path: Path) -> Path:
     return write_model(tmp_path / "model")
 
 
-def write_shard(folder: Path, shapes: dict[str, tuple[int, ...]], name: str = "model.safetensors") -> None:
+def write_shard(directory: Path, shapes: dict[str, tuple[int, ...]], name: str = "model.safetensors") -> None:
     """A safetensors file's head; nobody reads further."""
     head = json.dumps({n: {"dtype": "BF16", "shape": shape, "data_offsets": [0, 0]} for n, shape in shapes.items()})
-    (folder / name).write_bytes(len(head).to_bytes(8, "little") + head.encode())
+    (directory / name).write_bytes(len(head).to_bytes(8, "little") + head.encode())
 
 
 def test_a_checkpoint_of_another_shape_or_without_a_shard_is_one_line(model: Path) -> None:
-    facts = read_facts(model)
+    facts = read_model_spec(model)
     shapes = expected_shapes(facts)
     write_shard(model, shapes)
     check_checkpoint(model, facts)
@@ -70,15 +70,15 @@ def test_what_can_not_be_is_one_line(
 
 def test_too_few_hosts_are_one_line(model: Path) -> None:
     hosts = config_of(model, world_size=32, expert=8).model_copy(
-        update={"hardware": RunConfig.model_fields["hardware"].default.model_copy(update={"trainer_hosts": 2})}
+        update={"hardware": RunConfig.model_fields["hardware"].default.model_copy(update={"trainer_nodes": 2})}
     )
-    with pytest.raises(ConfigError, match=r"world_size=32 is more than hardware\.trainer_hosts=2 times"):
+    with pytest.raises(ConfigError, match=r"world_size=32 is more than hardware\.trainer_nodes=2 times"):
         check(hosts, ranks=(), skew=1.0)
 
 
 @pytest.mark.parametrize("skew", [1.0, 2.0, 3.5])
 def test_a_ranks_experts_are_chosen_as_often_as_asked(model: Path, skew: float) -> None:
-    chosen = routes(read_facts(model), 1000, 4, 2, skew)
+    chosen = routes(read_model_spec(model), 1000, 4, 2, skew)
     assert chosen.shape == (1000, 2, 2)
     assert (np.diff(np.sort(chosen, axis=2), axis=2) > 0).all(), "different experts"
     own = np.isin(chosen, [4, 5]).mean()
@@ -116,5 +116,5 @@ def test_one_depth_is_compared_with_the_plan_of_that_depth(monkeypatch: pytest.M
 def test_a_rehearsal_that_takes_too_long_is_one_line(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "_SECONDS", 0.01)
     job = RankJob(config_of(model, world_size=1), model, 3, 1.0, model / "no-library.so")
-    with pytest.raises(TrainerError, match=r"the rehearsal of rank 3 took more than 0\.01 s: rehearse fewer layers"):
+    with pytest.raises(TrainerError, match=r"the dry run of rank 3 took more than 0\.01 s: rehearse fewer layers"):
         run._run(job)

@@ -66,7 +66,7 @@ Check = Callable[[RankRecord, RankRecord, Planned], bool]
 
 
 def fails(text: str) -> Check:
-    """The rehearsal names this call or reason."""
+    """The dry run names this call or reason."""
     return lambda record, sound, plan: record.fault is not None and text in record.fault
 
 
@@ -84,7 +84,7 @@ SEEN: dict[str, Check] = {
     "a group destroyed within a broadcast": fails("destroyed, not aborted, within a broadcast"),
     "a wait more": lambda record, sound, plan: waits(record, "update") > waits(sound, "update"),
 }
-"""By fault, what a rehearsal reports where it is put back: of a rank, a sound one, and the plan."""
+"""By fault, what a dry run reports where it is put back: of a rank, a sound one, and the plan."""
 QUICK = tuple(SEEN)[:6]
 
 
@@ -210,9 +210,9 @@ SIX: dict[str, tuple[dict[str, Any], int]] = {
 @pytest.fixture(scope="module")
 def six(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[RunConfig, dict[int, RankRecord]]]:
     """Two layers a stage of Qwen3-30B-A3B at 4,096 tokens, in six layouts: rank 0, and of a pipeline the last one."""
-    folder = tmp_path_factory.mktemp("six")
+    directory = tmp_path_factory.mktemp("six")
     configs = {
-        name: config_of(write_30b(folder / str(layers), layers), 4096, **parallel)
+        name: config_of(write_30b(directory / str(layers), layers), 4096, **parallel)
         for name, (parallel, layers) in SIX.items()
     }
     jobs = [

@@ -161,7 +161,7 @@ class OneTask:
 async def drive(
     gateway: Gateway, renderer: ChatRenderer, engine: Any, harness: HarnessConfig, pool: SandboxPool, **limits: Any
 ) -> Trajectory:
-    """An episode of a task in its box."""
+    """An episode of a task in its sandbox."""
     context = EnvContext(backend=pool, agent_binds=agent_binds(gateway, harness))
     rules = EpisodeRules(RolloutConfig(**{"max_tokens": 4000, **limits}, harness=harness))
     task = Task(RECORD.id, "one", {})

@@ -280,42 +280,42 @@ async def test_a_gateway_closed_under_a_request_answers_it(renderer: ChatRendere
 
 
 async def test_a_socket_path_that_is_too_long_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    folder = tmp_path / ("long" * 30)
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    directory = tmp_path / ("long" * 30)
+    directory.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(directory))
     with pytest.raises(UserError, match=r"too long for a unix socket .* set TMPDIR"):
         async with server.open_gateway():
             pass
 
 
 @pytest.fixture
-def short_folder() -> Iterator[Path]:
+def short_dir() -> Iterator[Path]:
     """For temporary files, whose paths leave room for a socket's name."""
-    with tempfile.TemporaryDirectory() as folder:
-        yield Path(folder)
+    with tempfile.TemporaryDirectory() as directory:
+        yield Path(directory)
 
 
 def test_what_a_killed_controllers_endpoint_left_is_removed_by_the_next(
-    monkeypatch: pytest.MonkeyPatch, short_folder: Path
+    monkeypatch: pytest.MonkeyPatch, short_dir: Path
 ) -> None:
-    monkeypatch.setenv("TMPDIR", str(short_folder))
-    monkeypatch.setattr(tempfile, "tempdir", str(short_folder))
-    command = [sys.executable, "-c", OWNER, server.FOLDER]
+    monkeypatch.setenv("TMPDIR", str(short_dir))
+    monkeypatch.setattr(tempfile, "tempdir", str(short_dir))
+    command = [sys.executable, "-c", OWNER, server.DIRECTORY]
     owner = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert owner.stdout is not None
     owner.stdout.readline()
 
     def there() -> set[Path]:
-        return set(short_folder.iterdir())
+        return set(short_dir.iterdir())
 
     async def serve() -> None:
         (owned,) = there()
         async with server.open_gateway() as first:
-            assert there() == {owned, first.folder}, "a living owner's stays"
+            assert there() == {owned, first.directory}, "a living owner's stays"
             owner.kill()
             owner.communicate()
             async with server.open_gateway() as second:
-                assert there() == {first.folder, second.folder}
+                assert there() == {first.directory, second.directory}
 
     asyncio.run(serve())
     assert there() == set()
@@ -352,7 +352,7 @@ async def test_thoughts_before_a_users_message_are_as_sampled_unless_the_templat
     kit: SimpleNamespace, history: str, drops: bool, causes: list[str]
 ) -> None:
     """With ``follow`` a template as Qwen3's begins a branch where it drops them; one that keeps them begins none."""
-    source = ChatModel.from_folder(kit.MODEL)
+    source = ChatModel.from_dir(kit.MODEL)
     renderer = ChatRenderer(replace(source, template=LAST_QUERY) if drops else source)
     async with kit.served(renderer, kit.Saying(renderer, ["<think>\nso\n</think>\n\nyes"]), history=history) as served:
         messages: list[Any] = list(HELLO)

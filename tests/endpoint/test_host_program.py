@@ -46,8 +46,8 @@ def test_it_ends_with_a_controller_that_is_killed(tmp_path: Path, number: signal
     assert ended(pid_in(tmp_path))
 
 
-def pid_in(folder: Path) -> int:
-    return int((folder / "pid").read_text())
+def pid_in(directory: Path) -> int:
+    return int((directory / "pid").read_text())
 
 
 def ended(pid: int) -> bool:

@@ -1,5 +1,5 @@
-"""A program in a task's own box: it reaches the endpoint without a network, its files stay out of the patch, and the
-box that grades has neither them nor the socket."""
+"""A program in a task's own sandbox: it reaches the endpoint without a network, its files stay out of the patch, and
+the sandbox that grades has neither them nor the socket."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from types import SimpleNamespace
 import pytest
 
 from agent_rl.config import HarnessConfig
-from agent_rl.endpoint.episode import BOX_GATEWAY, BOX_HARNESS
+from agent_rl.endpoint.episode import SANDBOX_GATEWAY, SANDBOX_HARNESS
 from agent_rl.endpoint.server import Gateway
 from agent_rl.render import ChatRenderer
 from agent_rl.types import StopReason
 from envs.context import EnvContext
-from envs.swe.sandboxes import box_spec
+from envs.swe.sandboxes import sandbox_spec
 from sandbox import Sandbox, SandboxBackend, SandboxPool, SandboxSpec, open_backend
 
 pytestmark = pytest.mark.bubblewrap
@@ -24,7 +24,7 @@ PROGRAMS = Path(__file__).parent / "programs"
 
 
 class Watched(SandboxPool):
-    """Keeps the specs of the boxes that it starts."""
+    """Keeps the specs of the sandboxes that it starts."""
 
     def __init__(self, backend: SandboxBackend, **bounds: int) -> None:
         super().__init__(backend, **bounds)
@@ -42,11 +42,11 @@ async def pool() -> AsyncIterator[Watched]:
     await watched.close()
 
 
-async def test_a_program_in_the_box(
+async def test_a_program_in_the_sandbox(
     gateway: Gateway, renderer: ChatRenderer, kit: SimpleNamespace, pool: Watched
 ) -> None:
-    # Commands of other boxes go on meanwhile, although the pool runs one at a time.
-    other = await pool.start(box_spec(EnvContext(backend=pool), kit.RECORD, None))
+    # Commands of other sandboxes go on meanwhile, although the pool runs one at a time.
+    other = await pool.start(sandbox_spec(EnvContext(backend=pool), kit.RECORD, None))
     waiting, beside = asyncio.Event(), asyncio.Event()
 
     async def before(number: int) -> None:
@@ -54,8 +54,8 @@ async def test_a_program_in_the_box(
         await beside.wait()
 
     engine = kit.Saying(renderer, [kit.call("ls")], before)
-    run = f"echo changed > new.txt; touch $HOME/.state; python3 {BOX_HARNESS}/talk.py ends"
-    harness = HarnessConfig(command=run, folder=PROGRAMS)
+    run = f"echo changed > new.txt; touch $HOME/.state; python3 {SANDBOX_HARNESS}/talk.py ends"
+    harness = HarnessConfig(command=run, directory=PROGRAMS)
     driving = asyncio.create_task(kit.drive(gateway, renderer, engine, harness, pool))
     await waiting.wait()
     assert (await other.exec("true", timeout=10)).ok
@@ -65,13 +65,13 @@ async def test_a_program_in_the_box(
     assert len(trajectory.turns) == 3
     assert trajectory.patch.count("diff --git") == 1
     assert "b/new.txt" in trajectory.patch
-    binds = [set(spec.ro_binds.values()) & {BOX_GATEWAY, BOX_HARNESS} for spec in pool.specs[1:]]
-    assert binds[0] == {BOX_GATEWAY, BOX_HARNESS}
+    binds = [set(spec.ro_binds.values()) & {SANDBOX_GATEWAY, SANDBOX_HARNESS} for spec in pool.specs[1:]]
+    assert binds[0] == {SANDBOX_GATEWAY, SANDBOX_HARNESS}
     assert len(binds) > 1
     assert not any(binds[1:])
 
 
-async def test_a_box_without_python_is_told(
+async def test_a_sandbox_without_python_is_told(
     gateway: Gateway, renderer: ChatRenderer, kit: SimpleNamespace, pool: Watched
 ) -> None:
     harness = HarnessConfig(command="true", env={"PATH": "/nowhere"})
@@ -81,10 +81,10 @@ async def test_a_box_without_python_is_told(
 
 
 @pytest.mark.parametrize("killing", ["kill -9 -1", "pkill -9 -f bridge.py"])
-async def test_a_policy_that_kills_all_in_its_box_is_graded(
+async def test_a_policy_that_kills_all_in_its_sandbox_is_graded(
     gateway: Gateway, renderer: ChatRenderer, kit: SimpleNamespace, pool: Watched, killing: str
 ) -> None:
     """The program, or its way to the endpoint: no failure of the infrastructure, which would be run again."""
-    harness = HarnessConfig(command=f"python3 {BOX_HARNESS}/talk.py obeys", folder=PROGRAMS)
+    harness = HarnessConfig(command=f"python3 {SANDBOX_HARNESS}/talk.py obeys", directory=PROGRAMS)
     trajectory = await kit.drive(gateway, renderer, kit.Saying(renderer, [kit.call(killing)]), harness, pool)
     assert (trajectory.stop, trajectory.reward) == (StopReason.PROGRAM_FAILED, 0.0)

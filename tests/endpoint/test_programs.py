@@ -1,4 +1,4 @@
-"""Agent programs as their makers publish them, in a task's box without a network: one branch, tokens as sampled."""
+"""Agent programs as their makers publish them, in a task's sandbox without a network: one branch, tokens as sampled."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ async def pool() -> AsyncIterator[SandboxPool]:
     await opened.close()
 
 
-def harness(name: str, folder: str) -> HarnessConfig:
+def harness(name: str, directory: str) -> HarnessConfig:
     """The shipped config's, with the program from where the tests have it."""
     found = load_config(ROOT / "configs" / f"harness-{name}.yaml").rollout.harness
     assert found is not None
-    return found.model_copy(update={"folder": AGENTS / folder})
+    return found.model_copy(update={"directory": AGENTS / directory})
 
 
 def calling(*calls: tuple[str, dict[str, object]]) -> str:

@@ -19,10 +19,10 @@ from typer.testing import CliRunner
 from agent_rl.cli import app
 from agent_rl.commands.serve import run_serve, served
 from agent_rl.config.loader import load_config
-from agent_rl.controller import rollout_runtime as world
+from agent_rl.controller import rollout_runtime as runtime
 from agent_rl.endpoint.episode import environment
 from agent_rl.endpoint.server import Gateway
-from agent_rl.engine.generation_gate import TurnGate
+from agent_rl.engine.generation_gate import GenerationGate
 from agent_rl.errors import UserError
 from agent_rl.render import ChatRenderer
 from tools import ToolCall, tool_format
@@ -41,10 +41,10 @@ def submitting(monkeypatch: pytest.MonkeyPatch, renderer: ChatRenderer, kit: Sim
         async def info() -> Any:
             return SimpleNamespace(dtype="float32")
 
-        engine.facts, engine.gate, engine.urls, engine.info = facts, TurnGate(), ["scripted"], info
+        engine.facts, engine.gate, engine.urls, engine.info = facts, GenerationGate(), ["scripted"], info
         yield engine
 
-    monkeypatch.setattr(world, "open_engine", opened)
+    monkeypatch.setattr(runtime, "open_engine", opened)
 
 
 @pytest.mark.bubblewrap
@@ -59,11 +59,11 @@ def test_eval_with_a_program(tmp_path: Path, submitting: None, kit: SimpleNamesp
 
 
 def test_a_program_that_is_not_there_is_told_before_anything_starts(kit: SimpleNamespace) -> None:
-    overrides = [f"model={kit.MODEL}", "rollout.harness={command: ./agent, folder: agents/none}"]
+    overrides = [f"model={kit.MODEL}", "rollout.harness={command: ./agent, directory: agents/none}"]
     result = CliRunner().invoke(app, ["eval", str(QUICKSTART), *overrides])
     assert isinstance(result.exception, UserError)
     assert str(result.exception) == (
-        "rollout.harness.folder: agents/none: no such folder; install the agent program there first"
+        "rollout.harness.directory: agents/none: no such directory; install the agent program there first"
     )
 
 

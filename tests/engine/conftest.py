@@ -87,11 +87,11 @@ TINY_CONFIG = {
 }
 
 
-def write_model(folder: Path, seed: int) -> Path:
-    folder.mkdir(parents=True)
-    save_file(tiny_weights(seed), folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(TINY_CONFIG))
-    return folder
+def write_model(directory: Path, seed: int) -> Path:
+    directory.mkdir(parents=True)
+    save_file(tiny_weights(seed), directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(TINY_CONFIG))
+    return directory
 
 
 @pytest.fixture(scope="session")

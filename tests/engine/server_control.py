@@ -22,10 +22,10 @@ async def idle(engine: SGLangEngine) -> None:
     await tell(engine, "flush_cache?timeout=30")
 
 
-def load(receivers: WeightReceivers, folder: Path, weight_version: str) -> None:
+def load(receivers: WeightReceivers, directory: Path, weight_version: str) -> None:
     """Load a checkpoint from disk as a run does, paused."""
     receivers.pause()
     try:
-        receivers.load_from_disk(folder, weight_version)
+        receivers.load_from_disk(directory, weight_version)
     finally:
         receivers.resume()

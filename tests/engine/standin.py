@@ -17,8 +17,8 @@ PROCESS = Path(__file__).with_name("standin_process.py")
 class StandIn:
     """One such process. Has the methods of :class:`agent_rl.engine.supervisor.Server`; ``port`` stays over restarts."""
 
-    def __init__(self, port: int, folder: Path, *, starts: int = 100) -> None:
-        self.port, self._folder, self._starts = port, folder, starts
+    def __init__(self, port: int, directory: Path, *, starts: int = 100) -> None:
+        self.port, self._directory, self._starts = port, directory, starts
         self.url = f"http://127.0.0.1:{port}"
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -36,7 +36,7 @@ class StandIn:
                     await asyncio.sleep(0.02)
 
     def _started(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, str(PROCESS), str(self.port), str(self._folder)]
+        command = [sys.executable, str(PROCESS), str(self.port), str(self._directory)]
         return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
 
     def death(self) -> str | None:

@@ -1,7 +1,7 @@
-"""A stand-in for an SGLang server, as a process of its own: ``python standin_process.py PORT FOLDER``.
+"""A stand-in for an SGLang server, as a process of its own: ``python standin_process.py PORT DIR``.
 
-It samples the tokens 7 and 8 with routes, after ``FOLDER/seconds`` seconds where that file is, and writes each request
-that it answers with its version to ``FOLDER/PORT.answers``. A weight version is told it by ``/set_version``.
+It samples the tokens 7 and 8 with routes, after ``DIR/seconds`` seconds where that file is, and writes each request
+that it answers with its version to ``DIR/PORT.answers``. A weight version is told it by ``/set_version``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import orjson
 from support.local_server import serving
 
 
-async def main(port: int, folder: Path, host: str = "127.0.0.1") -> None:
+async def main(port: int, directory: Path, host: str = "127.0.0.1") -> None:
     version = "default"
 
     async def handler(path: str, request: dict[str, Any]) -> tuple[int, bytes]:
@@ -28,9 +28,9 @@ async def main(port: int, folder: Path, host: str = "127.0.0.1") -> None:
             return 200, orjson.dumps({"weight_version": version})
         if path != "/generate":
             return 200, b"{}"
-        seconds = folder / "seconds"
+        seconds = directory / "seconds"
         await asyncio.sleep(float(seconds.read_text()) if seconds.exists() else 0)
-        with (folder / f"{port}.answers").open("a") as file:
+        with (directory / f"{port}.answers").open("a") as file:
             file.write(f"{request['rid']} {version}\n")
         return 200, _answer(request, version)
 

@@ -1,7 +1,7 @@
 """An interpreter of the engine environment whose SGLang is the stand-in of :mod:`standin_process`.
 
 It runs the real ``serve.py``, so that what is tested of its life and end is what holds for SGLang. The server writes
-its arguments to ``FOLDER/starts``, a line a start.
+its arguments to ``DIR/starts``, a line a start.
 """
 
 from __future__ import annotations
@@ -14,36 +14,36 @@ import asyncio, sys
 from pathlib import Path
 sys.path[:0] = {paths!r}
 from standin_process import main
-FOLDER = Path({folder!r})
+DIR = Path({directory!r})
 
 def load_plugins(): ...
 
 def prepare_server_args(arguments):
-    with (FOLDER / "starts").open("a") as file:
+    with (DIR / "starts").open("a") as file:
         file.write(" ".join(arguments) + "\\n")
     if "--die" in arguments:
         raise ValueError("no such thing as --die")
     options = dict(zip(arguments, arguments[1:]))
-    return int(options["--port"]), FOLDER, options["--host"]
+    return int(options["--port"]), DIR, options["--host"]
 
 def run_server(arguments):
     asyncio.run(main(*arguments))
 """
 
 
-def make_interpreter(folder: Path) -> Path:
-    """Write it below ``folder``."""
-    package = folder / "site" / "sglang"
+def make_interpreter(directory: Path) -> Path:
+    """Write it below ``directory``."""
+    package = directory / "site" / "sglang"
     (package.parent / "sglang-0.9.dist-info").mkdir(parents=True)
     (package.parent / "sglang-0.9.dist-info/METADATA").write_text("Name: sglang\nVersion: 0.9\n")
     package.mkdir()
     (package / "__init__.py").touch()
     paths = [str(Path(__file__).parent), str(Path(__file__).parents[1]), *sys.path]
-    (package / "launch_server.py").write_text(_LAUNCH.format(paths=paths, folder=str(folder)))
+    (package / "launch_server.py").write_text(_LAUNCH.format(paths=paths, directory=str(directory)))
     loader = package / "srt" / "model_executor" / "model_runner_components" / "weight_updater.py"
     loader.parent.mkdir(parents=True)
     loader.write_text("class WeightUpdater:\n    def load_weights_from_distributed(self, tensors): ...\n")
-    interpreter = folder / "python"
+    interpreter = directory / "python"
     command = f'PYTHONPATH={package.parent} exec {sys.executable} "$@"'
     interpreter.write_text(f"#!/bin/sh\nunset SGLANG_USE_CPU_ENGINE\n{command}\n")
     interpreter.chmod(0o755)

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from agent_rl.engine.route_probe.checks import Answers, Check, Verdict, check_all
 from agent_rl.engine.route_probe.requests import RawAnswer
-from agent_rl.models.spec import ModelFacts
+from agent_rl.models.spec import ModelSpec
 
 LAYERS, EXPERTS, TOP_K, PROMPT = 24, 64, 4, 80
-FACTS = ModelFacts(
+FACTS = ModelSpec(
     "qwen3_moe", moe=(False, *[True] * (LAYERS - 1)), hidden=8, heads=2, kv_heads=1, head_dim=4, inner=8,
     vocab_size=1000, max_positions=4096, num_experts=EXPERTS, top_k=TOP_K,
 )  # fmt: skip
@@ -150,7 +150,7 @@ def test_a_router_that_strips_and_an_engine_that_does_not_capture_are_told_apart
         name: stripped(getattr(sound, name)) for name in ("cold", "cached", "late", "stopped", "aborted", "retracted")
     }
     several = {name: tuple(map(stripped, getattr(sound, name))) for name in ("variants", "siblings", "repeats")}
-    bare = replace(sound, captures=captures, **single, **several)
-    assert [name for name, verdict in not_ok(bare).items() if verdict is Verdict.FAILED] == [failing]
-    assert found(bare)["log-probs"].verdict is Verdict.OK
-    assert found(bare)["distinct ids in range"].verdict is Verdict.SKIPPED
+    strip = replace(sound, captures=captures, **single, **several)
+    assert [name for name, verdict in not_ok(strip).items() if verdict is Verdict.FAILED] == [failing]
+    assert found(strip)["log-probs"].verdict is Verdict.OK
+    assert found(strip)["distinct ids in range"].verdict is Verdict.SKIPPED

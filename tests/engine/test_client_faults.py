@@ -32,11 +32,11 @@ from agent_rl.errors import (
     RoutesMissingError,
     UserError,
 )
-from agent_rl.models.spec import ModelFacts
+from agent_rl.models.spec import ModelSpec
 from agent_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
 from r3.routing import Span, SpanKind
 
-FACTS = ModelFacts(
+FACTS = ModelSpec(
     "qwen3_moe", moe=(False, True, True), hidden=8, heads=2, kv_heads=1, head_dim=4, inner=8, vocab_size=100,
     max_positions=64, num_experts=8, top_k=2,
 )  # fmt: skip

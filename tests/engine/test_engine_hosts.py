@@ -27,14 +27,14 @@ from test_keeper import SAMPLE
 
 from agent_rl.commands.health import check_engines_of
 from agent_rl.config import EngineConfig, RolloutConfig, RunConfig
-from agent_rl.controller.placement import open_rooms
+from agent_rl.controller.placement import open_reservations
 from agent_rl.controller.train import train
 from agent_rl.engine import ray_servers as hosts
 from agent_rl.engine.factory import open_engine
 from agent_rl.engine.fleet import Phase
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import EngineStartError, UserError
-from agent_rl.models.spec import read_facts
+from agent_rl.models.spec import read_model_spec
 from agent_rl.train.ray_launch import rank_bundles, rank_places
 from agent_rl.train.ray_session import ray_cluster
 from agent_rl.types import SamplingParams
@@ -70,20 +70,23 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def config_of(folder: Path, model: Path, **engine: Any) -> RunConfig:
+def config_of(directory: Path, model: Path, **engine: Any) -> RunConfig:
     """Engines that take a whole node each."""
     settings = {
-        "hosts": "ray", "python": str(make_interpreter(folder)), "device": "cpu", "threads": 2, "health_every": 0.1,
+        "placement": "ray", "python": str(make_interpreter(directory)), "device": "cpu", "threads": 2,
+        "health_interval": 0.1,
         "start_timeout": 30.0, **engine,
     }  # fmt: skip
     return RunConfig.model_validate({"name": "hosted", "model": str(model), "engine": settings})
 
 
 @asynccontextmanager
-async def opened(config: RunConfig, folder: Path, notes: list[str]) -> AsyncIterator[SGLangEngine]:
+async def opened(config: RunConfig, directory: Path, notes: list[str]) -> AsyncIterator[SGLangEngine]:
     async with (
-        open_rooms(config, ranks=False) as rooms,
-        open_engine(config.engine, config.model, FACTS, folder / "logs", notes.append, rooms=rooms.engines) as engine,
+        open_reservations(config, ranks=False) as rooms,
+        open_engine(
+            config.engine, config.model, FACTS, directory / "logs", notes.append, rooms=rooms.engines
+        ) as engine,
     ):
         yield engine
 
@@ -93,31 +96,31 @@ async def engines_of(engine: SGLangEngine, sessions: str) -> set[str]:
     return {each.engine for each in got}
 
 
-def starts(folder: Path) -> list[dict[str, str]]:
+def starts(directory: Path) -> list[dict[str, str]]:
     """The options of every server that was started."""
-    return [dict(pairwise(line.split())) for line in (folder / "starts").read_text().splitlines()]
+    return [dict(pairwise(line.split())) for line in (directory / "starts").read_text().splitlines()]
 
 
 def parent_of(process: int) -> int:
     return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def processes(folder: Path, option: str = "") -> list[int]:
-    """The servers that run below ``folder``, and were started with ``option``."""
+def processes(directory: Path, option: str = "") -> list[int]:
+    """The servers that run below ``directory``, and were started with ``option``."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             line = (entry / "cmdline").read_text()
         except OSError:
             continue  # it ended while we looked
-        if "serve.py" in line and str(folder) in line and option in line:
+        if "serve.py" in line and str(directory) in line and option in line:
             found.append(int(entry.name))
     return found
 
 
-async def none_of(folder: Path) -> None:
+async def none_of(directory: Path) -> None:
     async with asyncio.timeout(20):
-        while processes(folder):  # noqa: ASYNC110
+        while processes(directory):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 
 
@@ -193,7 +196,7 @@ async def test_a_log_that_cannot_be_kept_does_not_keep_the_room(
     cluster: None, checkpoint: Path, tmp_path: Path
 ) -> None:
     config = config_of(tmp_path, checkpoint)
-    async with open_rooms(config, ranks=False) as rooms, asyncio.timeout(60):
+    async with open_reservations(config, ranks=False) as rooms, asyncio.timeout(60):
         log, (room,) = tmp_path / "logs/engine-0.log", rooms.engines
         server = hosts.HostedServer(
             config.engine, checkpoint, log, room, number=0, capture_routes=True, tell=lambda line: None
@@ -237,7 +240,7 @@ async def test_too_little_room_is_told_before_anything_starts(cluster: None, mod
         "rank of 1 CPU ask for 5, and its nodes have "
     )
     assert "\n" not in str(told.value)
-    assert not list((tmp_path / "runs").glob("*/config.yaml")), "the folder is free for another config"
+    assert not list((tmp_path / "runs").glob("*/config.yaml")), "the directory is free for another config"
     assert processes(tmp_path) == []
 
 
@@ -252,7 +255,7 @@ async def test_ranks_that_follow_each_other_are_on_one_machine(
     parallel = {"world_size": 4, "tensor": tensor}
     train = {"ray_address": ray.get_runtime_context().gcs_address, "parallel": parallel}
     config = RunConfig.model_validate({"name": "ranks", "model": str(checkpoint), "train": train})
-    async with open_rooms(config, ranks=True) as rooms:
+    async with open_reservations(config, ranks=True) as rooms:
         assert rooms.engines == ()
         assert rooms.ranks is not None
         assert rooms.ranks.bundle_count == bundles
@@ -274,12 +277,19 @@ async def test_a_real_engine_is_killed_with_its_actor_and_serves_again(
     cluster: None, engine_config: EngineConfig, model: Path, tmp_path: Path, nodes: int
 ) -> None:
     """SGLang itself, on one machine, and on two that hold half of each weight."""
-    changes = {"hosts": "ray", "threads": 1, "nodes": nodes, "gpus": nodes, "start_timeout": 300.0, "health_every": 0.5}
+    changes = {
+        "placement": "ray",
+        "threads": 1,
+        "nodes": nodes,
+        "gpus": nodes,
+        "start_timeout": 300.0,
+        "health_interval": 0.5,
+    }
     engine = engine_config.model_copy(update=changes)
     config, notes = RunConfig(name="hosted", model=model, engine=engine), list[str]()
     async with (
-        open_rooms(config, ranks=False) as rooms,
-        open_engine(engine, model, read_facts(model), tmp_path, notes.append, rooms=rooms.engines) as client,
+        open_reservations(config, ranks=False) as rooms,
+        open_engine(engine, model, read_model_spec(model), tmp_path, notes.append, rooms=rooms.engines) as client,
     ):
         before = await client.generate([5, 6, 7], GREEDY, routes_from=0, session="a")
         assert len(processes(model)) == nodes
@@ -313,8 +323,8 @@ _RUN = """
     from agent_rl.config import RunConfig
     from test_engine_hosts import opened
 
-    async def main(config, folder):
-        async with opened(RunConfig.model_validate_json(config), Path(folder), []) as engine:
+    async def main(config, directory):
+        async with opened(RunConfig.model_validate_json(config), Path(directory), []) as engine:
             print("up", flush=True)
             await asyncio.sleep(600)
 

@@ -205,8 +205,8 @@ def test_what_happened_is_counted_once() -> None:
     fleet.admitted("b")
     fleet.published("b")
     expected = {"serving": 1, "joins": 1, "suspected": 1, "deaths": 1, "stale": 1, "retired": 0}
-    assert fleet.metrics() == {f"fleet/{name}": count for name, count in expected.items()}
-    assert fleet.metrics()["fleet/deaths"] == 0
+    assert fleet.metrics() == {f"engines/{name}": count for name, count in expected.items()}
+    assert fleet.metrics()["engines/deaths"] == 0
 
 
 def test_a_retired_one_may_begin_anew() -> None:

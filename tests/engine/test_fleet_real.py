@@ -12,12 +12,12 @@ import pytest
 from test_weight_sync import TOKENS, Setting, setting_of
 
 from agent_rl.config import EngineConfig
-from agent_rl.controller.engine_admission import Newcomers
+from agent_rl.controller.engine_admission import EngineAdmission
 from agent_rl.engine.fleet import Fleet, Phase
 from agent_rl.engine.launch import EngineServer
 from agent_rl.engine.sglang import SGLangEngine
-from agent_rl.engine.supervisor import FleetKeeper
-from agent_rl.models.spec import read_facts
+from agent_rl.engine.supervisor import EngineSupervisor
+from agent_rl.models.spec import read_model_spec
 from agent_rl.types import Completion, SamplingParams
 from agent_rl.utils.concurrency import beside
 
@@ -58,18 +58,18 @@ async def test_killed_under_load(
 ) -> None:
     if second_server.death() is not None:
         await second_server.start()
-    config = engine_config.model_copy(update={"health_every": 0.2, "restarts": kills, "start_timeout": BACK_SECONDS})
+    config = engine_config.model_copy(update={"health_interval": 0.2, "restarts": kills, "start_timeout": BACK_SECONDS})
     fleet = Fleet(config.restarts)
     for name, url in ((server, server), ("second", second_server.url)):
         fleet.add(name, url)
         fleet.up(name, url)
-    async with SGLangEngine((), read_facts(model), config, fleet=fleet) as engine:
+    async with SGLangEngine((), read_model_spec(model), config, fleet=fleet) as engine:
         for name in fleet.names:
             await engine.admit(fleet[name].url)
             fleet.admitted(name)
-        keeper, sync = FleetKeeper(engine, {"second": Lent(second_server)}, config), setting.sync(engine)
+        keeper, sync = EngineSupervisor(engine, {"second": Lent(second_server)}, config), setting.sync(engine)
         await sync.publish(3)
-        async with beside(keeper.run()), Newcomers(setting.config, engine, sync).welcomed():
+        async with beside(keeper.run()), EngineAdmission(setting.config, engine, sync).admit():
             for kill in range(kills):
                 running = [asyncio.create_task(sampled(engine, f"{kill}-{n}")) for n in range(8)]
                 await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)

@@ -15,12 +15,12 @@ from support.local_server import serving
 from support.loop_clock import LoopClock
 
 from agent_rl.config import EngineConfig
-from agent_rl.engine.generation_gate import TurnGate
+from agent_rl.engine.generation_gate import GenerationGate
 from agent_rl.engine.sglang import SGLangEngine
-from agent_rl.models.spec import ModelFacts
+from agent_rl.models.spec import ModelSpec
 from agent_rl.types import FinishReason, SamplingParams
 
-FACTS = ModelFacts(
+FACTS = ModelSpec(
     "qwen3_moe", moe=(False, True, True), hidden=8, heads=2, kv_heads=1, head_dim=4, inner=8, vocab_size=100,
     max_positions=64, num_experts=8, top_k=2,
 )  # fmt: skip
@@ -84,8 +84,8 @@ async def test_what_runs_is_cut_with_its_rows_and_what_comes_waits(lost_aborts: 
     assert got.routing.tokens == 4
     assert (after.finish, after.cut) == (FinishReason.LENGTH, False)
     assert server.prompts == [3, 5]
-    assert engine.gate.metrics() == {"pipeline/cut_turns": 1, "pipeline/reprefilled_tokens": 5}
-    assert engine.gate.metrics()["pipeline/cut_turns"] == 0
+    assert engine.gate.metrics() == {"async_rollout/interrupted_turns": 1, "async_rollout/reprefilled_tokens": 5}
+    assert engine.gate.metrics()["async_rollout/interrupted_turns"] == 0
 
 
 class Versioned:
@@ -136,7 +136,7 @@ async def test_of_200_updates_none_falls_within_a_completion() -> None:
 
 
 async def test_a_request_that_does_not_end_is_left_alone_after_a_while() -> None:
-    gate, aborts = TurnGate(patience=0.02), []
+    gate, aborts = GenerationGate(patience=0.02), []
 
     async def abort() -> None:
         aborts.append(1)
@@ -148,7 +148,7 @@ async def test_a_request_that_does_not_end_is_left_alone_after_a_while() -> None
 
 
 async def test_time_does_not_pass_for_an_episode_while_it_is_closed() -> None:
-    gate, clock, expired = TurnGate(), LoopClock(), list[bool]()
+    gate, clock, expired = GenerationGate(), LoopClock(), list[bool]()
     limit = asyncio.timeout(100)
 
     async def episode() -> None:
@@ -167,7 +167,7 @@ async def test_time_does_not_pass_for_an_episode_while_it_is_closed() -> None:
 
 
 async def test_an_episode_that_begins_while_it_is_closed_has_all_its_time() -> None:
-    gate, clock = TurnGate(), LoopClock()
+    gate, clock = GenerationGate(), LoopClock()
     async with gate.closed(), asyncio.timeout(100) as limit:
         with gate.uncharged(limit):
             await clock.put_forward(1000)
@@ -175,7 +175,7 @@ async def test_an_episode_that_begins_while_it_is_closed_has_all_its_time() -> N
 
 
 async def test_it_opens_however_the_block_is_left() -> None:
-    gate = TurnGate()
+    gate = GenerationGate()
     with pytest.raises(ValueError, match="publishing failed"):
         async with gate.closed():
             raise ValueError("publishing failed")
@@ -184,7 +184,7 @@ async def test_it_opens_however_the_block_is_left() -> None:
 
 
 async def test_one_that_waits_does_not_slip_through_between_two_updates() -> None:
-    gate, passed = TurnGate(), []
+    gate, passed = GenerationGate(), []
 
     async def wait() -> None:
         await gate.opened()

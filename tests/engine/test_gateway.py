@@ -15,8 +15,8 @@ from agent_rl.engine.factory import check_engines
 from agent_rl.engine.route_probe.requests import RawServer
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import ConfigError, EngineKeyRefused, UserError, WeightSyncError
-from agent_rl.models.spec import read_facts
-from agent_rl.weight_sync.order import PublishOrder
+from agent_rl.models.spec import read_model_spec
+from agent_rl.weight_sync.order import PublishRequest
 from agent_rl.weight_sync.receivers import WeightReceivers
 
 KEY = "k3y-that-nobody-may-read"
@@ -51,7 +51,7 @@ async def test_the_key_goes_with_every_request(monkeypatch: pytest.MonkeyPatch) 
     async with gateway() as (url, passed):
         config = EngineConfig(urls=(url,), api_key_env="GATEWAY_KEY")
         await check_engines([url], headers=config.headers)
-        engine = SGLangEngine(url, read_facts(MODELS["tiny-moe"]), config)
+        engine = SGLangEngine(url, read_model_spec(MODELS["tiny-moe"]), config)
         await engine.info()
         await engine.close()
         async with RawServer(url, timeout=5, headers=config.headers) as probed:
@@ -70,7 +70,7 @@ async def test_a_key_that_is_refused_is_one_line(monkeypatch: pytest.MonkeyPatch
         config = EngineConfig(urls=(url,), api_key_env="GATEWAY_KEY" if held else None, retries=9)
         with pytest.raises(UserError) as refused:
             await check_engines([url], headers=config.headers)
-        engine = SGLangEngine(url, read_facts(MODELS["tiny-moe"]), config)
+        engine = SGLangEngine(url, read_model_spec(MODELS["tiny-moe"]), config)
         with pytest.raises(EngineKeyRefused, match="answered 401: no such key"):
             await engine.score([1, 2])
         await engine.close()
@@ -93,7 +93,7 @@ def test_a_variable_that_is_not_set_is_one_line(monkeypatch: pytest.MonkeyPatch)
 def test_the_key_is_not_in_what_is_written_or_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GATEWAY_KEY", KEY)
     engine = EngineConfig(api_key_env="GATEWAY_KEY")
-    order = PublishOrder(("http://x",), "1", engine, engine.headers)
+    order = PublishRequest(("http://x",), "1", engine, engine.headers)
     run = RunConfig(name="x", model="m", engine=engine.model_dump())
     assert KEY in engine.headers["authorization"]
     assert KEY not in run.model_dump_json() + repr(run) + repr(order) + str(order)

@@ -1,4 +1,4 @@
-"""The folders that servers beside actors log to: each is removed, also where its owner was killed."""
+"""The directories that servers beside actors log to: each is removed, also where its owner was killed."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from standin_sglang import make_interpreter
 
 from agent_rl.config import EngineConfig
 from agent_rl.engine.launch import Seat
-from agent_rl.engine.ray_actor import EngineHost, LogFolder, ServerOrder
+from agent_rl.engine.ray_actor import EngineHost, LogDirectory, ServerRequest
 
 OWNER = "from agent_rl.engine.ray_actor import LogFolder; print(LogFolder().log, flush=True); input()"
 
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder for temporary files, of this process and of those that it starts."""
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    monkeypatch.setenv("TMPDIR", str(folder))
-    return folder
+    """The directory for temporary files, of this process and of those that it starts."""
+    directory = tmp_path / "temporary"
+    directory.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(directory))
+    monkeypatch.setenv("TMPDIR", str(directory))
+    return directory
 
 
-def left(folder: Path) -> list[Path]:
-    return list(folder.iterdir())
+def left(directory: Path) -> list[Path]:
+    return list(directory.iterdir())
 
 
-def test_a_start_removes_the_folders_of_owners_that_were_killed(temporary: Path) -> None:
+def test_a_start_removes_the_directories_of_owners_that_were_killed(temporary: Path) -> None:
     command = [sys.executable, "-c", OWNER]
     owner = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
     log = Path(owner.stdout.readline().strip())
-    mine = LogFolder()
+    mine = LogDirectory()
     assert set(temporary.iterdir()) == {log.parent, mine.log.parent}, "a living owner's stays"
     owner.kill()
     owner.communicate()
     log.write_text("what a server that was killed said")
-    other = LogFolder()
+    other = LogDirectory()
     assert set(temporary.iterdir()) == {mine.log.parent, other.log.parent}
     mine.log.write_bytes(b"the end")
     assert (mine.take(), other.take()) == (b"the end", b"")
@@ -54,7 +54,7 @@ async def test_a_server_that_was_stopped_leaves_its_log_to_the_caller_alone(temp
     (model / "config.json").write_text("{}")
     config = EngineConfig(python=str(make_interpreter(tmp_path)), device="cpu", extra_args=("--die",))
     host = EngineHost()
-    answer = await host.start(ServerOrder(config, model, 0, False, Seat(), Path("/logs/engine-0.log")))
+    answer = await host.start(ServerRequest(config, model, 0, False, Seat(), Path("/logs/engine-0.log")))
     assert answer.fault.endswith("no such thing as --die; log: /logs/engine-0.log")
     assert len(left(temporary)) == 1
     assert b"no such thing as --die" in await host.stop()

@@ -16,14 +16,14 @@ from agent_rl.engine.factory import open_engine
 from agent_rl.engine.fleet import Fleet, Phase
 from agent_rl.engine.launch import free_port
 from agent_rl.engine.sglang import SGLangEngine
-from agent_rl.engine.supervisor import FleetKeeper, story
+from agent_rl.engine.supervisor import EngineSupervisor, story
 from agent_rl.errors import EngineLost, UserError
-from agent_rl.models.spec import ModelFacts
+from agent_rl.models.spec import ModelSpec
 from agent_rl.types import Completion, SamplingParams
 from agent_rl.utils.concurrency import beside
 from agent_rl.utils.http import AsyncHttp
 
-FACTS = ModelFacts(
+FACTS = ModelSpec(
     "qwen3_moe", moe=(False, True, True), hidden=8, heads=2, kv_heads=1, head_dim=4, inner=8, vocab_size=100,
     max_positions=64, num_experts=8, top_k=2,
 )  # fmt: skip
@@ -61,16 +61,18 @@ class Kept:
 
 
 @asynccontextmanager
-async def kept(folder: Path, *, ours: int, given: int = 0, starts: int = 100, restarts: int = 3) -> AsyncIterator[Kept]:
+async def kept(
+    directory: Path, *, ours: int, given: int = 0, starts: int = 100, restarts: int = 3
+) -> AsyncIterator[Kept]:
     """Stand-ins that the keeper starts (``engine-N``) and such that it is given by address."""
-    config = EngineConfig(health_every=0.1, restarts=restarts, start_timeout=5.0, weight_sync_timeout=5.0)
-    servers = {f"engine-{n}": StandIn(free_port(), folder, starts=starts) for n in range(ours)}
-    others = [StandIn(free_port(), folder) for _ in range(given)]
+    config = EngineConfig(health_interval=0.1, restarts=restarts, start_timeout=5.0, weight_sync_timeout=5.0)
+    servers = {f"engine-{n}": StandIn(free_port(), directory, starts=starts) for n in range(ours)}
+    others = [StandIn(free_port(), directory) for _ in range(given)]
     fleet = Fleet(config.restarts)
     for name in (*servers, *(await asyncio.gather(*(other.start() for other in others)))):
         fleet.add(name, "" if name in servers else name)
     engine = SGLangEngine((), FACTS, config, fleet=fleet, backoff=0.01)
-    keeper = FleetKeeper(engine, servers, config)
+    keeper = EngineSupervisor(engine, servers, config)
     try:
         await keeper.open()
         async with beside(keeper.run()):
@@ -110,18 +112,18 @@ async def test_the_only_one_is_waited_for(tmp_path: Path) -> None:
         async with beside(fleet.welcome("1")):
             got = [*await asyncio.gather(*running), await fleet.sample("later")]
         assert {each.weight_version for each in got} == {"1"}
-        assert fleet.engine.fleet.metrics()["fleet/deaths"] == 1
+        assert fleet.engine.fleet.metrics()["engines/deaths"] == 1
 
 
 async def test_a_supervisors_restart_is_noticed_before_a_token_is_used(tmp_path: Path) -> None:
     """The first request finds it out: the poller is kept from being faster by a question that is never due."""
-    config = EngineConfig(health_every=600.0)
+    config = EngineConfig(health_interval=600.0)
     server, other = StandIn(free_port(), tmp_path), StandIn(free_port(), tmp_path)
     fleet = Fleet(restarts=3)
     for url in (await server.start(), await other.start()):
         fleet.add(url, url)
     engine = SGLangEngine((), FACTS, config, fleet=fleet, backoff=0.01)
-    keeper = FleetKeeper(engine, {}, config)
+    keeper = EngineSupervisor(engine, {}, config)
     await keeper.open()
     watched = Kept(engine, {})
     await watched.publish("4")
@@ -185,7 +187,7 @@ async def test_lines_of_a_file_add_engines_and_take_them_away(tmp_path: Path) ->
     urls = [await first.start(), await second.start()]
     file = tmp_path / "urls"
     file.write_text(f"# engines\n{urls[0]}/\n")
-    config = EngineConfig(urls_file=file, health_every=0.1)
+    config = EngineConfig(urls_file=file, health_interval=0.1)
     async with open_engine(config, tmp_path, FACTS, tmp_path) as engine, asyncio.timeout(20):
         assert engine.urls == (urls[0],)
         file.write_text("\n".join(urls))
@@ -210,7 +212,7 @@ async def test_a_file_that_is_being_written_takes_no_engine_away(
 
     monkeypatch.setattr(keeper, "addresses", watched)
     file.write_text(await server.start())
-    config = EngineConfig(urls_file=file, health_every=0.02)
+    config = EngineConfig(urls_file=file, health_interval=0.02)
     async with open_engine(config, tmp_path, FACTS, tmp_path) as engine, asyncio.timeout(20):
         file.write_text("")
         await looked.wait()
@@ -224,7 +226,7 @@ async def test_an_engine_whose_line_comes_back_has_one_keeper(tmp_path: Path) ->
     file.write_text(await server.start())
     silent = await asyncio.start_server(lambda reader, writer: asked.set(), "127.0.0.1", 0)
     url = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}"
-    config = EngineConfig(urls_file=file, health_every=0.02)
+    config = EngineConfig(urls_file=file, health_interval=0.02)
     async with open_engine(config, tmp_path, FACTS, tmp_path) as engine, asyncio.timeout(20):
         file.write_text(f"{server.url}\n{url}")
         await asked.wait()

@@ -23,7 +23,7 @@ from agent_rl.engine.factory import open_engine
 from agent_rl.engine.launch import EngineServer, group_members, reason_in_log, sglang_version
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import ConfigError, EngineStartError, RoutesMissingError
-from agent_rl.models.spec import read_facts
+from agent_rl.models.spec import read_model_spec
 
 OWNER = """
     import asyncio, json, sys
@@ -71,7 +71,7 @@ def owned(engine_config: EngineConfig, model: Path, tmp_path_factory: pytest.Tem
 @pytest.mark.slow
 async def test_a_server_without_capture_is_found_out(owned: Owned, model: Path) -> None:
     with pytest.raises(RoutesMissingError, match="the engine sends no routes: start it with --enable"):
-        async with SGLangEngine(owned.url, read_facts(model)):
+        async with SGLangEngine(owned.url, read_model_spec(model)):
             pass
 
 
@@ -146,7 +146,7 @@ def test_an_interpreter_that_says_nothing_is_a_users_mistake(tmp_path: Path, scr
 
 async def test_a_missing_interpreter_is_a_users_mistake(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"engine\.python: /no/such is no interpreter; `agent-rl install engine`"):
-        async with open_engine(EngineConfig(python="/no/such"), model, read_facts(model), tmp_path):
+        async with open_engine(EngineConfig(python="/no/such"), model, read_model_spec(model), tmp_path):
             pass
 
 
@@ -202,5 +202,5 @@ async def test_a_model_that_sglang_serves_wrongly_is_refused(
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(ConfigError, match=message):
-        async with open_engine(engine_config, other, read_facts(other), tmp_path):
+        async with open_engine(engine_config, other, read_model_spec(other), tmp_path):
             pass

@@ -15,7 +15,7 @@ from agent_rl.controller.advantages import samples_of
 from agent_rl.controller.route_checks import check_budget
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import RoutesMissingError
-from agent_rl.models.spec import read_facts
+from agent_rl.models.spec import read_model_spec
 from agent_rl.rollout.metrics import missing_token_fraction
 from agent_rl.rollout.transcript import Transcript
 from agent_rl.types import Group, SamplingParams, StopReason, Trajectory
@@ -41,7 +41,7 @@ async def client_of(model: Path, engine_config: EngineConfig) -> AsyncIterator[A
     opened: list[SGLangEngine] = []
 
     def client(url: str) -> SGLangEngine:
-        opened.append(SGLangEngine(url, read_facts(model), engine_config))
+        opened.append(SGLangEngine(url, read_model_spec(model), engine_config))
         return opened[-1]
 
     yield client
@@ -77,7 +77,8 @@ async def test_native_leaves_holes_that_are_counted(server: str, client_of: Any)
     async with proxy(server, StripsEvery(nth=3)) as url:
         # Of eight answers the third and the sixth lack routes: the one's last turn but one, the other's second.
         members = [
-            await converse(client_of(url), reward, seed, missing="native") for seed, reward in ((1, 1.0), (2, 0.0))
+            await converse(client_of(url), reward, seed, missing="without_replay")
+            for seed, reward in ((1, 1.0), (2, 0.0))
         ]
     whole = await converse(client_of(server), 1.0, 1)
     per_turn, needed = OBSERVED + SAMPLED, OPENING + TURNS * (OBSERVED + SAMPLED) - OBSERVED - 1
@@ -99,7 +100,7 @@ async def test_native_leaves_holes_that_are_counted(server: str, client_of: Any)
     assert missing_token_fraction(members) == pytest.approx(per_turn / needed)
     group = [Group("t", tuple(members))]
     assert len(samples_of(group).samples) == 2
-    policy = {"missing": "native", "missing_budget": 0.1}
+    policy = {"missing": "without_replay", "missing_budget": 0.1}
     with pytest.raises(RoutesMissingError, match=r"step 1: 16.18% of its tokens lack routes, r3.missing_budget=0.1"):
         check_budget(1, group, R3Config(**policy))
 

@@ -27,7 +27,7 @@ from agent_rl import cli
 from agent_rl.engine.route_probe.checks import Verdict
 from agent_rl.engine.route_probe.run import probe, table
 from agent_rl.errors import ConfigError, EngineRejected, EngineUnreachable
-from agent_rl.models.spec import read_facts
+from agent_rl.models.spec import read_model_spec
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -164,14 +164,16 @@ async def test_answers_without_routes_are_a_policys_matter_where_others_have_the
 
 
 async def test_facts_of_another_model_and_none_at_all(server: str, model: Path) -> None:
-    wrong = replace(read_facts(model), moe=(True,) * 48, num_experts=128, top_k=8)
+    wrong = replace(read_model_spec(model), moe=(True,) * 48, num_experts=128, top_k=8)
     assert "not whole rows" in (await probe(server, wrong)).line()
     with pytest.raises(EngineUnreachable, match="ClientConnectorError"):
         await probe("http://127.0.0.1:9")
     with pytest.raises(EngineRejected, match=r"not an answer of SGLang's /generate \(KeyError\('meta_info'\)\)"):
         async with proxy(server, Blank()) as url:
             await probe(url)
-    with pytest.raises(ConfigError, match=r"serves /elsewhere, which is no folder of this machine: name one .*--model"):
+    with pytest.raises(
+        ConfigError, match=r"serves /elsewhere, which is no directory of this machine: name one .*--model"
+    ):
         async with proxy(server, Moved()) as url:
             await probe(url)
 

@@ -21,15 +21,15 @@ from support.local_server import serving
 from agent_rl.config import EngineConfig
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import UserError
-from agent_rl.models.spec import read_facts
+from agent_rl.models.spec import read_model_spec
 from agent_rl.weight_sync.served import refuse_others, stored
 
 LAYERS, EXPERTS, PADDING = 4, 8, 8
 
 
-def held(folder: Path) -> dict[str, bytes]:
+def held(directory: Path) -> dict[str, bytes]:
     """A tiny model's parameters as an engine on a CPU holds them, in float32, its experts' inner size padded to 32."""
-    weights = load_file(folder / "model.safetensors")
+    weights = load_file(directory / "model.safetensors")
     fused = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
     parameters = {name: value for name, value in weights.items() if not any(part in name for part in PARTS)}
     for layer in (f"model.layers.{number}." for number in range(LAYERS)):
@@ -67,7 +67,7 @@ async def engine(parameters: Mapping[str, bytes], **info: Any) -> AsyncIterator[
 
 
 async def compared(model: Path, *urls: str) -> str | None:
-    return await asyncio.to_thread(refuse_others, urls, model, read_facts(model), EngineConfig())
+    return await asyncio.to_thread(refuse_others, urls, model, read_model_spec(model), EngineConfig())
 
 
 async def test_the_configs_weights_pass(model: Path) -> None:
@@ -148,7 +148,7 @@ def _bytes(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
 async def test_another_config_behind_an_address_is_one_line(
     model: Path, tmp_path: Path, changes: dict[str, Any], found: str
 ) -> None:
-    """Of a folder that this machine sees too."""
+    """Of a directory that this machine sees too."""
     config = orjson.loads((model / "config.json").read_bytes())
     (tmp_path / "config.json").write_bytes(orjson.dumps(config | changes))
 
@@ -158,14 +158,14 @@ async def test_another_config_behind_an_address_is_one_line(
 
     async with serving(handler) as url:
         with pytest.raises(UserError) as raised:
-            async with SGLangEngine(url, read_facts(model)):
+            async with SGLangEngine(url, read_model_spec(model)):
                 pass
     told = f"the engine at {url} serves {tmp_path}, which is another model than the config's: {found}"
     assert str(raised.value) == told
 
 
 async def test_routes_of_another_model_are_one_line(model: Path) -> None:
-    """All that a server tells of a folder that this machine does not see."""
+    """All that a server tells of a directory that this machine does not see."""
 
     async def handler(path: str, request: dict[str, Any]) -> tuple[int, bytes]:
         if path != "/generate":
@@ -181,7 +181,7 @@ async def test_routes_of_another_model_are_one_line(model: Path) -> None:
         with pytest.raises(
             UserError, match=f"^the engine at {url} serves another model than the config's, or "
         ) as raised:
-            async with SGLangEngine(url, read_facts(model)):
+            async with SGLangEngine(url, read_model_spec(model)):
                 pass
     assert "expected 2 rows of 4 layers x top-2 (64 bytes), received 1.50 rows (48 bytes)" in str(raised.value)
 

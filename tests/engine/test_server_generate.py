@@ -19,7 +19,7 @@ from support.trajectories import trajectory
 from agent_rl.config import EngineConfig, GuardConfig, R3Config
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import EngineRejected, UserError
-from agent_rl.models.spec import ModelFacts, read_facts
+from agent_rl.models.spec import ModelSpec, read_model_spec
 from agent_rl.rollout.group import GroupSettings, collect_groups
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.rollout.rescore import Rescorer
@@ -37,12 +37,12 @@ SAMPLE = SamplingParams(max_new_tokens=12)
 
 
 @pytest.fixture
-def facts(model: Path) -> ModelFacts:
-    return read_facts(model)
+def facts(model: Path) -> ModelSpec:
+    return read_model_spec(model)
 
 
 @pytest.fixture
-async def engine(server: str, facts: ModelFacts, engine_config: EngineConfig) -> AsyncIterator[SGLangEngine]:
+async def engine(server: str, facts: ModelSpec, engine_config: EngineConfig) -> AsyncIterator[SGLangEngine]:
     async with SGLangEngine(server, facts, engine_config) as client:
         await idle(client)
         yield client
@@ -237,7 +237,7 @@ class Mixes(Fault):
 
 @pytest.mark.parametrize("fault", [Fault, Mixes])
 async def test_an_audit_under_load_finds_rows_of_others_and_nothing_else(
-    server: str, facts: ModelFacts, engine_config: EngineConfig, fault: type[Fault]
+    server: str, facts: ModelSpec, engine_config: EngineConfig, fault: type[Fault]
 ) -> None:
     async with proxy(server, fault()) as url, SGLangEngine(url, facts, engine_config) as engine:
 
@@ -360,7 +360,7 @@ async def test_it_says_what_it_is(engine: SGLangEngine, model: Path) -> None:
     assert info.max_total_tokens == 8192
 
 
-async def test_facts_of_another_model_are_found_out(server: str, facts: ModelFacts) -> None:
+async def test_facts_of_another_model_are_found_out(server: str, facts: ModelSpec) -> None:
     wrong = replace(facts, moe=(True,) * 48, num_experts=128, top_k=8)
     with pytest.raises(UserError, match="which is another model than the config's"):
         async with SGLangEngine(server, wrong):

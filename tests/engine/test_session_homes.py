@@ -8,23 +8,23 @@ from contextlib import ExitStack
 
 import pytest
 
-from agent_rl.engine.session_affinity import SessionHomes
+from agent_rl.engine.session_affinity import SessionAffinity
 
 
-def home(homes: SessionHomes, session: str, urls: Sequence[str] = "ab") -> str:
+def home(homes: SessionAffinity, session: str, urls: Sequence[str] = "ab") -> str:
     with homes.visit(session, urls) as url:
         return url
 
 
 def test_a_session_stays_where_it_began() -> None:
-    homes = SessionHomes()
+    homes = SessionAffinity()
     first = {f"s{n}": home(homes, f"s{n}", "abc") for n in range(30)}
     assert Counter(first.values()) == {"a": 10, "b": 10, "c": 10}
     assert first == {session: home(homes, session, "abc") for session in reversed(first)}
 
 
 def test_new_sessions_avoid_the_busy_engine() -> None:
-    homes = SessionHomes()
+    homes = SessionAffinity()
     with ExitStack() as running:
         for _ in range(5):
             running.enter_context(homes.visit("first", "ab"))
@@ -33,7 +33,7 @@ def test_new_sessions_avoid_the_busy_engine() -> None:
 
 
 def test_a_session_leaves_an_engine_that_may_not_be_used() -> None:
-    homes = SessionHomes()
+    homes = SessionAffinity()
     assert home(homes, "s") == "a"
     assert home(homes, "s", "bc") == "b"
     assert home(homes, "s", "abc") == "b", "and stays where it went"
@@ -41,7 +41,7 @@ def test_a_session_leaves_an_engine_that_may_not_be_used() -> None:
 
 
 def test_a_failed_request_is_no_load() -> None:
-    homes = SessionHomes()
+    homes = SessionAffinity()
     with pytest.raises(RuntimeError), homes.visit("s", "ab"):
         raise RuntimeError
     assert home(homes, "t") == "b"
@@ -50,6 +50,6 @@ def test_a_failed_request_is_no_load() -> None:
 
 def test_the_oldest_sessions_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agent_rl.engine.session_affinity._REMEMBERED", 2)
-    homes = SessionHomes()
+    homes = SessionAffinity()
     assert [home(homes, session) for session in "stu"] == ["a", "b", "a"]
     assert home(homes, "v") == "a", "s is forgotten: each engine has one session"

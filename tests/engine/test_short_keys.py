@@ -10,7 +10,7 @@ import pytest
 from agent_rl.config import EngineConfig
 from agent_rl.engine.launch import EngineServer
 from agent_rl.engine.sglang import SGLangEngine
-from agent_rl.models.spec import read_facts
+from agent_rl.models.spec import read_model_spec
 from agent_rl.types import SamplingParams
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
@@ -23,7 +23,7 @@ async def test_log_probs_and_routes_are_off_by_their_rounding(
     server: str, engine_config: EngineConfig, model: Path, tmp_path: Path
 ) -> None:
     short = EngineServer(engine_config.model_copy(update={"extra_args": OPTION}), model, tmp_path / "engine.log")
-    facts, kept, found = read_facts(model), [], []
+    facts, kept, found = read_model_spec(model), [], []
     await short.start()
     try:
         for url in (server, short.url):

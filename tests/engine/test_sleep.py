@@ -22,16 +22,16 @@ from agent_rl.engine.fleet import Fleet, Phase
 from agent_rl.engine.launch import EngineServer, group_members
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.engine.sleep import Memory
-from agent_rl.engine.supervisor import FleetKeeper
+from agent_rl.engine.supervisor import EngineSupervisor
 from agent_rl.errors import ConfigError, EngineError, EngineLost
-from agent_rl.models.spec import ModelFacts, read_facts
+from agent_rl.models.spec import ModelSpec, read_model_spec
 from agent_rl.types import Completion, Sample, SamplingParams
 from agent_rl.utils.concurrency import beside
 from agent_rl.utils.http import AsyncHttp
 from agent_rl.weight_sync.order import PublishReport
 from agent_rl.weight_sync.sync import WeightSync
 
-FACTS = ModelFacts(
+FACTS = ModelSpec(
     "qwen3_moe", moe=(False, True, True), hidden=8, heads=2, kv_heads=1, head_dim=4, inner=8, vocab_size=100,
     max_positions=256, num_experts=8, top_k=2,
 )  # fmt: skip
@@ -142,10 +142,10 @@ def _answer(request: dict[str, Any], version: str, finish: str) -> bytes:
 class Colocated:
     """Engines that are looked after, and a trainer whose weights they get as a run gives them."""
 
-    def __init__(self, engine: SGLangEngine, servers: Sequence[Server], folder: Path) -> None:
+    def __init__(self, engine: SGLangEngine, servers: Sequence[Server], directory: Path) -> None:
         self.engine, self.servers, self.notes = engine, servers, list[str]()
-        config = RunConfig(name="r", model=folder, engine=_config(len(servers)), train=_world(len(servers)))
-        self.sync = WeightSync(config, engine, self, folder / "weights", self.notes.append)
+        config = RunConfig(name="r", model=directory, engine=_config(len(servers)), train=_runtime(len(servers)))
+        self.sync = WeightSync(config, engine, self, directory / "weights", self.notes.append)
 
     async def logprobs(self, samples: Sequence[Sample], *, replay: bool) -> Sequence[Sequence[float]]:
         return [[-0.5] * len(samples[0].tokens)]
@@ -162,7 +162,7 @@ class Colocated:
                 server.version = weight_version
         return PublishReport(failures)
 
-    async def export(self, folder: Path) -> None:
+    async def export(self, directory: Path) -> None:
         raise AssertionError("no engine lives that would read it")
 
     def at(self, url: str) -> Server | None:
@@ -185,26 +185,26 @@ class Colocated:
 
 def _config(count: int) -> EngineConfig:
     return EngineConfig(
-        count=count, colocate=True, health_every=0.02, start_timeout=5.0, weight_sync_timeout=0.6, retries=3
+        count=count, colocate=True, health_interval=0.02, start_timeout=5.0, weight_sync_timeout=0.6, retries=3
     )
 
 
-def _world(size: int) -> Any:
+def _runtime(size: int) -> Any:
     return {"parallel": {"world_size": size}}
 
 
 @asynccontextmanager
-async def colocated(folder: Path, count: int = 1) -> AsyncIterator[Colocated]:
+async def colocated(directory: Path, count: int = 1) -> AsyncIterator[Colocated]:
     """``count`` engines, with the weights of version 0."""
     config, servers = _config(count), [Server() for _ in range(count)]
     ours, fleet = {f"engine-{number}": server for number, server in enumerate(servers)}, Fleet(3)
     for name in ours:
         fleet.add(name)
     engine = SGLangEngine((), FACTS, config, fleet=fleet, servers=ours, backoff=0.01)
-    keeper = FleetKeeper(engine, ours, config)
+    keeper = EngineSupervisor(engine, ours, config)
     try:
         await keeper.open()
-        run = Colocated(engine, servers, folder)
+        run = Colocated(engine, servers, directory)
         await run.wake(0)
         for server in servers:
             server.done.clear()
@@ -433,7 +433,9 @@ async def test_sglang_keeps_the_protocol_on_a_cpu_where_it_frees_nothing(
     fleet.add("second", url)
     fleet.up("second", url)
     config = engine_config.model_copy(update={"colocate": True})
-    async with SGLangEngine((), read_facts(model), config, fleet=fleet, servers={"second": second_server}) as engine:
+    async with SGLangEngine(
+        (), read_model_spec(model), config, fleet=fleet, servers={"second": second_server}
+    ) as engine:
         fleet.admitted("second")
         before = await engine.score(tokens)
         long = SamplingParams(max_new_tokens=1500, temperature=0.0)
@@ -462,7 +464,7 @@ async def test_sglang_dies_of_what_the_client_never_does(
     async with (
         EngineServer(engine_config, model, tmp_path / "engine.log") as server,
         AsyncHttp(5.0) as http,
-        SGLangEngine(server.url, read_facts(model), engine_config) as engine,
+        SGLangEngine(server.url, read_model_spec(model), engine_config) as engine,
     ):
         long = SamplingParams(max_new_tokens=1500, temperature=0.0)
         running = asyncio.create_task(engine.generate([1, 2], long, routes_from=None, session="s"))

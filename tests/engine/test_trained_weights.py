@@ -11,7 +11,7 @@ from server_control import idle, load
 
 from agent_rl.config import EngineConfig, RunConfig
 from agent_rl.engine.sglang import SGLangEngine
-from agent_rl.models.spec import read_facts
+from agent_rl.models.spec import read_model_spec
 from agent_rl.types import Sample, SamplingParams
 from agent_rl.weight_sync.receivers import WeightReceivers
 
@@ -25,7 +25,7 @@ TOKENS = [int(token) for token in np.random.default_rng(5).integers(2, 250, 48)]
 
 @pytest.fixture
 async def engine(server: str, model: Path, engine_config: EngineConfig) -> AsyncIterator[SGLangEngine]:
-    async with SGLangEngine(server, read_facts(model), engine_config) as client:
+    async with SGLangEngine(server, read_model_spec(model), engine_config) as client:
         await idle(client)
         yield client
         with WeightReceivers([server]) as receivers:
@@ -91,9 +91,9 @@ async def test_the_engine_takes_what_the_trainer_learned(
         assert (await gap()).mean() < 2e-5
         for version in (1, 2):  # the second goes through the same group
             batch = [await sampled(engine, f"{version}-{i}", (-1.0) ** i) for i in range(6)]
-            metrics = await trainer.step(batch, measure_native=True)
+            metrics = await trainer.step(batch, measure_without_replay=True)
             assert metrics["r3/coverage"] == 1
-            assert metrics["r3/router_mismatch"] == metrics["mismatch_native/router_mismatch"] == 0
+            assert metrics["r3/router_mismatch"] == metrics["mismatch_without_replay/router_mismatch"] == 0
             assert metrics["mismatch/logprob_abs_diff"] < 2e-5, "routes or log-probs are not where they belong"
             stale = await gap()
             published = await sync.publish(version)
@@ -115,13 +115,13 @@ async def test_the_engine_takes_what_the_trainer_learned(
         assert await engine.score(TOKENS) == held
     assert (tmp_path / "export/adapter/adapter_model.safetensors").exists() == (kind != "weights")
     with WeightReceivers(engine.urls) as receivers:
-        for folder in (tmp_path / "export", in_shards(tmp_path / "export", tmp_path / "shards")):
+        for directory in (tmp_path / "export", in_shards(tmp_path / "export", tmp_path / "shards")):
             load(receivers, model, "default")
-            load(receivers, folder, "export")
+            load(receivers, directory, "export")
             np.testing.assert_allclose(await engine.score(TOKENS), held, atol=1e-6)
 
 
-def in_shards(export: Path, folder: Path) -> Path:
+def in_shards(export: Path, directory: Path) -> Path:
     """The same checkpoint in several files with an index, as a large model's is written."""
     from safetensors.torch import load_file
 
@@ -129,7 +129,7 @@ def in_shards(export: Path, folder: Path) -> Path:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hf, "_SHARD_BYTES", 300_000)
-        hf.write_checkpoint(load_file(export / "model.safetensors").items(), export, folder, torch.float32)
-    assert len(list(folder.glob("*.safetensors"))) > 1
-    assert (folder / "model.safetensors.index.json").exists()
-    return folder
+        hf.write_checkpoint(load_file(export / "model.safetensors").items(), export, directory, torch.float32)
+    assert len(list(directory.glob("*.safetensors"))) > 1
+    assert (directory / "model.safetensors.index.json").exists()
+    return directory

@@ -27,7 +27,7 @@ from agent_rl.engine.launch import EngineServer
 from agent_rl.engine.response import Asked, read_answer
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import WeightSyncError
-from agent_rl.models.spec import read_facts
+from agent_rl.models.spec import read_model_spec
 from agent_rl.types import Completion, FinishReason, Sample, SamplingParams
 from agent_rl.weight_sync.receivers import WeightReceivers
 from r3.routing import SpanKind
@@ -46,7 +46,7 @@ BUCKET_MB = 0.3  # four buckets
 Weights = list[tuple[str, Any]]
 
 
-def exported(folder: Path) -> Weights:
+def exported(directory: Path) -> Weights:
     """A checkpoint's tensors in the order in which the trainer exports them: parts of one parameter in a row."""
     parts = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -56,20 +56,20 @@ def exported(folder: Path) -> Weights:
         part = next((index for index, part in enumerate(parts) if part in name), 0)
         return layer.replace("v_proj", "q_proj"), "down_proj" in name, int(expert[1]) if expert else 0, part
 
-    weights = load_file(folder / "model.safetensors")
+    weights = load_file(directory / "model.safetensors")
     return [(name, weights[name]) for name in sorted(weights, key=place)]
 
 
 class FileTrainer:
-    """Stands for a trainer whose weights are those of ``folder``; sends them as the trainer's rank 0 does.
+    """Stands for a trainer whose weights are those of ``directory``; sends them as the trainer's rank 0 does.
 
     ``links[i]`` is the publisher of the i-th update, further ones are faultless.
     """
 
     def __init__(
-        self, config: EngineConfig, folder: Path, logprobs: Sequence[float], *links: type[WeightPublisher]
+        self, config: EngineConfig, directory: Path, logprobs: Sequence[float], *links: type[WeightPublisher]
     ) -> None:
-        self._config, self.folder, self._logprobs, self._links = config, folder, logprobs, list(links)
+        self._config, self.directory, self._logprobs, self._links = config, directory, logprobs, list(links)
 
     async def logprobs(self, samples: Sequence[Sample], *, replay: bool) -> list[Sequence[float]]:
         return [self._logprobs for _ in samples]
@@ -79,17 +79,17 @@ class FileTrainer:
         publisher = link(
             engine_urls,
             torch.device("cpu"),
-            read_facts(self.folder).kv_heads,
+            read_model_spec(self.directory).kv_heads,
             self._config.model_copy(update={"weight_bucket_mb": BUCKET_MB}),
         )
         try:
-            weights = exported(self.folder)
+            weights = exported(self.directory)
             return await asyncio.to_thread(publisher.publish, weights, weight_version)
         finally:
             publisher.close()
 
-    async def export(self, folder: Path) -> None:
-        shutil.copytree(self.folder, folder)
+    async def export(self, directory: Path) -> None:
+        shutil.copytree(self.directory, directory)
 
 
 class OneBitOff(WeightPublisher):
@@ -131,13 +131,13 @@ class DiesMidway(WeightPublisher):
 class Setting:
     """Engines to publish to, and what the fixed sequence gives with the old and with the new weights."""
 
-    def __init__(self, config: RunConfig, other_model: Path, folder: Path, old: Any, new: Any) -> None:
-        self.config, self.other_model, self.folder, self.old, self.new = config, other_model, folder, old, new
+    def __init__(self, config: RunConfig, other_model: Path, directory: Path, old: Any, new: Any) -> None:
+        self.config, self.other_model, self.directory, self.old, self.new = config, other_model, directory, old, new
         self.notes: list[str] = []
 
     def sync(self, engine: SGLangEngine, *links: type[WeightPublisher]) -> WeightSync:
         self.trainer = FileTrainer(self.config.engine, self.other_model, self.new, *links)
-        return WeightSync(self.config, engine, self.trainer, self.folder, self.notes.append)
+        return WeightSync(self.config, engine, self.trainer, self.directory, self.notes.append)
 
     async def holds(self, engine: SGLangEngine, weights: Any, version: str) -> None:
         """All engines in use compute and say so."""
@@ -151,17 +151,17 @@ PROBE = list(range(128))
 
 @asynccontextmanager
 async def setting_of(
-    server: str, model: Path, other_model: Path, engine_config: EngineConfig, folder: Path
+    server: str, model: Path, other_model: Path, engine_config: EngineConfig, directory: Path
 ) -> AsyncIterator[Setting]:
     """A setting on the server at ``server``, which has the weights of ``model`` before and after."""
     config = RunConfig.model_validate({"name": "test", "model": model, "engine": engine_config.model_dump()})
-    async with SGLangEngine(server, read_facts(model), engine_config) as engine:
+    async with SGLangEngine(server, read_model_spec(model), engine_config) as engine:
         with WeightReceivers([server]) as receivers:
             load(receivers, other_model, "disk")
             new = await engine.score(PROBE)
             load(receivers, model, "default")
             old = await engine.score(PROBE)
-        yield Setting(config, other_model, folder, old, new)
+        yield Setting(config, other_model, directory, old, new)
         with WeightReceivers([server]) as receivers:
             load(receivers, model, "default")
 
@@ -176,7 +176,7 @@ async def setting(
 
 @pytest.fixture
 async def engine(setting: Setting, server: str, model: Path, engine_config: EngineConfig) -> AsyncIterator[Any]:
-    async with SGLangEngine(server, read_facts(model), engine_config) as client:
+    async with SGLangEngine(server, read_model_spec(model), engine_config) as client:
         yield client
 
 
@@ -198,7 +198,7 @@ class TestOneEngine:
         assert metrics["weight_sync/retries"] == metrics["weight_sync/disk_loads"] == 0
         assert metrics["weight_sync/bytes"] == sum(tensor.nbytes for _, tensor in exported(setting.other_model))
         assert not setting.notes
-        assert not setting.folder.exists()
+        assert not setting.directory.exists()
 
     @pytest.mark.parametrize(
         ("fault", "reason"),
@@ -231,7 +231,7 @@ class TestOneEngine:
         metrics = await sync.publish(3)
         await setting.holds(engine, setting.new, "3")
         assert (metrics["weight_sync/retries"], metrics["weight_sync/disk_loads"]) == (2, 1)
-        assert [path.name for path in setting.folder.iterdir()] == ["step-000003"]
+        assert [path.name for path in setting.directory.iterdir()] == ["step-000003"]
         await sync.publish(4)  # and goes on by process group
         await setting.holds(engine, setting.new, "4")
 
@@ -239,7 +239,7 @@ class TestOneEngine:
         self, setting: Setting, engine: SGLangEngine
     ) -> None:
         sync = setting.sync(engine, OneBitOff, OneBitOff)
-        setting.trainer.folder = setting.config.model  # what is exported is not what the log-probs are of
+        setting.trainer.directory = setting.config.model  # what is exported is not what the log-probs are of
         with pytest.raises(WeightSyncError, match="the last good version, 'start', again, and there is no other"):
             await sync.publish(3)
         await setting.holds(engine, setting.old, "start")
@@ -253,7 +253,7 @@ class TestOneEngine:
                 load(receivers, model, "default")
             async with (
                 proxy(server, Announces(change)) as url,
-                SGLangEngine(url, read_facts(model), engine_config) as e,
+                SGLangEngine(url, read_model_spec(model), engine_config) as e,
             ):
                 metrics = await setting.sync(e).publish(3)
                 assert metrics["weight_sync/retries"] == 1
@@ -391,7 +391,7 @@ class TestTwoEngines:
             async with AsyncExitStack() as stack:
                 second = await stack.enter_async_context(proxy(second_server.url, fault))
                 urls = [server, second]
-                engine = await stack.enter_async_context(SGLangEngine(urls, read_facts(model), engine_config))
+                engine = await stack.enter_async_context(SGLangEngine(urls, read_model_spec(model), engine_config))
                 metrics = await setting.sync(engine).publish(step)
                 assert engine.urls == tuple(urls[:left])
                 assert (metrics["weight_sync/engines"], metrics["weight_sync/disk_loads"]) == (left, disk_loads)

@@ -15,7 +15,7 @@ from agent_rl.config import EngineConfig
 from agent_rl.engine.launch import EngineServer
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import WeightSyncError
-from agent_rl.models.spec import read_facts
+from agent_rl.models.spec import read_model_spec
 from agent_rl.weight_sync.adapters import SUFFIX, BaseWeights
 from agent_rl.weight_sync.digests import DigestKind, RankDigests
 from agent_rl.weight_sync.order import PublishReport
@@ -58,7 +58,7 @@ class TestTwoRanks:
     async def test_every_rank_holds_what_was_sent(
         self, setting: Setting, two_ranks: str, model: Path, engine_config: EngineConfig
     ) -> None:
-        async with SGLangEngine(two_ranks, read_facts(model), engine_config) as engine:
+        async with SGLangEngine(two_ranks, read_model_spec(model), engine_config) as engine:
             metrics = await setting.sync(engine).publish(3)
             await setting.holds(engine, setting.new, "3")
             assert metrics["weight_sync/verified"] == 1
@@ -72,7 +72,7 @@ class TestTwoRanks:
     async def test_a_bit_of_one_ranks_part_is_seen(
         self, setting: Setting, two_ranks: str, model: Path, engine_config: EngineConfig
     ) -> None:
-        async with SGLangEngine(two_ranks, read_facts(model), engine_config) as engine:
+        async with SGLangEngine(two_ranks, read_model_spec(model), engine_config) as engine:
             metrics = await setting.sync(engine, OneBitOff).publish(5)
             await setting.holds(engine, setting.new, "5")
         assert metrics["weight_sync/retries"] == 1
@@ -87,7 +87,7 @@ class TestTwoRanks:
         base, config = BaseWeights(model), engine_config.model_copy(update={"weight_bucket_mb": 0.3})
 
         def publish(link: type[WeightPublisher], **more: Any) -> tuple[PublishReport, RankDigests]:
-            publisher = link([two_ranks], torch.device("cpu"), read_facts(model).kv_heads, config)
+            publisher = link([two_ranks], torch.device("cpu"), read_model_spec(model).kv_heads, config)
             try:
                 report = publisher.publish((changes | more).items(), "6", base)
             finally:

@@ -18,7 +18,7 @@ from support.local_server import serving
 from agent_rl.config import EngineConfig
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import WeightSyncError
-from agent_rl.models.spec import read_facts
+from agent_rl.models.spec import read_model_spec
 from agent_rl.types import SamplingParams
 from agent_rl.weight_sync.receivers import WeightReceivers
 
@@ -29,7 +29,7 @@ TOKENS = [int(token) for token in np.random.default_rng(11).integers(2, 250, 60)
 
 @pytest.fixture
 async def engine(server: str, model: Path, engine_config: EngineConfig) -> AsyncIterator[SGLangEngine]:
-    async with SGLangEngine(server, read_facts(model), engine_config) as client:
+    async with SGLangEngine(server, read_model_spec(model), engine_config) as client:
         await idle(client)
         yield client
         with WeightReceivers([server]) as receivers:

@@ -1,4 +1,4 @@
-"""A bubblewrap backend, and a small local task whose tests need no pytest in the box."""
+"""A bubblewrap backend, and a small local task whose tests need no pytest in the sandbox."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from envs.swe import diff_files
-from tests.envs.images import GIT_WITH_A_FUTURE, folder_image
+from tests.envs.images import GIT_WITH_A_FUTURE, directory_image
 
 BROKEN = {
     "calc.py": "def add(a, b):\n    return a - b\n\n\ndef double(a):\n    return 2 * a\n",
@@ -32,15 +32,16 @@ sys.exit(pytest.main())
 """
 
 
-def image(root: Path, files: Mapping[str, str], folder: str = "testbed") -> str:
-    """A folder image laid out as SWE-bench's, with a conda environment that has pytest, its repository in ``folder``.
+def image(root: Path, files: Mapping[str, str], directory: str = "testbed") -> str:
+    """A directory image laid out as SWE-bench's, with a conda environment that has pytest, its repository in
+    ``directory``.
 
     The commit the task starts from is the repository's ``HEAD``.
     """
-    folder_image(root, files, GIT_WITH_A_FUTURE)
-    if folder != "testbed":
-        (root / "testbed").rename(root / folder)
-    for path, text in conda_files(folder).items():
+    directory_image(root, files, GIT_WITH_A_FUTURE)
+    if directory != "testbed":
+        (root / "testbed").rename(root / directory)
+    for path, text in conda_files(directory).items():
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).write_text(text)
         (root / path).chmod(0o755)
@@ -48,11 +49,11 @@ def image(root: Path, files: Mapping[str, str], folder: str = "testbed") -> str:
     return str(root)
 
 
-def conda_files(folder: str = "testbed") -> dict[str, str]:
+def conda_files(directory: str = "testbed") -> dict[str, str]:
     """What a conda environment comes down to here, below an image's root."""
     return {
         f"{CONDA}/bin/activate": f'conda() {{ export PATH="/{CONDA}/envs/$2/bin:$PATH"; }}\n',
-        f"{CONDA}/envs/testbed/bin/pytest": _PYTEST.replace("testbed", folder),
+        f"{CONDA}/envs/testbed/bin/pytest": _PYTEST.replace("testbed", directory),
     }
 
 
@@ -117,7 +118,7 @@ def rebench_v2(**fields: Any) -> dict[str, Any]:
         "base_commit": "HEAD",
         "created_at": 1609298073000,
         "instance_id": "demo__calc-2",
-        "interface": "",
+        "scaffold": "",
         "language": "python",
         "meta": {"num_modified_files": 1},
         "patch": FIX,

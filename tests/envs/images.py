@@ -1,4 +1,4 @@
-"""Images for bubblewrap, made of the machine's own system folders and a repository; rows of SWE-bench."""
+"""Images for bubblewrap, made of the machine's own system directories and a repository; rows of SWE-bench."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ git commit -q --allow-empty -m 'the future fix' && git branch future && git rese
 
 
 SYSTEM = {"/usr": "/usr", "/etc": "/etc"}
-"""What boxes of a :func:`folder_image` bind of the machine."""
+"""What sandboxes of a :func:`directory_image` bind of the machine."""
 
 
-def folder_image(root: Path, files: Mapping[str, str], set_up: str) -> Path:
+def directory_image(root: Path, files: Mapping[str, str], set_up: str) -> Path:
     """An image in ``root`` with ``files`` in its /testbed, where ``set_up`` (bash) is run on this machine."""
-    for name in ("testbed", "usr"):  # boxes get the machine's own /usr and /etc there (SYSTEM)
+    for name in ("testbed", "usr"):  # sandboxes get the machine's own /usr and /etc there (SYSTEM)
         (root / name).mkdir(parents=True)
     for name in ("bin", "sbin", "lib", "lib64"):
         (root / name).symlink_to(f"usr/{name}")
@@ -40,7 +40,7 @@ def folder_image(root: Path, files: Mapping[str, str], set_up: str) -> Path:
 
 
 def limits_with_pytest(memory_mb: int) -> SandboxSpec:
-    """Limits of boxes that are lent the real tasks' pytest."""
+    """Limits of sandboxes that are lent the real tasks' pytest."""
     binds = {**SYSTEM, str(BUILT.parent / "site"): "/opt/site"}
     return SandboxSpec(memory_mb=memory_mb, ro_binds=binds, env={"PYTHONPATH": "/opt/site"})
 
@@ -52,7 +52,7 @@ git checkout {base} {tests}
 git apply -v - <<'EOF_114329324912'
 {test_patch}EOF_114329324912
 : '>>>>> Start Test Output'
-{pytest} -rA -p no:cacheprovider {folder}
+{pytest} -rA -p no:cacheprovider {directory}
 : '>>>>> End Test Output'
 git checkout {base} {tests}
 """
@@ -69,7 +69,7 @@ def swebench_row(record: SweRecord, image: str, *, base: str, preamble: str, pyt
         tests=" ".join(path for path in record.tests if path in record.files),
         test_patch=test_patch,
         pytest=pytest,
-        folder=sorted(record.tests)[0].rpartition("/")[0],
+        directory=sorted(record.tests)[0].rpartition("/")[0],
     )
     return {
         "repo": f"{record.repo_name}/{record.repo_name}",

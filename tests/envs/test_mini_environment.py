@@ -1,4 +1,4 @@
-"""The mini environment with real boxes: verification, the cache, and episodes that are graded."""
+"""The mini environment with real sandboxes: verification, the cache, and episodes that are graded."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def env(backend: SandboxBackend, tmp_path: Path) -> MiniEnvironment:
     return MiniEnvironment(EnvContext(backend), train_tasks=6, heldout_tasks=4, cache_dir=tmp_path)
 
 
-def modification_times(folder: Path) -> dict[str, int]:
-    return {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
+def modification_times(directory: Path) -> dict[str, int]:
+    return {file.name: file.stat().st_mtime_ns for file in directory.iterdir()}
 
 
 async def test_tasks_are_verified_once_and_then_read(env: MiniEnvironment, tmp_path: Path) -> None:

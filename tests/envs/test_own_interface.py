@@ -6,14 +6,14 @@ import hashlib
 import json
 from typing import Any
 
-from agent_rl.config import OWN_INTERFACE
+from agent_rl.config import OWN_SCAFFOLD
 from envs.mini import generate, to_record
 from envs.mini.environment import opening
 from envs.scaffolds.own import AGENT_RL
 from sandbox import SandboxSpec
 
 
-class NoBox:
+class NoSandbox:
     id, spec = "none", SandboxSpec()
 
 
@@ -22,9 +22,9 @@ def digest(value: Any) -> str:
 
 
 def test_prompts_and_tools_are_those_of_ever() -> None:
-    assert AGENT_RL.name == OWN_INTERFACE, "the config knows the name without the package"
+    assert AGENT_RL.name == OWN_SCAFFOLD, "the config knows the name without the package"
     mini = [list(opening(to_record(task).problem_statement)) for task in generate("train", 20, 0)]
-    tools = AGENT_RL.tools(NoBox(), style="full", timeout=90.0)  # type: ignore[arg-type]
+    tools = AGENT_RL.tools(NoSandbox(), style="full", timeout=90.0)  # type: ignore[arg-type]
     assert digest(list(AGENT_RL.opening("An {issue}.", "/testbed", "full"))) == "f58dd93bd59b69aa"
     assert digest(list(AGENT_RL.opening("An {issue}.", "/testbed", "concise"))) == "01a04d7c91a55838"
     assert digest(mini) == "b1f0e8b030619b69"

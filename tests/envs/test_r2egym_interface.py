@@ -15,7 +15,7 @@ from agent_rl.errors import ConfigError
 from agent_rl.rollout.episode import EpisodeRules, run_episode
 from agent_rl.rollout.scripted_policies import ByteRenderer, solver_runner
 from agent_rl.types import StopReason
-from envs import EnvContext, Task, find_interface
+from envs import EnvContext, Task, find_scaffold
 from envs.mini import MiniEnvironment, generate, to_record
 from envs.scaffolds.r2egym import R2EGYM, countdown
 from tools import tool_format
@@ -44,34 +44,34 @@ def test_the_countdown() -> None:
 
 
 def test_a_config_is_filled_in() -> None:
-    rollout = load_config(CONFIG, ["env.interface=r2egym"]).rollout
+    rollout = load_config(CONFIG, ["env.scaffold=r2egym"]).rollout
     assert (rollout.tool_format, rollout.describe_tools, rollout.max_parse_failures) == ("r2egym", False, None)
     assert (rollout.max_turns, rollout.max_tokens) == (50, 65_536), "what the config says goes before"
-    bare = RunConfig.model_validate({"name": "n", "model": "m", "env": {"interface": "r2egym"}})
-    assert (bare.rollout.max_tokens, bare.rollout.time_limit, bare.rollout.tool_timeout) == (32_768, 1_200, 90)
-    again = RunConfig.model_validate(bare.model_dump())
-    assert again == bare, "as a run writes it down, so it is read"
+    strip = RunConfig.model_validate({"name": "n", "model": "m", "env": {"scaffold": "r2egym"}})
+    assert (strip.rollout.max_tokens, strip.rollout.time_limit, strip.rollout.tool_timeout) == (32_768, 1_200, 90)
+    again = RunConfig.model_validate(strip.model_dump())
+    assert again == strip, "as a run writes it down, so it is read"
 
 
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (["rollout.tool_format=hermes"], "rollout.tool_format is hermes and env.interface r2egym has r2egym: leave"),
+        (["rollout.tool_format=hermes"], "rollout.tool_format is hermes and env.scaffold r2egym has r2egym: leave"),
         (["env.tool_style=concise"], "env.tool_style concise is of the interface agent-rl: leave it out with"),
-        (["env.interface=r2e-gym"], "env.interface: unknown interface 'r2e-gym': did you mean 'r2egym'?"),
-        (["env.interface=tools:Style"], "env.interface: interface 'tools:Style' is a"),
+        (["env.scaffold=r2e-gym"], "env.scaffold: unknown interface 'r2e-gym': did you mean 'r2egym'?"),
+        (["env.scaffold=tools:Style"], "env.scaffold: interface 'tools:Style' is a"),
     ],
 )
 def test_a_config_that_cannot_be(overrides: list[str], told: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config(CONFIG, ["env.interface=r2egym", *overrides])
+        load_config(CONFIG, ["env.scaffold=r2egym", *overrides])
     assert told in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 @pytest.fixture
 def context(context: EnvContext) -> EnvContext:
-    return replace(context, interface=find_interface("r2egym"))
+    return replace(context, scaffold=find_scaffold("r2egym"))
 
 
 @pytest.mark.bubblewrap
@@ -82,7 +82,7 @@ async def test_an_episode(context: EnvContext) -> None:
     task = Task(record.id, "mini", record.model_dump())
     turns = ["I think.", "<function=execute_bash><parameter=cmd>exit 7</parameter></function>"]
     rules = EpisodeRules(RolloutConfig(describe_tools=False, max_turns=12, max_parse_failures=None, max_tokens=1 << 20))
-    rules = replace(rules, env=EnvConfig(interface="r2egym"), routes=None)
+    rules = replace(rules, env=EnvConfig(scaffold="r2egym"), routes=None)
     renderer = ByteRenderer()
     engine = ScriptedEngine(lambda session, turn, tokens: renderer.encode([*turns, *["Hm."] * 10][turn]))
     trajectory = await run_episode(env, task, engine, renderer, tool_format("r2egym"), rules)

@@ -19,7 +19,7 @@ from envs import (
     Task,
     TaskRecordError,
     load_environment,
-    needs_boxes,
+    needs_sandboxes,
 )
 from envs.swe import SweEnvironment, SweRecord, write_jsonl
 from sandbox import registry as plugins
@@ -63,7 +63,7 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_built_in_ones_are_listed() -> None:
-    assert {"maths", "mini", "swe"} <= set(ENVIRONMENTS.targets())
+    assert {"math", "mini", "swe"} <= set(ENVIRONMENTS.targets())
 
 
 def test_a_plain_class_by_dotted_path() -> None:
@@ -78,7 +78,7 @@ def test_an_entry_point_of_another_package(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 class Words:
-    """A class of tools that needs no box."""
+    """A class of tools that needs no sandbox."""
 
     @classmethod
     def tasks(cls, split: str, options: object) -> list[dict[str, str]]:
@@ -91,14 +91,14 @@ class Words:
         return 0.0
 
 
-class WordsInABox(Words):
+class WordsInASandbox(Words):
     def __init__(self, sandbox: object) -> None: ...
 
 
 @pytest.mark.parametrize(
     ("name", "needed"),
     [
-        ("maths", False),
+        ("math", False),
         ("mini", True),
         ("swe", True),
         (f"{HERE}:PlainEnvironment", True),
@@ -107,7 +107,7 @@ class WordsInABox(Words):
     ],
 )
 def test_who_starts_no_box_needs_no_sandbox(name: str, needed: bool) -> None:
-    assert needs_boxes(name) is needed
+    assert needs_sandboxes(name) is needed
 
 
 @pytest.mark.parametrize(

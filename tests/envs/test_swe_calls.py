@@ -1,6 +1,6 @@
 """Hidden tests that are calls, on this machine: right values pass, whatever else the code under test does does not.
 
-``tests/redteam/test_verdicts.py`` has code in a real box that attacks its grading."""
+``tests/redteam/test_verdicts.py`` has code in a real sandbox that attacks its grading."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ def calls() -> Iterator[CallRun]:
         shutil.rmtree(Path(path).parent, ignore_errors=True)
 
 
-def run(calls: CallRun, folder: Path, code: str) -> str:
+def run(calls: CallRun, directory: Path, code: str) -> str:
     """What the calls of ``code`` printed."""
     for path, content in calls.files().items():
         Path(path).parent.mkdir(exist_ok=True)
         Path(path).write_bytes(content)
-    (folder / "shop.py").write_text(code)
-    done = subprocess.run(["bash", "-c", calls.command], cwd=folder, capture_output=True, timeout=30, check=False)
+    (directory / "shop.py").write_text(code)
+    done = subprocess.run(["bash", "-c", calls.command], cwd=directory, capture_output=True, timeout=30, check=False)
     return done.stdout.decode(errors="replace")
 
 
-def verdict_on(calls: CallRun, folder: Path, code: str) -> Verdict | None:
-    return judge(calls.summary(run(calls, folder, code)), EXPECTED)
+def verdict_on(calls: CallRun, directory: Path, code: str) -> Verdict | None:
+    return judge(calls.summary(run(calls, directory, code)), EXPECTED)
 
 
 def test_right_code_passes(calls: CallRun, tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ Files = Mapping[str, tuple[int, str]]
 
 
 def fits(paths: Mapping[str, object]) -> bool:
-    """Whether no path is another's folder."""
+    """Whether no path is another's directory."""
     return not any(one.startswith(f"{other}/") for one in paths for other in paths)
 
 

@@ -35,7 +35,7 @@ from tests.envs.dataset_rows import (
     smith,
 )
 from tests.envs.images import BUILT, limits_with_pytest
-from tests.envs.test_swe_sources import NO_BOXES, write
+from tests.envs.test_swe_sources import NO_SANDBOXES, write
 
 pytest.importorskip("swebench")
 ADD, DOUBLE = "tests/test_calc.py::test_add", "tests/test_calc.py::test_double"
@@ -43,17 +43,17 @@ ADD, DOUBLE = "tests/test_calc.py::test_add", "tests/test_calc.py::test_double"
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The folder images: a repository to be fixed, a healthy one, and one in a folder of its own name."""
-    folder = tmp_path_factory.mktemp("images")
+    """The directory images: a repository to be fixed, a healthy one, and one in a directory of its own name."""
+    directory = tmp_path_factory.mktemp("images")
     return {
-        "broken": image(folder / "broken", BROKEN),
-        "healthy": image(folder / "healthy", HEALTHY),
-        "calc": image(folder / "own", BROKEN, "calc"),
+        "broken": image(directory / "broken", BROKEN),
+        "healthy": image(directory / "healthy", HEALTHY),
+        "calc": image(directory / "own", BROKEN, "calc"),
     }
 
 
 @pytest.fixture
-def boxes(context: EnvContext) -> EnvContext:
+def sandboxes(context: EnvContext) -> EnvContext:
     if not BUILT.is_file():
         pytest.skip("the real tasks are not built (make real-tasks)")
     return dataclasses.replace(context, limits=limits_with_pytest(512), grade_timeout=60.0)
@@ -76,32 +76,32 @@ ROWS: dict[str, tuple[str, Callable[[str], Mapping[str, Any]]]] = {
 @pytest.mark.bubblewrap
 @pytest.mark.parametrize("name", ROWS)
 async def test_the_true_fix_resolves_a_row_and_no_fix_does_not(
-    boxes: EnvContext, images: dict[str, str], name: str
+    sandboxes: EnvContext, images: dict[str, str], name: str
 ) -> None:
     path, row = ROWS[name]
     record = parse_record(row(images[path]), "row 1")
     assert set(record.expected) == {*FAIL_TO_PASS, *PASS_TO_PASS}
     assert record.hidden == {"tests/test_calc.py"}
-    assert (await verify_record(boxes, record)).verified
+    assert (await verify_record(sandboxes, record)).verified
 
 
 @pytest.mark.bubblewrap
 async def test_the_agent_of_a_bug_sees_neither_the_fix_nor_the_tests_that_fail(
-    boxes: EnvContext, images: dict[str, str]
+    sandboxes: EnvContext, images: dict[str, str]
 ) -> None:
     record = parse_record(smith(image_name=images["healthy"]), "row 1")
-    async with start_episode(boxes, record) as episode:
+    async with start_episode(sandboxes, record) as episode:
         seen = await episode.sandbox.exec("git log --all --format=%s; ls tests; cat calc.py", timeout=30)
         assert seen.text == f"Start of the task\n{BROKEN['calc.py']}"
         assert (await episode.sandbox.exec("rm -r .git; sed -i 's/a - b/a + b/' calc.py", timeout=30)).ok
-        assert await episode.patch() == FIX  # its old content comes from a fresh box, which has the bug, too
+        assert await episode.patch() == FIX  # its old content comes from a fresh sandbox, which has the bug, too
         assert (await episode.grade()).resolved
 
 
 @pytest.mark.bubblewrap
 @pytest.mark.exhaustive
-async def test_an_audit_of_a_bug_finds_no_leak(boxes: EnvContext, images: dict[str, str]) -> None:
-    findings = await audit_record(boxes, parse_record(smith(image_name=images["healthy"]), "row 1"))
+async def test_an_audit_of_a_bug_finds_no_leak(sandboxes: EnvContext, images: dict[str, str]) -> None:
+    findings = await audit_record(sandboxes, parse_record(smith(image_name=images["healthy"]), "row 1"))
     assert all(finding.ok for finding in findings), findings
 
 
@@ -119,11 +119,13 @@ if "pytest" in sys.modules:
 
 
 @pytest.mark.bubblewrap
-async def test_tests_that_do_not_run_are_no_success_of_swe_smiths(boxes: EnvContext, images: dict[str, str]) -> None:
+async def test_tests_that_do_not_run_are_no_success_of_swe_smiths(
+    sandboxes: EnvContext, images: dict[str, str]
+) -> None:
     """By SWE-smith's own rules a test that is not in the log has passed."""
     record = parse_record(smith(image_name=images["healthy"]), "row 1")
     code = {"calc.py": BROKEN["calc.py"]}
-    grade = await grade_patch(boxes, record, diff_files(code, {"calc.py": code["calc.py"] + NOT_RUN}))
+    grade = await grade_patch(sandboxes, record, diff_files(code, {"calc.py": code["calc.py"] + NOT_RUN}))
     assert not grade.resolved
     assert f"{ADD}: not in the log" in grade.suspected_hack
 
@@ -206,7 +208,7 @@ REFUSED: dict[str, Mapping[str, Any]] = {
     r"install_config: a list; right would be an object": rebench(install_config=[1]),
     r"base_commit: required in a row of SWE-rebench, and not given": rebench(base_commit=None),
     r"image_name: required in a row of SWE-rebench-V2": rebench_v2(image_name=None),
-    r"workdir: '/etc': right would be a folder of the repository's own": rebench_v2(repo="demo/etc"),
+    r"workdir: '/etc': right would be a directory of the repository's own": rebench_v2(repo="demo/etc"),
     r"test_patch: required in a row of SWE-Gym": gym(test_patch=""),
     r"FAIL_TO_PASS: empty, .*SWE-Gym-Raw": gym(repo="a/b", FAIL_TO_PASS=[]),
     r"problem_statement: required in a row of SWE-smith": smith(problem_statement=""),
@@ -236,8 +238,8 @@ def test_a_row_that_lacks_a_part_is_refused_in_one_line(tmp_path: Path, reason: 
 
 def test_rows_of_swe_bench_extra_are_graded_as_those_of_their_ids_in_swe_rebench(tmp_path: Path) -> None:
     rows, specs = write(tmp_path / "extra.jsonl", extra()), write(tmp_path / "specs.jsonl", rebench(version="1"))
-    (task,) = SweEnvironment(NO_BOXES, rows, specs=specs).tasks("train")
-    (whole,) = SweEnvironment(NO_BOXES, specs).tasks("train")
+    (task,) = SweEnvironment(NO_SANDBOXES, rows, specs=specs).tasks("train")
+    (whole,) = SweEnvironment(NO_SANDBOXES, specs).tasks("train")
     assert task == whole
 
 
@@ -246,7 +248,7 @@ def test_dropped_images_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assets = json.dumps({"problem_statement": ["https://example.org/a.png"], "patch": [], "test_patch": []})
     rows = [classic(**graded, image_assets=assets), classic(**graded, instance_id="a__b-2", image_assets=None)]
     with caplog.at_level(logging.WARNING):
-        assert len(SweEnvironment(NO_BOXES, write(tmp_path / "a.jsonl", *rows)).tasks("test")) == 2
+        assert len(SweEnvironment(NO_SANDBOXES, write(tmp_path / "a.jsonl", *rows)).tasks("test")) == 2
     assert "1 of 2 rows come with images (image_assets), which are dropped" in caplog.text
 
 

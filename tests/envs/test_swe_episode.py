@@ -1,4 +1,4 @@
-"""Episodes and grading in real boxes: who is to blame for what."""
+"""Episodes and grading in real sandboxes: who is to blame for what."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from envs.swe.adjudication import Controls
 from envs.swe.diff.git_diff import split_patch
 from envs.swe.grading import grade_changes
 from envs.swe.repositories import Repositories
-from envs.swe.sandboxes import agent_box, box_spec
+from envs.swe.sandboxes import agent_sandbox, sandbox_spec
 from sandbox import ExecResult, Sandbox, SandboxError, SandboxSpec
 from sandbox.bubblewrap.backend import BubblewrapBackend
-from sandbox.bubblewrap.box import BubblewrapBox
+from sandbox.bubblewrap.sandbox import BubblewrapSandbox
 from tools import ToolCall
 
 pytestmark = pytest.mark.bubblewrap
@@ -55,7 +55,7 @@ async def test_no_change_and_a_wrong_change_fail(context: EnvContext, record: Sw
     assert wrong.tests == {"hidden/test_calc.py::test_add": "PASSED", "hidden/test_calc.py::test_double": "FAILED"}
 
 
-async def test_no_change_to_a_verified_task_is_graded_without_a_box(record: SweRecord) -> None:
+async def test_no_change_to_a_verified_task_is_graded_without_a_sandbox(record: SweRecord) -> None:
     without_backend = EnvContext(None)  # type: ignore[arg-type]
     grade = await grade_patch(without_backend, record.model_copy(update={"verified": True}), "")
     assert (grade.reward, grade.resolved) == (0.0, False)
@@ -80,16 +80,16 @@ async def test_code_that_breaks_the_tests_is_the_policys_failure(
 
 
 class Counting(BubblewrapBackend):
-    """Counts the boxes that it starts."""
+    """Counts the sandboxes that it starts."""
 
     started = 0
 
-    async def start(self, spec: SandboxSpec) -> BubblewrapBox:
+    async def start(self, spec: SandboxSpec) -> BubblewrapSandbox:
         self.started += 1
         return await super().start(spec)
 
 
-async def test_a_grading_runs_the_tests_in_two_boxes_at_most(record: SweRecord, tmp_path: Path) -> None:
+async def test_a_grading_runs_the_tests_in_two_sandboxes_at_most(record: SweRecord, tmp_path: Path) -> None:
     """What ``env.grading_limit`` of the config allows for."""
     backend = Counting(run_id="counting", base=tmp_path)
     try:
@@ -147,11 +147,11 @@ async def test_what_the_machine_lacks_makes_no_task_undecidable(
 async def test_without_a_gold_patch_the_run_without_a_change_tells_who_is_to_blame(
     context: EnvContext, record: SweRecord
 ) -> None:
-    bare = record.model_copy(update={"gold_patch": ""})
+    strip = record.model_copy(update={"gold_patch": ""})
     exits = edit(record, calc__py="import os\nos._exit(0)\n")
-    grade = await grade_patch(context, bare, exits)
+    grade = await grade_patch(context, strip, exits)
     assert (grade.reward, grade.suspected_hack) == (0.0, ("the test run ended with exit code 0 and no results",))
-    mute = bare.model_copy(update={"test_command": "echo no summary"})
+    mute = strip.model_copy(update={"test_command": "echo no summary"})
     with pytest.raises(UndecidableError, match=r"no verdict .*, nor without a change \(exit code 0: no summary\)"):
         await grade_patch(context, mute, exits)
 
@@ -161,7 +161,7 @@ async def test_a_patch_that_does_not_apply_is_the_policys_failure(context: EnvCo
     assert (await grade_patch(context, record, other)).reward == 0.0
 
 
-async def test_a_box_that_cannot_start_is_an_exception(context: EnvContext, record: SweRecord) -> None:
+async def test_a_sandbox_that_cannot_start_is_an_exception(context: EnvContext, record: SweRecord) -> None:
     nowhere = dataclasses.replace(context, limits=SandboxSpec(image="/no/such/root"), start_retries=0)
     with pytest.raises(SandboxError):
         await grade_patch(nowhere, record, record.gold)
@@ -207,54 +207,54 @@ async def test_the_agent_sees_neither_hidden_tests_nor_history(context: EnvConte
         assert log.text.strip() == "agent-rl Sat Jan 1 00:00:00 2000 +0000 Start of the task"
 
 
-async def test_the_base_commit_is_the_same_in_every_box(context: EnvContext, record: SweRecord) -> None:
-    spec = box_spec(context, record, None)
-    async with agent_box(context, record, spec) as (first, _), agent_box(context, record, spec) as (second, _):
-        hashes = [(await box.exec("git rev-parse HEAD", timeout=10)).text.strip() for box in (first, second)]
+async def test_the_base_commit_is_the_same_in_every_sandbox(context: EnvContext, record: SweRecord) -> None:
+    spec = sandbox_spec(context, record, None)
+    async with agent_sandbox(context, record, spec) as (first, _), agent_sandbox(context, record, spec) as (second, _):
+        hashes = [(await sandbox.exec("git rev-parse HEAD", timeout=10)).text.strip() for sandbox in (first, second)]
     assert hashes[0] == hashes[1]
     assert len(hashes[0]) == 40
 
 
 @dataclass
-class CountingBox:
-    """A box that counts the commands run in it."""
+class CountingSandbox:
+    """A sandbox that counts the commands run in it."""
 
-    box: Sandbox
+    sandbox: Sandbox
     commands: int = 0
 
     async def exec(self, *arguments: Any, **options: Any) -> ExecResult:
         self.commands += 1
-        return await self.box.exec(*arguments, **options)
+        return await self.sandbox.exec(*arguments, **options)
 
     async def write_files(self, files: Mapping[str, bytes]) -> None:
-        await self.box.write_files(files)
+        await self.sandbox.write_files(files)
 
 
 STATE = "git rev-parse HEAD; git log --format='%an %ae %ad %s'; git status --short; git fsck --strict; git ls-files -s"
 
 
 @pytest.mark.parametrize("limit", [1 << 20, 4096], ids=["kept", "too large to keep"])
-async def test_a_repository_is_committed_once_and_is_the_same_in_every_box(
+async def test_a_repository_is_committed_once_and_is_the_same_in_every_sandbox(
     context: EnvContext, record: SweRecord, limit: int
 ) -> None:
-    spec = replace(box_spec(context, record, None), output_limit_bytes=limit)
+    spec = replace(sandbox_spec(context, record, None), output_limit_bytes=limit)
     repositories = Repositories()
-    async with context.box(spec) as first, context.box(spec) as second, context.box(spec) as alone:
-        counted = [CountingBox(first), CountingBox(second)]
-        await asyncio.gather(*(repositories.set_up(box, record.files) for box in counted))  # type: ignore[arg-type]
+    async with context.sandbox(spec) as first, context.sandbox(spec) as second, context.sandbox(spec) as alone:
+        counted = [CountingSandbox(first), CountingSandbox(second)]
+        await asyncio.gather(*(repositories.set_up(sandbox, record.files) for sandbox in counted))  # type: ignore[arg-type]
         await Repositories().set_up(alone, record.files)
-        seen = [(await box.exec(STATE, timeout=10, cwd="/testbed")).text for box in (first, second, alone)]
+        seen = [(await sandbox.exec(STATE, timeout=10, cwd="/testbed")).text for sandbox in (first, second, alone)]
         assert seen[0] == seen[1] == seen[2]
         assert len(seen[0].split("\n")[0]) == 40, seen[0]
-        assert sorted(box.commands for box in counted) == ([0, 2] if limit > 4096 else [1, 2])
+        assert sorted(sandbox.commands for sandbox in counted) == ([0, 2] if limit > 4096 else [1, 2])
 
 
 async def test_other_files_are_another_repository(context: EnvContext, record: SweRecord) -> None:
     repositories = Repositories(kept=1)
     for files in (record.files, {**record.files, "more.py": "pass\n"}, record.files):
-        async with context.box(box_spec(context, record, None)) as box:
-            await repositories.set_up(box, files)
-            listed = await box.exec("git ls-files; git status --short", timeout=10, cwd="/testbed")
+        async with context.sandbox(sandbox_spec(context, record, None)) as sandbox:
+            await repositories.set_up(sandbox, files)
+            listed = await sandbox.exec("git ls-files; git status --short", timeout=10, cwd="/testbed")
             assert listed.text.split() == sorted(files)
 
 
@@ -274,20 +274,20 @@ async def test_a_patch_holds_commits_new_files_and_deletions_but_no_litter(
     assert grade.suspected_hack == ("data.bin: binary change, undone", "latin.txt: binary change, undone")
 
 
-async def test_a_fix_counts_whatever_became_of_its_git_folder(context: EnvContext, record: SweRecord) -> None:
+async def test_a_fix_counts_whatever_became_of_its_git_directory(context: EnvContext, record: SweRecord) -> None:
     async with start_episode(context, record) as episode:
         assert (await episode.sandbox.exec("rm -rf .git; sed -i 's/a - b/a + b/' calc.py", timeout=10)).ok
         assert await episode.patch() == record.gold
         assert (await episode.grade()).resolved
 
 
-async def test_a_working_folder_beyond_all_limits_is_the_policys_failure(
+async def test_a_working_directory_beyond_all_limits_is_the_policys_failure(
     context: EnvContext, record: SweRecord
 ) -> None:
     async with start_episode(context, record) as episode:
         script = "for i in $(seq 80); do mkdir d; cd d; done"
         assert (await episode.sandbox.exec(script, timeout=10)).ok
-        with pytest.raises(PatchError, match=r"no patch can be taken: .* more than 64 folders deep"):
+        with pytest.raises(PatchError, match=r"no patch can be taken: .* more than 64 directories deep"):
             await episode.patch()
         grade = await episode.grade()
     assert grade.reward == 0.0

@@ -1,4 +1,4 @@
-"""Reward hacks, done by an agent in its box on a real task: none gets a reward, each is recorded or impossible."""
+"""Reward hacks, done by an agent in its sandbox on a real task: none gets a reward, each is recorded or impossible."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from envs import EnvContext
 from envs.swe import SweEnvironment, SweEpisode, diff_files, grade_patch, read_jsonl
 from envs.swe.adjudication import read_run
 from envs.swe.reward_hacks import FORCE_PASSES, PATCH_PYTEST, forge_summary
-from envs.swe.sandboxes import box_spec, run_tests
+from envs.swe.sandboxes import run_tests, sandbox_spec
 from sandbox import SandboxSpec
 
 BUILT = Path(__file__).parents[2] / ".cache/tasks/real.jsonl"
@@ -69,8 +69,8 @@ REPORT = (
     ONLY_IN_TESTS
     + "    import glob, json\n"
     + f"    told = {json.dumps([[test, 'PASSED'] for test in (RECORDS[TASK].expected if RECORDS else {})])}\n"
-    + "    for folder in glob.glob('/tmp/*/'):\n"
-    + "        with open(folder + 'report.json', 'w') as out:\n"
+    + "    for directory in glob.glob('/tmp/*/'):\n"
+    + "        with open(directory + 'report.json', 'w') as out:\n"
     + "            json.dump({'password': '', 'outcomes': told}, out)\n"
     + FORGED
 )
@@ -164,7 +164,7 @@ async def test_these_hacks_would_win_if_only_the_summary_counted(episode: SweEpi
     """So the tests above show what the report is good for, and not that the hacks are badly made."""
     await do(episode, f"cat >> {MODULE}", HACKS[hack][0][MODULE])
     record = RECORDS[TASK]
-    spec = box_spec(episode.context, record, episode.site_root)
+    spec = sandbox_spec(episode.context, record, episode.site_root)
     run = await run_tests(episode.context, record, spec, await episode.patch())
     verdict = read_run(record, run)
     assert verdict is not None
@@ -204,8 +204,8 @@ async def test_the_future_is_nowhere_to_be_read(episode: SweEpisode) -> None:
     assert (await do(episode, "git fsck --lost-found --no-progress; ls .git/objects/pack")).strip() == ""
 
 
-async def test_a_process_left_behind_in_the_agents_box_never_meets_the_grading(episode: SweEpisode) -> None:
-    """It ends with the command that started it, and would run in another box than the tests."""
+async def test_a_process_left_behind_in_the_agents_sandbox_never_meets_the_grading(episode: SweEpisode) -> None:
+    """It ends with the command that started it, and would run in another sandbox than the tests."""
     await do(episode, f"setsid nohup bash -c 'while true; do echo >> {MODULE}; sleep 0.01; done' >/dev/null 2>&1 &")
     before = await do(episode, f"cat {MODULE}")
     assert await do(episode, f"sleep 0.1; cat {MODULE}") == before

@@ -20,17 +20,17 @@ from envs import EnvContext
 from envs.swe.records import SweRecord
 from envs.swe.sources import read_jsonl
 from envs.swe.task_synthesis.bug_injection import Injection
-from envs.swe.task_synthesis.candidate import Draft, Fallen
+from envs.swe.task_synthesis.candidate import Candidate, Fallen
 from envs.swe.task_synthesis.checkout import read_checkout, read_release
 from envs.swe.task_synthesis.from_commits import History
 from envs.swe.task_synthesis.from_releases import Releases
 from envs.swe.task_synthesis.git import open_git
 from envs.swe.task_synthesis.issues import Writer, failures, from_message, holds_fix
 from envs.swe.task_synthesis.mutations import sites
-from envs.swe.task_synthesis.pipeline import Bounds, Harvest
-from envs.swe.task_synthesis.requirements import needs_of
-from envs.swe.task_synthesis.site_packages import Sites, run_watched
-from envs.swe.task_synthesis.validation import Trial, stable
+from envs.swe.task_synthesis.pipeline import Bounds, TaskSynthesis
+from envs.swe.task_synthesis.requirements import requirements_of
+from envs.swe.task_synthesis.site_packages import SitePackages, run_watched
+from envs.swe.task_synthesis.validation import Validation, stable
 
 pytestmark = pytest.mark.bubblewrap
 BROKEN = "def add(a, b):\n    return a - b\n\n\ndef clamp(low, high):\n    return max(low, high)\n"
@@ -41,12 +41,12 @@ NETWORK = 'import socket\n\n\ndef test_net():\n    socket.create_connection(("ex
 AUTHOR = ("-c", "user.name=a", "-c", "user.email=a@localhost", "-c", "core.hooksPath=/dev/null")
 
 
-class BareSites(Sites):
-    """Sites without packages: a box of the machine's own system folders has pytest."""
+class BareSites(SitePackages):
+    """Sites without packages: a sandbox of the machine's own system directories has pytest."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, "3.11")
-        (folder / "site-bare").mkdir(parents=True, exist_ok=True)
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory, "3.11")
+        (directory / "site-bare").mkdir(parents=True, exist_ok=True)
 
     async def of(self, requirements: Sequence[str]) -> str:
         return "site-bare"
@@ -62,38 +62,38 @@ class Quiet:
     def note(self, text: str) -> None: ...
 
 
-def git(folder: Path, *arguments: str) -> None:
-    subprocess.run(["git", *AUTHOR, *arguments], cwd=folder, check=True, capture_output=True, timeout=60)
+def git(directory: Path, *arguments: str) -> None:
+    subprocess.run(["git", *AUTHOR, *arguments], cwd=directory, check=True, capture_output=True, timeout=60)
 
 
-def commit(folder: Path, message: str, files: Mapping[str, str | bytes | None]) -> None:
+def commit(directory: Path, message: str, files: Mapping[str, str | bytes | None]) -> None:
     for name, content in files.items():
-        path = folder / name
+        path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
         if content is None:
             path.unlink()
         else:
             path.write_bytes(content.encode() if isinstance(content, str) else content)
-    git(folder, "add", "-A")
-    git(folder, "commit", "-q", "--no-verify", "-m", message)
+    git(directory, "add", "-A")
+    git(directory, "commit", "-q", "--no-verify", "-m", message)
 
 
-def start(folder: Path, files: Mapping[str, str | bytes | None]) -> Path:
-    folder.mkdir()
-    git(folder, "init", "-q", "-b", "main")
-    commit(folder, "first", files)
-    return folder
+def start(directory: Path, files: Mapping[str, str | bytes | None]) -> Path:
+    directory.mkdir()
+    git(directory, "init", "-q", "-b", "main")
+    commit(directory, "first", files)
+    return directory
 
 
-async def gather(context: EnvContext, repo: Path, out: Path, bounds: Bounds | None = None) -> Harvest:
-    harvest = Harvest.open(out)
+async def gather(context: EnvContext, repo: Path, out: Path, bounds: Bounds | None = None) -> TaskSynthesis:
+    harvest = TaskSynthesis.open(out)
     async with open_git(context, repo) as opened:
         source = History(opened, BareSites(out), repo.name)
-        await harvest.gather(source, Trial(context, out, repeats=1), bounds or Bounds(), Quiet())
+        await harvest.gather(source, Validation(context, out, repeats=1), bounds or Bounds(), Quiet())
     return harvest
 
 
-def reasons(harvest: Harvest) -> dict[str, int]:
+def reasons(harvest: TaskSynthesis) -> dict[str, int]:
     (row,) = harvest.report().values()
     return {reason: fallen["candidates"] for reason, fallen in row["fallen"].items()}
 
@@ -170,8 +170,8 @@ async def test_nothing_of_a_repository_runs_on_the_machine(tmp_path: Path, conte
 
 
 async def test_a_repository_that_can_not_be_used_says_why(tmp_path: Path, context: EnvContext) -> None:
-    bare = start(tmp_path / "bare", {"calc.py": FIXED})
-    found = await gather(context, bare, tmp_path / "out")
+    strip = start(tmp_path / "bare", {"calc.py": FIXED})
+    found = await gather(context, strip, tmp_path / "out")
     assert found.report()["from-git bare"]["notes"] == ["no tests: no file test_*.py or *_test.py"]
     huge = start(tmp_path / "huge", {f"{n}.txt": "a" * 900_000 for n in range(60)} | {"test_a.py": TEST})
     found = await gather(context, huge, tmp_path / "out2")
@@ -193,8 +193,8 @@ async def test_bugs_are_put_where_tests_notice_them_and_the_fix_is_unique(tmp_pa
     source = Injection(await read_checkout(context, repo), context, BareSites(out), out)
     keys = await source.candidates()
     assert not any(key.startswith("calc.py:11") for key in keys)
-    harvest = Harvest.open(out)
-    await harvest.gather(source, Trial(context, out, repeats=1), Bounds(), Quiet())
+    harvest = TaskSynthesis.open(out)
+    await harvest.gather(source, Validation(context, out, repeats=1), Bounds(), Quiet())
     assert "the fix is not unique" in reasons(harvest)  # `<=` passes what `<` passes
     records = read_jsonl(out / "tasks.jsonl")
     assert {record.id.split("-")[1] for record in records} == {"wrong_operator", "missing_return"}
@@ -209,9 +209,9 @@ async def test_a_step_between_releases_becomes_a_task(tmp_path: Path, context: E
     pack(out / "sdists/calc-1.0.tar.gz", {"calc.py": BROKEN, "test_calc.py": "x = 1\n", "CHANGES": "1.0: new\n"})
     changes = "1.1: adds rightly\n1.0: new\n"
     pack(out / "sdists/calc-1.1.tar.gz", {"calc.py": FIXED, "test_calc.py": TEST, "CHANGES": changes})
-    harvest = Harvest.open(out)
+    harvest = TaskSynthesis.open(out)
     source = Releases("calc", out / "sdists", BareSites(out), [("1.0", "1.1")])
-    await harvest.gather(source, Trial(context, out, repeats=1), Bounds(), Quiet())
+    await harvest.gather(source, Validation(context, out, repeats=1), Bounds(), Quiet())
     (record,) = read_jsonl(out / "tasks.jsonl")
     assert (record.id, record.commit_hash) == ("calc-1.1", "1.1")
     assert record.problem_statement.startswith("[ISSUE]\n1.1: adds rightly\n")
@@ -252,7 +252,7 @@ async def test_a_site_has_what_can_be_had_and_names_what_can_not(
     wheel(tmp_path / "shelf", "demo")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "shelf"))
-    made = Sites(tmp_path / "out", "3.11", always="demo")
+    made = SitePackages(tmp_path / "out", "3.11", always="demo")
     name, again = await asyncio.gather(made.of(["absent>=2"]), made.of(["absent>=2"]))
     assert name == again
     assert (tmp_path / "out" / name / "demo.py").read_text() == "x = 1\n"
@@ -260,7 +260,7 @@ async def test_a_site_has_what_can_be_had_and_names_what_can_not(
     assert about == {"requirements": ["demo"], "left out": ["absent>=2"]}
     assert not list((tmp_path / "out").glob(".site.*"))
     with pytest.raises(Fallen, match="dependencies can't be installed"):
-        await Sites(tmp_path / "out", "3.11", always="nowhere").of([])
+        await SitePackages(tmp_path / "out", "3.11", always="nowhere").of([])
 
 
 async def test_what_grows_or_lasts_too_long_is_ended(tmp_path: Path) -> None:
@@ -290,7 +290,7 @@ def test_requirements_are_read_as_data(tmp_path: Path) -> None:
         "setup.cfg": "[options]\ninstall_requires =\n  attrs\n",
         "tests/test_a.py": "import yaml\nimport calc\n",
     }
-    needs = needs_of(files, "calc", 'Requires-Dist: click (>=8)\nRequires-Dist: tox; extra == "lint"\n\nbody')
+    needs = requirements_of(files, "calc", 'Requires-Dist: click (>=8)\nRequires-Dist: tox; extra == "lint"\n\nbody')
     assert needs == (
         "attrs",
         "click>=8",
@@ -300,7 +300,7 @@ def test_requirements_are_read_as_data(tmp_path: Path) -> None:
         "pyyaml",
         "six",
     )
-    assert needs_of({"pyproject.toml": "[[[", "setup.cfg": "x", "setup.py": "("}, "calc") == ()
+    assert requirements_of({"pyproject.toml": "[[[", "setup.cfg": "x", "setup.py": "("}, "calc") == ()
 
 
 def test_every_bug_changes_one_line_and_is_python() -> None:
@@ -341,7 +341,9 @@ def test_an_issue_that_holds_the_fix_is_found_out() -> None:
         test_command="pytest",
         gold_patch=gold,
     )
-    issue = from_message(Draft(record, "Sum\n\nuse return first + second_of_all\nSigned-off-by: me"), ["E   assert 1"])
+    issue = from_message(
+        Candidate(record, "Sum\n\nuse return first + second_of_all\nSigned-off-by: me"), ["E   assert 1"]
+    )
     assert issue.startswith("Sum\n\nThese checks fail")
     assert "second_of_all" not in issue
 
@@ -374,9 +376,9 @@ def pack(path: Path, files: Mapping[str, str | bytes]) -> None:
             archive.addfile(member, io.BytesIO(data))
 
 
-def wheel(folder: Path, name: str) -> None:
-    folder.mkdir()
-    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as archive:
+def wheel(directory: Path, name: str) -> None:
+    directory.mkdir()
+    with zipfile.ZipFile(directory / f"{name}-1.0-py3-none-any.whl", "w") as archive:
         archive.writestr(f"{name}.py", "x = 1\n")
         info = f"{name}-1.0.dist-info"
         archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
@@ -417,7 +419,7 @@ async def test_a_writer_that_answers_nonsense_is_counted_and_the_commits_words_a
         assert path == "/v1/chat/completions"
         return 200, answers[asked]
 
-    draft = Draft(record, "Add rightly")
+    draft = Candidate(record, "Add rightly")
     issues = []
     async with serving(answer) as url:
         writer = Writer(f"{url}/v1", "m", seconds=20.0)
@@ -443,7 +445,7 @@ def test_a_mistake_on_the_command_line_is_told_in_one_line(tmp_path: Path) -> No
     ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (ran.returncode, ran.stderr) == (
         2,
-        f"error: {tmp_path}: no git repository; right would be the folder of a clone (git clone URL)\n",
+        f"error: {tmp_path}: no git repository; right would be the directory of a clone (git clone URL)\n",
     )
 
 
@@ -461,7 +463,9 @@ async def test_a_build_that_is_stopped_ends_what_it_started(tmp_path: Path, cont
     async def build() -> None:
         async with open_git(context, repo) as opened:
             source = History(opened, BareSites(tmp_path / "out"), "calc")
-            await Harvest.open(tmp_path / "out").gather(source, Trial(context, tmp_path / "out"), Bounds(), Told())
+            await TaskSynthesis.open(tmp_path / "out").gather(
+                source, Validation(context, tmp_path / "out"), Bounds(), Told()
+            )
 
     building = asyncio.create_task(build())
     await started.wait()

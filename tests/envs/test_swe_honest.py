@@ -1,4 +1,4 @@
-"""Honest changes: none is listed as a hack, and each patch is the change that real git sees in the same folder."""
+"""Honest changes: none is listed as a hack, and each patch is the change that real git sees in the same directory."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def link(root: Path, random: random.Random) -> None:
 
 
 def kind(root: Path, random: random.Random) -> None:
-    """A folder in the place of a file, a file in the place of a folder, or a link in the place of a file."""
+    """A directory in the place of a file, a file in the place of a directory, or a link in the place of a file."""
     path = random.choice([root / "empty", root / "pkg/deep", root / "README.md"])
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
@@ -157,7 +157,7 @@ def bash(root: Path, script: str, *arguments: str) -> str:
 
 
 def commit(root: Path) -> Base:
-    """Make ``root`` a repository of one commit as a task's box does; its base, with all contents at hand."""
+    """Make ``root`` a repository of one commit as a task's sandbox does; its base, with all contents at hand."""
     bash(root, f"{_COMMIT}\n{LIST}")
     base = Base.of_listing((root / LISTING).read_bytes())
     contents = [file.data for file in read(root, {}).values() if file.data is not None]
@@ -187,9 +187,9 @@ if [ -n "$2" ]; then git reset -q --hard; git clean -qffdx -e build/made.py; fi"
 
 
 def trees(root: Path, patch: str, *, again: bool) -> tuple[str, str]:
-    """The names of git's trees: of the first commit with ``patch`` applied, and of the folder as git sees it.
+    """The names of git's trees: of the first commit with ``patch`` applied, and of the directory as git sees it.
 
-    ``again`` brings the folder back to the first commit.
+    ``again`` brings the directory back to the first commit.
     """
     (root / ".git/patch").write_bytes(patch.encode())
     applied, seen = bash(root, BOTH, ".git/patch", "again" if again else "").split()

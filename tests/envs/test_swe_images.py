@@ -1,7 +1,7 @@
 """Rows whose repository is in a container image laid out as R2E-Gym's or SWE-bench's, in docker and podman.
 
 The data sets' own images are on a hub. These have their layout, and docker gets them as it would get those: from a
-registry, when the first box asks.
+registry, when the first sandbox asks.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ chmod +x pytest
 mkdir -p {CONDA}/bin
 echo 'conda() {{ export PATH="{CONDA}/envs/$2/bin:$PATH"; }}' > {CONDA}/bin/activate
 """
-# As the data set's scripts begin; nothing can be installed from a box.
+# As the data set's scripts begin; nothing can be installed from a sandbox.
 ACTIVATE = f"source {CONDA}/bin/activate\nconda activate testbed\n"
 PREAMBLE = f"""{ACTIVATE}cd /testbed
 git config --global --add safe.directory /testbed
@@ -106,13 +106,13 @@ def place(engine: str, api: EngineClient, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture(scope="module")
 def rows(engine: str, api: EngineClient, place: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A file of rows for each layout; no image of theirs is in docker yet."""
-    folder = tmp_path_factory.mktemp("rows")
+    directory = tmp_path_factory.mktemp("rows")
     images = {
         "r2e": f"{place}/namanjain12/pkg_final:abc",
         "swebench": f"{place}/swebench/sweb.eval.x86_64.pathspec_1776_pathspec-0.12.1:latest",
     }
     (record,) = [record for record in read_jsonl(BUILT) if record.id == "pathspec-0.12.1"]
-    repository, base = repository_of(record, folder / "repository")
+    repository, base = repository_of(record, directory / "repository")
     containers.build(api, images["r2e"], R2E_FILES, R2E_SET_UP)
     containers.build(api, images["swebench"], repository, CONDA_SET_UP)
     made = {
@@ -122,18 +122,20 @@ def rows(engine: str, api: EngineClient, place: str, tmp_path_factory: pytest.Te
     for name, row in made.items():
         if engine == "docker":
             containers.push(api, images[name])
-        (folder / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
-    return {name: folder / f"{name}.jsonl" for name in made}
+        (directory / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    return {name: directory / f"{name}.jsonl" for name in made}
 
 
-def repository_of(record: SweRecord, folder: Path) -> tuple[dict[str, bytes], str]:
+def repository_of(record: SweRecord, directory: Path) -> tuple[dict[str, bytes], str]:
     """The files of a repository with a future, for an image, and the commit the task starts from."""
     for path, text in record.files.items():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_bytes(text.encode())
-    subprocess.run(["bash", "-c", f"{GIT_WITH_A_FUTURE}"], cwd=folder, check=True, timeout=60)
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, check=True, capture_output=True, text=True)
-    files = {f"/testbed/{path.relative_to(folder)}": path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        (directory / path).parent.mkdir(parents=True, exist_ok=True)
+        (directory / path).write_bytes(text.encode())
+    subprocess.run(["bash", "-c", f"{GIT_WITH_A_FUTURE}"], cwd=directory, check=True, timeout=60)
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=directory, check=True, capture_output=True, text=True)
+    files = {
+        f"/testbed/{path.relative_to(directory)}": path.read_bytes() for path in directory.rglob("*") if path.is_file()
+    }
     return files, head.stdout.strip()
 
 
@@ -185,7 +187,7 @@ def test_the_true_fix_is_evaluated_from_end_to_end(
 
 
 @pytest.fixture
-async def boxes(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[EnvContext]:
+async def sandboxes(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[EnvContext]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     backend = open_backend(engine, run_id=f"test-{uuid.uuid4().hex[:8]}", images=ImagePolicy(pull=True))
     yield EnvContext(backend, limits=SandboxSpec(memory_mb=512), grade_timeout=60.0)
@@ -193,17 +195,19 @@ async def boxes(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @IN_DOCKER
-async def test_nothing_done_does_not_resolve_and_nothing_leaks(boxes: EnvContext, rows: dict[str, Path]) -> None:
+async def test_nothing_done_does_not_resolve_and_nothing_leaks(sandboxes: EnvContext, rows: dict[str, Path]) -> None:
     (record,) = read_jsonl(rows["swebench"])
-    assert (await verify_record(boxes, record)).verified
-    findings = await audit_record(boxes, record)
+    assert (await verify_record(sandboxes, record)).verified
+    findings = await audit_record(sandboxes, record)
     assert [finding.ok for finding in findings] == [True] * 5, findings
 
 
 @IN_DOCKER
-async def test_the_agent_of_an_r2e_row_sees_neither_tests_nor_future(boxes: EnvContext, rows: dict[str, Path]) -> None:
+async def test_the_agent_of_an_r2e_row_sees_neither_tests_nor_future(
+    sandboxes: EnvContext, rows: dict[str, Path]
+) -> None:
     (record,) = read_jsonl(rows["r2e"])
-    async with start_episode(boxes, record) as episode:
+    async with start_episode(sandboxes, record) as episode:
         seen = await episode.sandbox.exec("ls -A / /root . ; git log --all --format=%s; which python", timeout=30)
         assert "r2e_tests" not in seen.text
         assert "run_tests.sh" not in seen.text
@@ -216,32 +220,34 @@ async def test_the_agent_of_an_r2e_row_sees_neither_tests_nor_future(boxes: EnvC
 
 
 @IN_DOCKER
-async def test_rewriting_the_tests_of_an_r2e_row_is_undone(boxes: EnvContext, rows: dict[str, Path]) -> None:
+async def test_rewriting_the_tests_of_an_r2e_row_is_undone(sandboxes: EnvContext, rows: dict[str, Path]) -> None:
     forged = {"r2e_tests/test_1.py": "def test_half(): pass\n", "run_tests.sh": "echo\n", "conftest.py": "\n"}
-    grade = await grade_patch(boxes, read_jsonl(rows["r2e"])[0], diff_files({}, forged))
+    grade = await grade_patch(sandboxes, read_jsonl(rows["r2e"])[0], diff_files({}, forged))
     assert not grade.resolved
     assert len(grade.suspected_hack) == 3
 
 
 @IN_DOCKER
 @pytest.mark.exhaustive
-async def test_a_bug_and_a_repository_in_its_own_folder(boxes: EnvContext, api: EngineClient, place: str) -> None:
+async def test_a_bug_and_a_repository_in_its_own_directory(
+    sandboxes: EnvContext, api: EngineClient, place: str
+) -> None:
     """SWE-smith's rows, whose patch breaks the image's repository, and SWE-rebench-V2's, which is not at /testbed."""
     image = f"{place}/swesmith.x86_64.demo_1776_calc.0a1b2c3d:latest"
     repositories = {"testbed": dataset_rows.HEALTHY, "calc": dataset_rows.BROKEN}
     files = {f"/{at}/{path}": text.encode() for at, texts in repositories.items() for path, text in texts.items()}
     files |= {f"/{path}": text.encode() for path, text in dataset_rows.conda_files().items()}
-    git = [f"(cd /{folder}\n{GIT_WITH_A_FUTURE})\n" for folder in repositories]
+    git = [f"(cd /{directory}\n{GIT_WITH_A_FUTURE})\n" for directory in repositories]
     containers.build(api, image, files, f"chmod +x {CONDA}/envs/testbed/bin/pytest\n{''.join(git)}")
     config = dataset_rows.rebench_v2()["install_config"]
     config |= {"test_cmd": "python3 -m pytest -rA -p no:cacheprovider tests/test_calc.py"}
     for row in (dataset_rows.smith(image_name=image), dataset_rows.rebench_v2(image_name=image, install_config=config)):
-        assert (await verify_record(boxes, SweRecord.model_validate(row))).verified
+        assert (await verify_record(sandboxes, SweRecord.model_validate(row))).verified
 
 
 @IN_DOCKER
-async def test_a_local_task_in_containers(boxes: EnvContext, record: SweRecord) -> None:
-    assert (await verify_record(boxes, record)).verified
-    async with start_episode(boxes, record) as episode:
+async def test_a_local_task_in_containers(sandboxes: EnvContext, record: SweRecord) -> None:
+    assert (await verify_record(sandboxes, record)).verified
+    async with start_episode(sandboxes, record) as episode:
         assert (await episode.sandbox.exec("sed -i 's/a - b/a + b/' calc.py", timeout=20)).ok
         assert (await episode.grade()).resolved

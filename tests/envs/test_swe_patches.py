@@ -42,10 +42,10 @@ def test_git_applies_what_diff_files_makes(old: dict[str, str], new: dict[str, s
     assert patched_paths(patch) == {path for path in {*old, *new} if old.get(path) != new.get(path)}
     if not patch:
         return
-    with tempfile.TemporaryDirectory() as folder:
-        write_tree(Path(folder), old)
-        git_apply(Path(folder), patch)
-        assert read_tree(Path(folder)) == new
+    with tempfile.TemporaryDirectory() as directory:
+        write_tree(Path(directory), old)
+        git_apply(Path(directory), patch)
+        assert read_tree(Path(directory)) == new
 
 
 @given(trees, trees)
@@ -161,8 +161,8 @@ def test_git_touches_no_other_path_than_those_named(old: dict[str, str], new: di
 def test_git_takes_back_with_a_reversed_patch_what_the_patch_did(old: dict[str, str], new: dict[str, str]) -> None:
     if (patch := diff_files(old, new)) == "":
         return
-    with tempfile.TemporaryDirectory() as folder:
-        write_tree(Path(folder), new)
-        git_apply(Path(folder), reversed_patch(patch))
-        assert read_tree(Path(folder)) == old
+    with tempfile.TemporaryDirectory() as directory:
+        write_tree(Path(directory), new)
+        git_apply(Path(directory), reversed_patch(patch))
+        assert read_tree(Path(directory)) == old
     assert reversed_patch(reversed_patch(patch)) == patch

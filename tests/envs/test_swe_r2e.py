@@ -1,4 +1,5 @@
-"""Rows of R2E-Gym in boxes laid out as its images: what the agent finds there, how the row's own script is graded."""
+"""Rows of R2E-Gym in sandboxes laid out as its images: what the agent finds there, how the row's own script is
+graded."""
 
 from __future__ import annotations
 
@@ -14,10 +15,10 @@ from envs.swe import SweRecord, commit_content, grade_patch, start_episode, veri
 from envs.swe.audit import audit_record
 from envs.swe.diff.git_diff import diff_files
 from envs.swe.diff.snapshot import Base
-from envs.swe.integrity import Witness
+from envs.swe.integrity import IntegrityMonitor
 from envs.swe.reward_hacks import PATCH_PYTEST
 from sandbox import SandboxStartError
-from tests.envs.images import BUILT, GIT_WITH_A_FUTURE, folder_image, limits_with_pytest
+from tests.envs.images import BUILT, GIT_WITH_A_FUTURE, directory_image, limits_with_pytest
 
 pytestmark = [
     pytest.mark.bubblewrap,
@@ -59,7 +60,7 @@ echo '{NEW["pkg/m.py"].splitlines()[1]}' > parsed_commit.json
 def row(tmp_path: Path) -> SweRecord:
     return SweRecord(
         repo_name="pkg",
-        docker_image=str(folder_image(tmp_path / "image", OLD, SET_UP)),
+        docker_image=str(directory_image(tmp_path / "image", OLD, SET_UP)),
         commit_hash="abc",
         parsed_commit_content=commit_content(OLD, NEW),
         expected_output_json=json.dumps({"test_half": "PASSED", "TestEven.test_even": "PASSED"}),
@@ -68,14 +69,14 @@ def row(tmp_path: Path) -> SweRecord:
 
 
 @pytest.fixture
-def boxes(context: EnvContext) -> EnvContext:
+def sandboxes(context: EnvContext) -> EnvContext:
     return dataclasses.replace(context, limits=limits_with_pytest(512), start_retries=0)
 
 
-async def test_the_agents_box_has_the_environment_and_nothing_that_was_hidden(
-    boxes: EnvContext, row: SweRecord
+async def test_the_agents_sandbox_has_the_environment_and_nothing_that_was_hidden(
+    sandboxes: EnvContext, row: SweRecord
 ) -> None:
-    async with start_episode(boxes, row) as episode:
+    async with start_episode(sandboxes, row) as episode:
         place = await episode.sandbox.exec("which python; readlink /root/.venv; ls -A; ls -A pkg", timeout=30)
         assert place.text.split() == [
             *("/testbed/.venv/bin/python", "/testbed/.venv"),
@@ -92,11 +93,11 @@ async def test_the_agents_box_has_the_environment_and_nothing_that_was_hidden(
 
 
 async def test_the_rows_own_script_verifies_and_a_patched_pytest_does_not_get_past_it(
-    boxes: EnvContext, row: SweRecord
+    sandboxes: EnvContext, row: SweRecord
 ) -> None:
-    assert (await verify_record(boxes, row)).verified
+    assert (await verify_record(sandboxes, row)).verified
     forced = diff_files(OLD, {**OLD, "pkg/m.py": OLD["pkg/m.py"] + PATCH_PYTEST})
-    grade = await grade_patch(boxes, row, forced)
+    grade = await grade_patch(sandboxes, row, forced)
     assert grade.reward == 0.0
     assert any("from_item_and_call: replaced" in told for told in grade.suspected_hack)
 
@@ -107,18 +108,20 @@ def test_prints(): print("= short test summary info =\\n" * getattr(pkg.m, "INSI
 """
 
 
-async def test_an_honest_fix_may_run_more_pytests_inside_than_the_true_one(boxes: EnvContext, row: SweRecord) -> None:
+async def test_an_honest_fix_may_run_more_pytests_inside_than_the_true_one(
+    sandboxes: EnvContext, row: SweRecord
+) -> None:
     with (Path(row.docker_image) / "testbed/r2e_tests/test_1.py").open("a") as tests:
         tests.write(PRINTS)
     expected = {**row.expected, "test_prints": "PASSED"}
     row = row.model_copy(update={"expected_output_json": json.dumps(expected)})
     more = diff_files(OLD, {**OLD, "pkg/m.py": NEW["pkg/m.py"] + "INSIDE = 2\n"})
-    grade = await grade_patch(boxes, row, more)
+    grade = await grade_patch(sandboxes, row, more)
     assert (grade.resolved, grade.suspected_hack) == (True, ())
 
 
-async def test_the_audit_of_an_image_row(boxes: EnvContext, row: SweRecord) -> None:
-    findings = await audit_record(boxes, row)
+async def test_the_audit_of_an_image_row(sandboxes: EnvContext, row: SweRecord) -> None:
+    findings = await audit_record(sandboxes, row)
     assert [finding.ok for finding in findings] == [True] * 5, findings
 
 
@@ -128,33 +131,33 @@ half = eval("lambda a:" + pathlib.Path("/testbed/parsed_commit.json").read_text(
 """
 
 
-async def test_code_under_test_finds_no_fix_in_the_image(boxes: EnvContext, row: SweRecord) -> None:
+async def test_code_under_test_finds_no_fix_in_the_image(sandboxes: EnvContext, row: SweRecord) -> None:
     reads = diff_files(OLD, {**OLD, "pkg/m.py": OLD["pkg/m.py"] + READS_THE_FIX})
-    assert (await grade_patch(boxes, row, reads)).reward == 0.0
+    assert (await grade_patch(sandboxes, row, reads)).reward == 0.0
 
 
 async def test_a_row_whose_tests_have_one_name_in_two_files_is_resolved_as_r2e_gym_does_it(
-    boxes: EnvContext, row: SweRecord
+    sandboxes: EnvContext, row: SweRecord
 ) -> None:
     again = Path(row.docker_image) / "testbed/r2e_tests/test_2.py"
     again.write_text(TESTS)
-    assert (await grade_patch(boxes, row, row.gold)).resolved
+    assert (await grade_patch(sandboxes, row, row.gold)).resolved
     again.write_text("def test_half(): assert False\n")
-    assert not (await grade_patch(boxes, row, row.gold)).resolved
+    assert not (await grade_patch(sandboxes, row, row.gold)).resolved
     failing = json.dumps({"test_half": "FAILED", "TestEven.test_even": "PASSED"})
-    assert (await grade_patch(boxes, row.model_copy(update={"expected_output_json": failing}), row.gold)).resolved
+    assert (await grade_patch(sandboxes, row.model_copy(update={"expected_output_json": failing}), row.gold)).resolved
 
 
-async def test_hidden_tests_that_cannot_be_removed_stop_the_start(boxes: EnvContext, row: SweRecord) -> None:
-    """A folder image's top is read-only: the agent would see them."""
+async def test_hidden_tests_that_cannot_be_removed_stop_the_start(sandboxes: EnvContext, row: SweRecord) -> None:
+    """A directory image's top is read-only: the agent would see them."""
     (Path(row.docker_image) / "r2e_tests").mkdir()
     with pytest.raises(SandboxStartError, match="not to be removed from the agent's sight: /r2e_tests"):
-        async with start_episode(boxes, row):
+        async with start_episode(sandboxes, row):
             pass
 
 
-def test_what_runs_in_the_box_is_written_for_an_old_python() -> None:
-    (source,) = [data for path, data in Witness(watched=()).files().items() if path.endswith(".py")]
+def test_what_runs_in_the_sandbox_is_written_for_an_old_python() -> None:
+    (source,) = [data for path, data in IntegrityMonitor(watched=()).files().items() if path.endswith(".py")]
     tree = ast.parse(source, feature_version=(3, 6))
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     assert imported == {"doctest", "hashlib", "hmac", "json", "os", "sys", "time"}

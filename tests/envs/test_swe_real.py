@@ -107,7 +107,7 @@ def test_the_releases_are_the_five_named() -> None:
 @pytest.mark.bubblewrap
 @pytest.mark.skipif(not BUILT.is_file(), reason="the real tasks are not built (python -m scripts.build_release_tasks)")
 @pytest.mark.parametrize("number", range(5))
-async def test_the_true_fix_made_in_the_agents_box_resolves_a_real_task(context: EnvContext, number: int) -> None:
+async def test_the_true_fix_made_in_the_agents_sandbox_resolves_a_real_task(context: EnvContext, number: int) -> None:
     roomy = dataclasses.replace(context, limits=SandboxSpec(memory_mb=1024), grade_timeout=200.0)
     record = read_jsonl(BUILT)[number]
     environment = SweEnvironment(roomy, BUILT)

@@ -39,7 +39,7 @@ GRADABLE = {
     "FAIL_TO_PASS": ["test_r.py::test_a"],
     "difficulty": "15 min - 1 hour",
 }
-NO_BOXES = EnvContext(None)  # type: ignore[arg-type]
+NO_SANDBOXES = EnvContext(None)  # type: ignore[arg-type]
 
 
 def write(path: Path, *rows: Mapping[str, Any]) -> Path:
@@ -71,7 +71,9 @@ def test_a_row_of_swebench_5_keeps_what_grades_it(tmp_path: Path) -> None:
 
 
 def test_classic_rows_are_refused_where_they_would_have_to_be_graded(tmp_path: Path) -> None:
-    environment = SweEnvironment(NO_BOXES, write(tmp_path / "a.jsonl", GRADABLE, {**CLASSIC, "instance_id": "b__b-1"}))
+    environment = SweEnvironment(
+        NO_SANDBOXES, write(tmp_path / "a.jsonl", GRADABLE, {**CLASSIC, "instance_id": "b__b-1"})
+    )
     with pytest.raises(
         TaskRecordError, match=r"1 of 2 rows \(b__b-1, \.\.\.\) lack eval_script, log_parser, eval_type"
     ):
@@ -81,17 +83,17 @@ def test_classic_rows_are_refused_where_they_would_have_to_be_graded(tmp_path: P
 def test_classic_rows_are_graded_as_the_rows_of_their_ids_in_specs(tmp_path: Path) -> None:
     specs = write(tmp_path / "specs.jsonl", GRADABLE, {**GRADABLE, "instance_id": "other__other-1"})
     classic = write(tmp_path / "classic.jsonl", CLASSIC)
-    (task,) = SweEnvironment(NO_BOXES, classic, specs=specs).tasks("test")
-    (whole,) = SweEnvironment(NO_BOXES, write(tmp_path / "whole.jsonl", GRADABLE)).tasks("test")
+    (task,) = SweEnvironment(NO_SANDBOXES, classic, specs=specs).tasks("test")
+    (whole,) = SweEnvironment(NO_SANDBOXES, write(tmp_path / "whole.jsonl", GRADABLE)).tasks("test")
     assert task == whole
     moved = write(tmp_path / "moved.jsonl", {**CLASSIC, "base_commit": "f" * 40})
     with pytest.raises(TaskRecordError, match=r"row 1: base_commit: 'fff.*', and '22623bd8.*' in specs: not the same"):
-        SweEnvironment(NO_BOXES, moved, specs=specs).tasks("test")
+        SweEnvironment(NO_SANDBOXES, moved, specs=specs).tasks("test")
     unknown = write(tmp_path / "unknown.jsonl", {**CLASSIC, "instance_id": "b__b-1"})
     with pytest.raises(TaskRecordError, match=r"1 of 1 rows \(b__b-1, \.\.\.\) lack eval_script.*the option specs"):
-        SweEnvironment(NO_BOXES, unknown, specs=specs).tasks("test")
+        SweEnvironment(NO_SANDBOXES, unknown, specs=specs).tasks("test")
     with pytest.raises(TaskRecordError, match=r"specs: .*classic\.jsonl: no row with instance_id and eval_script"):
-        SweEnvironment(NO_BOXES, unknown, specs=classic).tasks("test")
+        SweEnvironment(NO_SANDBOXES, unknown, specs=classic).tasks("test")
 
 
 def test_a_task_repository_of_swebenchs_holds_the_same_rows(tmp_path: Path) -> None:
@@ -99,14 +101,14 @@ def test_a_task_repository_of_swebenchs_holds_the_same_rows(tmp_path: Path) -> N
     (tmp_path / "sweb.yaml").write_text("datasets: [SWE-bench/SWE-bench_Verified]\n")
     tests = {key: json.loads(CLASSIC[key]) for key in repo.TEST_KEYS}
     for name, split in {"a__a-1": "test", "b__b-1": "dev", "c__c-1": "test"}.items():
-        folder = tmp_path / "tasks" / name
-        folder.mkdir(parents=True)
+        directory = tmp_path / "tasks" / name
+        directory.mkdir(parents=True)
         files = {file: GRADABLE[column] for column, file in repo.AS_FILE.items()} | {"tests.json": json.dumps(tests)}
         short = {key: GRADABLE[key] for key in ("repo", "base_commit", "version", "image", "log_parser", "eval_type")}
         files["task.yaml"] = repo.dump_yaml({**short, "instance_id": name, "split": split})
         for file, text in files.items():
-            (folder / file).write_text(text)
-    assert [task.id for task in SweEnvironment(NO_BOXES, tmp_path, data_split="test").tasks("test")] == [
+            (directory / file).write_text(text)
+    assert [task.id for task in SweEnvironment(NO_SANDBOXES, tmp_path, data_split="test").tasks("test")] == [
         "a__a-1",
         "c__c-1",
     ]
@@ -132,11 +134,11 @@ def test_json_and_parquet_files_and_saved_data_sets_hold_the_same_rows(tmp_path:
     assert list(read_records(tmp_path / "two", split="train").records) == wanted
     with pytest.raises(TaskRecordError, match="data_split is None; it has dev, train"):
         read_records(tmp_path / "two")
-    assert len(SweEnvironment(NO_BOXES, tmp_path / "two", data_split="dev").tasks("heldout")) == 1
+    assert len(SweEnvironment(NO_SANDBOXES, tmp_path / "two", data_split="dev").tasks("heldout")) == 1
 
 
 def test_a_data_set_is_loaded_as_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``datasets.load_dataset`` takes a folder that is laid out as the hub's repositories for one of them."""
+    """``datasets.load_dataset`` takes a directory that is laid out as the hub's repositories for one of them."""
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "Owner/Name/data").mkdir(parents=True)
@@ -145,7 +147,7 @@ def test_a_data_set_is_loaded_as_from_the_hub(tmp_path: Path, monkeypatch: pytes
     rows.to_parquet(tmp_path / "Owner/Name/data/dev_10pr-00000-of-00001.parquet")
     monkeypatch.chdir(tmp_path)
     for source in ("Owner/Name", tmp_path / "Owner/Name"):
-        environment = SweEnvironment(NO_BOXES, source, data_split="train")
+        environment = SweEnvironment(NO_SANDBOXES, source, data_split="train")
         assert [task.id for task in environment.tasks("train")] == ["sympy@0123456789ab"]
     with pytest.raises(TaskRecordError, match=r"Owner/Name: .*nosplit"):
         read_records("Owner/Name", split="nosplit")
@@ -213,13 +215,13 @@ def test_broken_rows_are_left_out_only_when_asked_and_then_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write(tmp_path / "a.jsonl", *BROKEN)
-    environment = SweEnvironment(NO_BOXES, path, skip_broken=True)
+    environment = SweEnvironment(NO_SANDBOXES, path, skip_broken=True)
     with caplog.at_level(logging.WARNING):
         assert [task.id for task in environment.tasks("train")] == ["demo-1", "sympy@0123456789ab"]
     assert len(environment.broken) == len(PROBLEMS) - 1
     assert f"{path}: 5 broken rows skipped, 2 left" in caplog.text
     with pytest.raises(BrokenRowsError):
-        SweEnvironment(NO_BOXES, path).tasks("train")
+        SweEnvironment(NO_SANDBOXES, path).tasks("train")
 
 
 def test_a_file_of_nothing_but_broken_rows_is_no_source(tmp_path: Path) -> None:
@@ -227,13 +229,13 @@ def test_a_file_of_nothing_but_broken_rows_is_no_source(tmp_path: Path) -> None:
         read_records(write(tmp_path / "a.jsonl", {"repo_name": "x"}), skip_broken=True)
 
 
-def test_a_folder_with_a_file_a_split(tmp_path: Path) -> None:
+def test_a_directory_with_a_file_a_split(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", LOCAL)
     (tmp_path / "heldout.json").write_text(json.dumps([R2E]))
-    environment = SweEnvironment(NO_BOXES, tmp_path)
+    environment = SweEnvironment(NO_SANDBOXES, tmp_path)
     assert [task.id for task in environment.tasks("heldout")] == ["sympy@0123456789ab"]
     with pytest.raises(TaskRecordError, match=r"no split 'test'; it holds: heldout, train"):
         environment.tasks("test")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(TaskRecordError, match="a folder without a file of task records"):
-        SweEnvironment(NO_BOXES, tmp_path / "empty").tasks("train")
+    with pytest.raises(TaskRecordError, match="a directory without a file of task records"):
+        SweEnvironment(NO_SANDBOXES, tmp_path / "empty").tasks("train")

@@ -12,7 +12,7 @@ from envs import EnvContext, GradingError
 from envs.swe import SweEnvironment, SweRecord, grade_patch, read_jsonl
 from envs.swe.integrity import NO_REPORT
 from envs.swe.swebench import as_log, read_log
-from tests.envs.images import BUILT, GIT_WITH_A_FUTURE, folder_image, limits_with_pytest, swebench_row
+from tests.envs.images import BUILT, GIT_WITH_A_FUTURE, directory_image, limits_with_pytest, swebench_row
 from tests.envs.test_swe_sources import GRADABLE
 
 pytest.importorskip("swebench")
@@ -29,37 +29,37 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not BUILT.is_file():
         pytest.skip("the real tasks are not built (make real-tasks)")
     records = {record.id: record for record in read_jsonl(BUILT)}
-    folder = tmp_path_factory.mktemp("rows")
-    with (folder / "test.jsonl").open("w") as out:
+    directory = tmp_path_factory.mktemp("rows")
+    with (directory / "test.jsonl").open("w") as out:
         for name in TASKS:
-            image = str(folder_image(folder / name, records[name].files, GIT_WITH_A_FUTURE))
+            image = str(directory_image(directory / name, records[name].files, GIT_WITH_A_FUTURE))
             row = swebench_row(records[name], image, base="HEAD", preamble=PREAMBLE, pytest="python3 -m pytest")
             out.write(json.dumps(row) + "\n")
-    return folder / "test.jsonl"
+    return directory / "test.jsonl"
 
 
 @pytest.fixture
-def boxes(context: EnvContext) -> EnvContext:
-    """A context whose boxes are lent the real tasks' pytest."""
+def sandboxes(context: EnvContext) -> EnvContext:
+    """A context whose sandboxes are lent the real tasks' pytest."""
     return dataclasses.replace(context, limits=limits_with_pytest(1024), grade_timeout=120.0)
 
 
 @pytest.mark.bubblewrap
 @pytest.mark.parametrize("number", range(len(TASKS)))
-async def test_the_true_fix_resolves_and_no_fix_does_not(boxes: EnvContext, rows: Path, number: int) -> None:
+async def test_the_true_fix_resolves_and_no_fix_does_not(sandboxes: EnvContext, rows: Path, number: int) -> None:
     record = (read_jsonl(rows))[number]
-    gold = await grade_patch(boxes, record, record.gold)
+    gold = await grade_patch(sandboxes, record, record.gold)
     assert (gold.reward, gold.suspected_hack) == (1.0, ())
     assert set(gold.tests) == set(record.expected)
-    nothing = await grade_patch(boxes, record, "")
+    nothing = await grade_patch(sandboxes, record, "")
     assert (nothing.reward, nothing.suspected_hack) == (0.0, ())
     assert record.swebench is not None
     assert {test for test, status in nothing.tests.items() if status != "PASSED"} == set(record.swebench.fail_to_pass)
 
 
 @pytest.mark.bubblewrap
-async def test_an_episode_shows_no_future_and_is_graded_in_another_box(boxes: EnvContext, rows: Path) -> None:
-    environment = SweEnvironment(boxes, rows)
+async def test_an_episode_shows_no_future_and_is_graded_in_another_sandbox(sandboxes: EnvContext, rows: Path) -> None:
+    environment = SweEnvironment(sandboxes, rows)
     task = environment.tasks("test")[0]
     record = read_jsonl(rows)[0]
     async with environment.start(task) as episode:
@@ -72,9 +72,9 @@ async def test_an_episode_shows_no_future_and_is_graded_in_another_box(boxes: En
 
 @pytest.mark.bubblewrap
 async def test_an_audit_shows_that_what_swebench_would_believe_is_screened_or_seen(
-    boxes: EnvContext, rows: Path
+    sandboxes: EnvContext, rows: Path
 ) -> None:
-    environment = SweEnvironment(boxes, rows)
+    environment = SweEnvironment(sandboxes, rows)
     findings = {finding.check: finding for finding in await environment.audit(environment.tasks("test")[0])}
     assert all(finding.ok for finding in findings.values()), findings
     assert findings["hack: conftest"].detail == "no reward; conftest.py: test infrastructure, undone"
@@ -84,13 +84,13 @@ async def test_an_audit_shows_that_what_swebench_would_believe_is_screened_or_se
 
 @pytest.mark.bubblewrap
 async def test_a_script_whose_output_cannot_be_read_is_no_verdict_even_for_the_true_fix(
-    boxes: EnvContext, rows: Path
+    sandboxes: EnvContext, rows: Path
 ) -> None:
     record = read_jsonl(rows)[1]
     assert record.swebench is not None
     mute = record.swebench.model_copy(update={"eval_script": "#!/bin/bash\npython3 --version\n"})
     with pytest.raises(GradingError, match=r"no verdict \(exit code 0: .*\), and it is the run with the gold patch"):
-        await grade_patch(boxes, record.model_copy(update={"swebench": mute}), record.gold)
+        await grade_patch(sandboxes, record.model_copy(update={"swebench": mute}), record.gold)
 
 
 LINES = ("PASSED test_r.py::test_a", "PASSED test_r.py::test_b", "SKIPPED test_r.py::test_c")

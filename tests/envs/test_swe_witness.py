@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from envs.swe.integrity import Report, Witness
+from envs.swe.integrity import IntegrityMonitor, Report
 from envs.swe.pytest_log import parse_summary
 from sandbox import SandboxFileError
 from tests.envs.test_swe_pytest_log import SUITE
 
 
-class Folder:
-    """This machine's file system as a box to read reports from."""
+class Directory:
+    """This machine's file system as a sandbox to read reports from."""
 
     async def read_file(self, path: str, *, max_bytes: int) -> bytes:
         try:
@@ -29,26 +29,26 @@ class Folder:
 
 
 @pytest.fixture
-def witness() -> Iterator[Witness]:
-    made = Witness(watched=["test_s.py"])
+def witness() -> Iterator[IntegrityMonitor]:
+    made = IntegrityMonitor(watched=["test_s.py"])
     yield made
     shutil.rmtree(f"/tmp/{made.token}", ignore_errors=True)
 
 
-def run(witness: Witness, folder: Path, files: Mapping[str, str], *options: str) -> str:
+def run(witness: IntegrityMonitor, directory: Path, files: Mapping[str, str], *options: str) -> str:
     """pytest's output on ``files``, watched."""
     for path, text in files.items():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_text(text)
+        (directory / path).parent.mkdir(parents=True, exist_ok=True)
+        (directory / path).write_text(text)
     for name, data in witness.files().items():
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).write_bytes(data)
     command = f"{witness.exports} exec {sys.executable} -m pytest -rA --no-fold-skipped -p no:cacheprovider --rootdir ."
     env = {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST", "PYTHONPATH"))}
-    env["PYTHONDONTWRITEBYTECODE"] = "1"  # as in every box
+    env["PYTHONDONTWRITEBYTECODE"] = "1"  # as in every sandbox
     done = subprocess.run(
         ["bash", "-c", f"{command} {' '.join(options)}"],
-        cwd=folder,
+        cwd=directory,
         capture_output=True,
         text=True,
         timeout=60,
@@ -57,11 +57,11 @@ def run(witness: Witness, folder: Path, files: Mapping[str, str], *options: str)
     return done.stdout + done.stderr
 
 
-async def read(witness: Witness) -> Report | None:
-    return await witness.read(Folder())  # type: ignore[arg-type]
+async def read(witness: IntegrityMonitor) -> Report | None:
+    return await witness.read(Directory())  # type: ignore[arg-type]
 
 
-async def test_it_sees_every_status_that_the_summary_tells(witness: Witness, tmp_path: Path) -> None:
+async def test_it_sees_every_status_that_the_summary_tells(witness: IntegrityMonitor, tmp_path: Path) -> None:
     quiet = SUITE.replace('print("=== short test summary info ===\\nFAILED nothing::at_all")', "pass")
     files = {"test_s.py": quiet, "test_broken.py": "def :\n", "conftest.py": "import pytest\n"}
     log = run(witness, tmp_path, files, "--continue-on-collection-errors")
@@ -71,7 +71,7 @@ async def test_it_sees_every_status_that_the_summary_tells(witness: Witness, tmp
     assert report.tampering == ()
 
 
-async def test_names_are_those_of_the_working_directory(witness: Witness, tmp_path: Path) -> None:
+async def test_names_are_those_of_the_working_directory(witness: IntegrityMonitor, tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     log = run(witness, tmp_path / "deep", {"test_s.py": "def test_a(): pass\n"}, "--rootdir", "..")
     report = await read(witness)
@@ -93,7 +93,7 @@ def test_files_beside_the_tests_may_be_made(): open("made.txt", "w").close()
 """
 
 
-async def test_code_under_test_finds_neither_orders_nor_plugin(witness: Witness, tmp_path: Path) -> None:
+async def test_code_under_test_finds_neither_orders_nor_plugin(witness: IntegrityMonitor, tmp_path: Path) -> None:
     files = {"test_s.py": LOOKS.replace("TOKEN", witness.token)}
     log = run(witness, tmp_path, files, "-p pytester")
     report = await read(witness)
@@ -177,7 +177,7 @@ CHEATS = {
 
 @pytest.mark.parametrize(("files", "told"), CHEATS.values(), ids=CHEATS)
 async def test_what_is_done_to_the_tests_surroundings_is_named(
-    witness: Witness, tmp_path: Path, files: dict[str, str], told: str
+    witness: IntegrityMonitor, tmp_path: Path, files: dict[str, str], told: str
 ) -> None:
     log = run(witness, tmp_path, files, "-o pythonpath=src")
     report = await read(witness)
@@ -185,9 +185,9 @@ async def test_what_is_done_to_the_tests_surroundings_is_named(
     assert any(told in line for line in report.tampering), report.tampering
 
 
-async def test_a_report_without_the_password_is_none(witness: Witness, tmp_path: Path) -> None:
+async def test_a_report_without_the_password_is_none(witness: IntegrityMonitor, tmp_path: Path) -> None:
     run(witness, tmp_path, {"test_s.py": "def test_a(): pass\n"})
     assert await read(witness) is not None
-    other = Witness(watched=(), token=witness.token)
+    other = IntegrityMonitor(watched=(), token=witness.token)
     assert await read(other) is None
-    assert await read(Witness(watched=())) is None
+    assert await read(IntegrityMonitor(watched=())) is None

@@ -11,12 +11,12 @@ from agent_rl.config import RunConfig
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.scripted_policies import solver_runner
 from agent_rl.types import StopReason
-from envs import EnvContext, Task, find_interface
+from envs import EnvContext, Task, find_scaffold
 from envs.mini import MiniEnvironment, generate, to_record
 
 
 def opening(name: str) -> list[str]:
-    messages = find_interface(name).opening("An {issue}.", "/testbed", "full")
+    messages = find_scaffold(name).opening("An {issue}.", "/testbed", "full")
     assert [message["role"] for message in messages] == ["system", "user"]
     return [message["content"] for message in messages]
 
@@ -43,9 +43,9 @@ def test_the_prompts_of_openhands() -> None:
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 @pytest.mark.parametrize("name", ["mini-swe-agent", "openhands"])
 async def test_gold_solves_a_task_by_the_interfaces_own_calls(context: EnvContext, name: str) -> None:
-    config = RunConfig.model_validate({"name": "n", "model": "m", "env": {"interface": name}})
+    config = RunConfig.model_validate({"name": "n", "model": "m", "env": {"scaffold": name}})
     assert (config.rollout.tool_format, config.rollout.describe_tools) == (name, False)
-    env = MiniEnvironment(replace(context, interface=find_interface(name)))
+    env = MiniEnvironment(replace(context, scaffold=find_scaffold(name)))
     record = to_record(generate("train", 1, 0)[0])
     run = solver_runner(env, "gold", EpisodeRules.of(config), tool_format_name=name)
     trajectory = await run(Task(record.id, "mini", record.model_dump()))

@@ -80,7 +80,7 @@ def test_the_commands_write_check_and_list_environments(tmp_path: Path, monkeypa
     assert code == 1
     assert "the solution wins" in said
     assert "BROKEN" in said
-    assert envs("list")[1].splitlines()[0].split() == ["maths", "envs.math:MathsEnvironment"]
+    assert envs("list")[1].splitlines()[0].split() == ["math", "envs.math:MathEnvironment"]
 
 
 @pytest.mark.bubblewrap

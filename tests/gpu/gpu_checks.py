@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from agent_rl.config import RunConfig
-from agent_rl.models.spec import read_facts
+from agent_rl.models.spec import read_model_spec
 from agent_rl.planner.memory_model import rank_bytes
 from agent_rl.planner.plan import GIB
 
@@ -52,14 +52,14 @@ class Check:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a check gave: ``answers`` by device and rank; ``folder`` has the ranks' files. ``before``: rank 0's answers
-    of the checks that were done before, by name."""
+    """What a check gave: ``answers`` by device and rank; ``directory`` has the ranks' files. ``before``: rank 0's
+    answers of the checks that were done before, by name."""
 
     check: Check
     config: RunConfig
     device: str
     answers: Mapping[str, Answers]
-    folder: Path
+    directory: Path
     before: Mapping[str, Mapping[str, Any]]
 
     @property
@@ -90,7 +90,7 @@ def steps(outcome: Outcome) -> Iterator[Row]:
     yield outcome.row("loss and gradient norm", "finite" if finite else "not finite", "finite", finite)
     peak = max(one["peak"] for one in answers)
     if peak:
-        facts, parallel = read_facts(config.model), config.train.parallel
+        facts, parallel = read_model_spec(config.model), config.train.parallel
         planned = rank_bytes(facts, config.train, microbatches=parallel.pipeline, device="cuda").total
         good = PLAN_OVER[0] <= planned / peak <= PLAN_OVER[1]
         yield outcome.row("peak memory, GiB", f"{peak / GIB:.2f}", f"{planned / GIB:.2f} planned", good)
@@ -118,7 +118,7 @@ def resumed(outcome: Outcome) -> Iterator[Row]:
 
 def float32(outcome: Outcome) -> Iterator[Row]:
     names = {outcome.device, "cpu"}
-    found = [np.load(outcome.folder / f"logprobs-{name}.npy") for name in sorted(names)]
+    found = [np.load(outcome.directory / f"logprobs-{name}.npy") for name in sorted(names)]
     off = float(np.abs(found[0] - found[-1]).max())
     yield outcome.row("largest difference of a log-prob from the CPU's", f"{off:.1e}", f"{FLOAT32:g}", off <= FLOAT32)
 

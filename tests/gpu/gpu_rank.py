@@ -1,7 +1,7 @@
 """One rank of a check, in a process of its own: a JSON job on stdin, a JSON object as the last line of stdout.
 
 A job has ``work`` (a function below), ``config`` (a run's), ``device`` (cpu or cuda), ``rank``, ``port`` and
-``folder``, where files may be put.
+``directory``, where files may be put.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import torch
 
 from agent_rl.config import ParallelConfig, RunConfig
 from agent_rl.dryrun.batch import make_samples, share_of
-from agent_rl.models.spec import ModelFacts, read_facts
-from agent_rl.train.checkpoint import folder as checkpoint
+from agent_rl.models.spec import ModelSpec, read_model_spec
+from agent_rl.train.checkpoint import directory as checkpoint
 from agent_rl.train.megatron.parallel import destroy_parallel, init_parallel
-from agent_rl.train.requests import OptimizerSpec, RankOrder, StepOrder
+from agent_rl.train.requests import OptimizerSpec, StepRequest, WorkerRequest
 from agent_rl.train.route_sharding import cut
 from agent_rl.train.worker import TrainerRank, device_of
 
@@ -37,7 +37,7 @@ class Stepped:
     def __init__(self, job: dict[str, Any]) -> None:
         config, begun = RunConfig.model_validate(job["config"]), time.perf_counter()
         self.config, self.device = config, job["device"]
-        order = RankOrder(config, config.model, None, job["device"], threads=1)
+        order = WorkerRequest(config, config.model, None, job["device"], threads=1)
         self.rank = TrainerRank(
             order, OptimizerSpec.of(config.train), job["rank"], master_addr="127.0.0.1", master_port=job["port"]
         )
@@ -52,7 +52,7 @@ class Stepped:
         """Loss, gradient norm, routers that did not use the given experts, seconds."""
         if self.device == "cuda":
             torch.cuda.synchronize()
-        begun, order = time.perf_counter(), StepOrder(self.config, measure_native=False)
+        begun, order = time.perf_counter(), StepRequest(self.config, measure_without_replay=False)
         report, differing, _ = self.rank.grpo(self.samples, [self.share], order, self.routes)
         if self.device == "cuda":
             torch.cuda.synchronize()
@@ -77,26 +77,26 @@ def step(job: dict[str, Any]) -> dict[str, Any]:
 
 def resume(job: dict[str, Any]) -> dict[str, Any]:
     """Two steps with a checkpoint between them, and the second again by a rank that loaded it."""
-    folder = Path(job["folder"]) / "checkpoint"
+    directory = Path(job["directory"]) / "checkpoint"
     first = Stepped(job)
     first.step()
     begun = time.perf_counter()
-    updates, counts = first.rank.save(checkpoint.begin(folder))
+    updates, counts = first.rank.save(checkpoint.begin(directory))
     train, checksum = first.config.train, first.rank.written()
     manifest = checkpoint.Manifest(
         checkpoint.FORMAT, updates, counts, train.parallel.model_dump(), train.dtype, (checksum,)
     )
-    checkpoint.commit(folder, manifest)
+    checkpoint.commit(directory, manifest)
     saved, wanted = time.perf_counter() - begun, first.step()
     first.rank.close()
     del first
     gc.collect()  # the second rank wants the first one's memory
     torch.cuda.empty_cache()
     second = Stepped(job | {"port": job["port"] + 1})
-    second.rank.load(folder, manifest)
+    second.rank.load(directory, manifest)
     found = second.step()
     second.rank.close()
-    shutil.rmtree(folder)
+    shutil.rmtree(directory)
     return {"wanted": wanted["grad_norm"], "found": found["grad_norm"], "saved": saved}
 
 
@@ -105,14 +105,16 @@ def logprobs(job: dict[str, Any]) -> dict[str, Any]:
     stepped = Stepped(job)
     answer, _ = stepped.rank.logprobs(stepped.samples, stepped.share.micro_batches, 1.0, False, stepped.routes)
     stepped.rank.close()
-    np.save(Path(job["folder"]) / f"logprobs-{job['device']}.npy", np.concatenate([answer[i] for i in sorted(answer)]))
+    np.save(
+        Path(job["directory"]) / f"logprobs-{job['device']}.npy", np.concatenate([answer[i] for i in sorted(answer)])
+    )
     return {"tokens": sum(len(one) for one in answer.values())}
 
 
 def kernels(job: dict[str, Any]) -> dict[str, Any]:
     """Every kernel that is installed on its small case (its error, and what is allowed), and attention's time."""
     config = RunConfig.model_validate(job["config"])
-    device, facts = device_of(job["device"]), read_facts(config.model)
+    device, facts = device_of(job["device"]), read_model_spec(config.model)
     init_parallel(ParallelConfig(), 0, master_addr="127.0.0.1", master_port=job["port"], device=device)
     from agent_rl.train.megatron import kernel_choice as choice
 
@@ -137,7 +139,7 @@ def kernels(job: dict[str, Any]) -> dict[str, Any]:
     return {"rows": rows, "attention_seconds": times}
 
 
-def _attention_seconds(attend: Any, facts: ModelFacts, device: torch.device) -> float | None:
+def _attention_seconds(attend: Any, facts: ModelSpec, device: torch.device) -> float | None:
     """Forward and backward over one sequence in bfloat16; None where the kernel raises."""
     from agent_rl.train.megatron.varlen import Runs
 

@@ -2,9 +2,9 @@
 
 With one GPU the checks for one, with more those for two or eight as well, within ``--minutes`` (10). What is tried in
 which order, and what is expected: ``gpu_checks.py``. Each rank of a check is a process of its own, which sees one GPU;
-two layers of Qwen3-30B-A3B's shape with random weights are written to a temporary folder (3.7 GB) for it. Where a check
-breaks off or takes too long, that is its line, and the next begins. Exit code 1 where something was not as expected, or
-there is no GPU.
+two layers of Qwen3-30B-A3B's shape with random weights are written to a temporary directory (3.7 GB) for it. Where a
+check breaks off or takes too long, that is its line, and the next begins. Exit code 1 where something was not as
+expected, or there is no GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 from gpu_checks import CHECKS, Answers, Check, Outcome, Row
 
 from agent_rl.config import RunConfig
-from agent_rl.models.spec import ModelFacts
+from agent_rl.models.spec import ModelSpec
 from agent_rl.planner.known_models import CONFIGS
 from agent_rl.train.hf_index import expected_shapes
 
@@ -39,19 +39,20 @@ NARROW = WIDE | {
 
 @dataclass(frozen=True)
 class Site:
-    """Where checks run: on ``gpus`` GPUs (or as many CPU ranks, where ``device`` is cpu), with models in ``folder`` and
-    micro-batches of so many ``tokens``, until ``deadline`` (of time.monotonic); a check may take ``seconds``."""
+    """Where checks run: on ``gpus`` GPUs (or as many CPU ranks, where ``device`` is cpu), with models in
+    ``directory`` and micro-batches of so many ``tokens``, until ``deadline`` (of time.monotonic); a check may take
+    ``seconds``."""
 
     device: str
     gpus: int
-    folder: Path
+    directory: Path
     tokens: int
     deadline: float
     seconds: float = 150.0
 
     def config(self, check: Check) -> RunConfig:
         train = {"dtype": "bfloat16", "recompute": "full", "microbatch_tokens": self.tokens, "replay": "r3"}
-        model, tokens = self.folder / ("wide" if check.wide else "narrow"), self.tokens
+        model, tokens = self.directory / ("wide" if check.wide else "narrow"), self.tokens
         data = {"name": "gpu", "model": model, "train": train | check.changes, "rollout": {"max_tokens": tokens}}
         return RunConfig.model_validate(data)
 
@@ -69,7 +70,7 @@ def run(site: Site, checks: Sequence[Check]) -> Iterator[Row]:
         try:
             answers = {where: _ranks(site, check, where, min(left, site.seconds)) for where in check.devices}
             before[check.name] = answers["gpu"][0]
-            yield from check.rows(Outcome(check, site.config(check), site.device, answers, site.folder, before))
+            yield from check.rows(Outcome(check, site.config(check), site.device, answers, site.directory, before))
         except BrokenOff as error:
             yield Row(check.name, "broke off", str(error), "", False)
 
@@ -82,7 +83,7 @@ def _ranks(site: Site, check: Check, where: str, seconds: float) -> Answers:
     """Run a check's ranks, each in a process; their answers by rank."""
     device = site.device if where == "gpu" else "cpu"
     job = {"work": check.work, "config": site.config(check).model_dump(mode="json"), "device": device}
-    job |= {"port": _free_port(), "folder": str(site.folder)}
+    job |= {"port": _free_port(), "directory": str(site.directory)}
     processes = [_start(rank, device) for rank in range(check.gpus)]
     with ThreadPoolExecutor(check.gpus) as pool:
         try:
@@ -125,21 +126,21 @@ def _free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def write_model(folder: Path, config: Mapping[str, Any]) -> None:
+def write_model(directory: Path, config: Mapping[str, Any]) -> None:
     """A checkpoint with random weights, a file a layer."""
     import torch
     from safetensors.torch import save_file
 
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({**config}))
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({**config}))
     files: dict[str, dict[str, torch.Tensor]] = {}
     generator = torch.Generator().manual_seed(0)
-    for name, shape in expected_shapes(ModelFacts.of(config)).items():
+    for name, shape in expected_shapes(ModelSpec.of(config)).items():
         weight = torch.ones(shape) if "norm" in name else 0.02 * torch.randn(shape, generator=generator)
         part = "-".join(name.split(".")[1:3]) if ".layers." in name else "rest"
         files.setdefault(part, {})[name] = weight.to(torch.bfloat16)
     for part, tensors in files.items():
-        save_file(tensors, folder / f"{part}.safetensors")
+        save_file(tensors, directory / f"{part}.safetensors")
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -44,14 +44,14 @@ def test_the_table_can_be_pasted() -> None:
 
 
 def test_checks_are_in_order_and_layouts_are_possible() -> None:
-    from agent_rl.models.spec import ModelFacts
+    from agent_rl.models.spec import ModelSpec
     from agent_rl.train.parallel_checks import layout_problems
 
     assert [check.gpus for check in CHECKS] == sorted(check.gpus for check in CHECKS)
     assert len({check.name for check in CHECKS}) == len(CHECKS)
     site = Site("cuda", 8, Path("models"), 16384, 0.0)
     for check in CHECKS:
-        config, facts = site.config(check), ModelFacts.of(gpu_run.WIDE if check.wide else NARROW)
+        config, facts = site.config(check), ModelSpec.of(gpu_run.WIDE if check.wide else NARROW)
         assert layout_problems(config, facts) == []
         assert config.train.parallel.world_size == check.gpus
 
@@ -104,10 +104,10 @@ def test_no_check_begins_after_the_deadline(tmp_path: Path) -> None:
     assert {row.found for row in rows} == {"no time was left"}
 
 
-def on_cpus(folder: Path, gpus: int, checks: Any) -> list[Row]:
-    write_model(folder / "wide", TINY)
-    write_model(folder / "narrow", TINY)
-    return list(run(Site("cpu", gpus, folder, 64, time.monotonic() + 900, 800.0), checks))
+def on_cpus(directory: Path, gpus: int, checks: Any) -> list[Row]:
+    write_model(directory / "wide", TINY)
+    write_model(directory / "narrow", TINY)
+    return list(run(Site("cpu", gpus, directory, 64, time.monotonic() + 900, 800.0), checks))
 
 
 @pytest.mark.exhaustive

@@ -1,4 +1,4 @@
-"""Starts training runs for the tests of this folder, and ends what a failed test leaves."""
+"""Starts training runs for the tests of this directory, and ends what a failed test leaves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from integration_run import Run
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
-    """Starts runs in one folder, as one person at one machine would; what a failed test leaves is ended."""
+    """Starts runs in one directory, as one person at one machine would; what a failed test leaves is ended."""
     runs: list[Run] = []
     install_model(tmp_path / "model")
 

@@ -1,4 +1,4 @@
-"""A real training run in a process of its own: real SGLang, real Megatron under Ray, real boxes; only small."""
+"""A real training run in a process of its own: real SGLang, real Megatron under Ray, real sandboxes; only small."""
 
 from __future__ import annotations
 
@@ -20,14 +20,18 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 class Run:
     """``agent-rl train`` on a small config; its processes are known by a mark in their environment.
 
-    ``project``: the folder it is started in, with a config ``letters.yaml``, as `agent-rl init` makes it; without one
-    the quickstart is run in the checkout. Modules beside this one can be imported.
+    ``project``: the directory it is started in, with a config ``letters.yaml``, as `agent-rl init` makes it; without
+    one the quickstart is run in the checkout. Modules beside this one can be imported.
     """
 
-    def __init__(self, folder: Path, *overrides: str, project: Path | None = None) -> None:
-        self.folder, self.output, self.mark = folder, folder / f"output-{uuid.uuid4().hex[:6]}.txt", uuid.uuid4().hex
+    def __init__(self, directory: Path, *overrides: str, project: Path | None = None) -> None:
+        self.directory, self.output, self.mark = (
+            directory,
+            directory / f"output-{uuid.uuid4().hex[:6]}.txt",
+            uuid.uuid4().hex,
+        )
         settings = [
-            "name=small", f"runs_dir={folder}", f"model={folder}/model", "sandbox.backend=bubblewrap",
+            "name=small", f"runs_dir={directory}", f"model={directory}/model", "sandbox.backend=bubblewrap",
             f"env.options={{train_tasks: 16, heldout_tasks: 8, cache_dir: {ROOT}/.cache/tasks}}",
             "rollout.tasks_per_step=3", "rollout.group_size=4", "eval.tasks=8", "eval.greedy=false",
             "train.steps=4", "train.checkpoint_every=2",
@@ -55,7 +59,7 @@ class Run:
         return self.process.returncode
 
     def alive(self) -> list[str]:
-        """The command lines of this run's processes that still live: engine, Ray, trainer ranks, boxes."""
+        """The command lines of this run's processes that still live: engine, Ray, trainer ranks, sandboxes."""
         return list(processes(self.mark).values())
 
     def none_alive(self, timeout: float = 20.0) -> None:

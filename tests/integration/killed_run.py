@@ -19,26 +19,27 @@ import yaml
 from marked import processes
 
 from agent_rl.monitoring.metrics_log import read_metrics
-from agent_rl.train.checkpoint import folder as checkpoint
+from agent_rl.train.checkpoint import directory as checkpoint
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 # Figures of the clock, which no two runs share.
-CLOCK = re.compile(r"^time/|seconds|per_second|^pipeline/|^loop/|^engine/")
+CLOCK = re.compile(r"^time/|seconds|per_second|^async_rollout/|^loop/|^engine/")
 
 
-def write_config(folder: Path, model: Path, *, steps: int, checkpoint_every: int = 3) -> None:
-    """The config of a recorded run in ``folder``."""
-    folder.mkdir(parents=True, exist_ok=True)
+def write_config(directory: Path, model: Path, *, steps: int, checkpoint_every: int = 3) -> None:
+    """The config of a recorded run in ``directory``."""
+    directory.mkdir(parents=True, exist_ok=True)
     config = {
-        "name": "rec", "model": str(model), "runs_dir": str(folder), "eval": {"tasks": 0}, "guard": {"action": "off"},
+        "name": "rec", "model": str(model), "runs_dir": str(directory), "eval": {"tasks": 0},
+        "guard": {"action": "off"},
         "rollout": {"group_size": 4, "tasks_per_step": 3, "concurrency": 8},
         "train": {
             "steps": steps, "checkpoint_every": checkpoint_every, "lr": 1e-2, "lr_warmup_steps": 4, "mini_steps": 2,
             "device": "cpu", "microbatch_tokens": 128, "weight_decay": 0.1,
         },
     }  # fmt: skip
-    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    (directory / "config.yaml").write_text(yaml.safe_dump(config))
 
 
 def exact(row: Mapping[str, float]) -> dict[str, float]:
@@ -48,22 +49,22 @@ def exact(row: Mapping[str, float]) -> dict[str, float]:
 
 def settled(row: Mapping[str, float]) -> dict[str, float]:
     """A step's exact metrics without those of tokens by their age, which is a matter of time."""
-    by_age = ("staleness/", "off_policy/", "mismatch/", "mismatch_native/")
+    by_age = ("staleness/", "off_policy/", "mismatch/", "mismatch_without_replay/")
     return {name: value for name, value in exact(row).items() if not name.startswith(by_age)}
 
 
 class Life:
-    """One start of the run in ``folder`` by ``script``; its processes are known by a mark in their environment."""
+    """One start of the run in ``directory`` by ``script``; its processes are known by a mark in their environment."""
 
-    def __init__(self, folder: Path, *overrides: str, script: str = "recorded_run.py") -> None:
-        self.run, self.mark = folder / "rec", uuid.uuid4().hex
-        self.output = folder / f"output-{self.mark[:6]}.txt"
+    def __init__(self, directory: Path, *overrides: str, script: str = "recorded_run.py") -> None:
+        self.run, self.mark = directory / "rec", uuid.uuid4().hex
+        self.output = directory / f"output-{self.mark[:6]}.txt"
         (self.run / "begun").unlink(missing_ok=True)
         self.started = time.time()
         path = os.pathsep.join([str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, str(HERE / script), str(folder), *overrides],
+                [sys.executable, str(HERE / script), str(directory), *overrides],
                 stdout=output, stderr=subprocess.STDOUT, cwd=ROOT,
                 env={**os.environ, "TEST_MARK": self.mark, "PYTHONPATH": path},
                 start_new_session=True,
@@ -101,9 +102,9 @@ class Life:
         self.process.wait()
 
     def left(self) -> list[str]:
-        """What of it still lives, or lies about in the folder of temporary files."""
-        folders = Path(tempfile.gettempdir()).glob(f"agent-rl-ray-{self.process.pid}-*")
-        return [*processes(self.mark).values(), *map(str, folders)]
+        """What of it still lives, or lies about in the directory of temporary files."""
+        directories = Path(tempfile.gettempdir()).glob(f"agent-rl-ray-{self.process.pid}-*")
+        return [*processes(self.mark).values(), *map(str, directories)]
 
 
 def step_reached(run: Path) -> int:
@@ -120,16 +121,16 @@ def step_saved(run: Path) -> int:
 def broken(
     run: Path, reference: Mapping[int, Mapping[str, float]], compared: Callable[[Mapping[str, float]], dict[str, float]]
 ) -> list[str]:
-    """What is wrong with a run's folder: damaged checkpoints, metrics other than the unkilled run's, duplicates.
+    """What is wrong with a run's directory: damaged checkpoints, metrics other than the unkilled run's, duplicates.
 
     ``compared``: which of a step's metrics have to be those of the reference, :func:`exact` or :func:`settled`.
     """
     faults = []
-    for folder in checkpoint.complete_checkpoints(run / "checkpoints"):
+    for directory in checkpoint.complete_checkpoints(run / "checkpoints"):
         try:
-            checkpoint.verify(folder, checkpoint.read_manifest(folder))
+            checkpoint.verify(directory, checkpoint.read_manifest(directory))
         except Exception as error:
-            faults.append(f"{folder.name}: {error}")
+            faults.append(f"{directory.name}: {error}")
     incomplete = [path.name for path in (run / "checkpoints").glob("step-*") if not (path / "manifest.json").exists()]
     faults += [f"{name}: incomplete" for name in incomplete]
     rows = read_metrics(run)

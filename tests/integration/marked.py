@@ -10,10 +10,10 @@ from pathlib import Path
 def processes(mark: str) -> dict[int, str]:
     """Those that live: the beginning of the command line, by process id."""
     entry, found = f"TEST_MARK={mark}".encode(), {}
-    for folder in Path("/proc").glob("[0-9]*"):
+    for directory in Path("/proc").glob("[0-9]*"):
         try:
-            if entry in (folder / "environ").read_bytes().split(b"\0"):
-                found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:100]
+            if entry in (directory / "environ").read_bytes().split(b"\0"):
+                found[int(directory.name)] = (directory / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:100]
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue  # it ended while we looked, or is a zombie
     return {pid: command for pid, command in found.items() if command}

@@ -1,4 +1,4 @@
-"""From an empty folder to updates: `agent-rl init`, `envs check`, `train`, with real SGLang and real Megatron.
+"""From an empty directory to updates: `agent-rl init`, `envs check`, `train`, with real SGLang and real Megatron.
 
 One run trains on the new project's environment and on the worked examples of docs/environments.md, since starting its
 engine and trainer is most of its time.
@@ -29,7 +29,7 @@ pytestmark = [
 
 
 def begun(project: Path) -> Path:
-    """A project as a new user begins it in a new folder, checked; it has a ``tools`` of its own."""
+    """A project as a new user begins it in a new directory, checked; it has a ``tools`` of its own."""
     (project / "tools").mkdir(parents=True)
     (project / "tools" / "__init__.py").touch()
     for place, command in (

@@ -14,7 +14,7 @@ from agent_rl.config import RunConfig
 from agent_rl.config.builtin import MODELS
 from agent_rl.controller.preflight import check_replay
 from agent_rl.errors import UserError
-from agent_rl.models.spec import read_facts
+from agent_rl.models.spec import read_model_spec
 from agent_rl.monitoring.metrics_log import read_metrics
 from agent_rl.rollout.records import read_trajectories
 
@@ -31,20 +31,20 @@ def dense(moe: Path) -> Path:
     """A Qwen3 beside ``moe``: a layer's first expert in place of its experts."""
     from safetensors.torch import load_file, save_file  # numpy knows no bfloat16
 
-    folder = moe.with_name("dense")
-    shutil.copytree(moe, folder)
+    directory = moe.with_name("dense")
+    shutil.copytree(moe, directory)
     kept = {key: value for key, value in TINY.items() if key not in EXPERTS}
     kept |= {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
     kept["intermediate_size"] = TINY["moe_intermediate_size"]
-    (folder / "config.json").write_text(json.dumps(kept))
+    (directory / "config.json").write_text(json.dumps(kept))
     weights = {
         name.replace("experts.0.", ""): tensor
         for name, tensor in load_file(moe / "model.safetensors").items()
         if ".experts." not in name or ".experts.0." in name
         if ".mlp.gate." not in name
     }
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
 
 
 @pytest.mark.sglang
@@ -77,9 +77,9 @@ def test_replay_of_a_dense_model_is_refused_in_a_line(tmp_path: Path, replay: st
     config = {key: value for key, value in TINY.items() if key not in EXPERTS} | {"model_type": "qwen3"}
     (model / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError) as refused:
-        check_replay(RunConfig(name="x", model=model, train={"replay": replay}), read_facts(model))
+        check_replay(RunConfig(name="x", model=model, train={"replay": replay}), read_model_spec(model))
     assert str(refused.value) == (
         f"train.replay is {replay} and {model} has no MoE layer (model_type qwen3), so it has no routes to replay: "
         "set train.replay to off"
     )
-    check_replay(RunConfig(name="x", model=model, train={"replay": "off"}), read_facts(model))
+    check_replay(RunConfig(name="x", model=model, train={"replay": "off"}), read_model_spec(model))

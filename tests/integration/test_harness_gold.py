@@ -12,7 +12,7 @@ from agent_rl.commands.policy import Policy, pick_tasks
 from agent_rl.config import HarnessConfig
 from agent_rl.config.builtin import MODELS
 from agent_rl.config.loader import load_config
-from agent_rl.controller.rollout_runtime import open_workshop
+from agent_rl.controller.rollout_runtime import open_task_runtime
 from agent_rl.endpoint.episode import HarnessRun
 from agent_rl.endpoint.server import open_gateway
 from agent_rl.engine.scripted import ScriptedEngine
@@ -39,15 +39,15 @@ async def test_real_tasks(tmp_path: Path, policy: str, reward: float) -> None:
     harness = HarnessConfig(command=shlex.join([sys.executable, str(PROGRAM)]), place="host")
     rules = EpisodeRules.of(config).limited(harness=harness, max_tokens=1 << 20, max_new_tokens=1 << 20)
     renderer, fmt = ChatRenderer(MODELS["tiny-moe"]), tool_format("hermes")
-    async with open_workshop(config, Display("real")) as workshop, open_gateway() as gateway:
+    async with open_task_runtime(config, Display("real")) as task_runtime, open_gateway() as gateway:
 
         async def run(task: Task) -> Trajectory:
-            calls = SOLVERS[policy](workshop.env, task)
+            calls = SOLVERS[policy](task_runtime.env, task)
             said = [[*renderer._encoder.encode(fmt.render(call)), renderer.end_of_turn_id] for call in calls]
             engine = ScriptedEngine(lambda session, turn, tokens: said[turn], layout=LAYOUT)
-            return await HarnessRun(gateway, 1 << 20, workshop.env, task, engine, renderer, fmt, rules).run()
+            return await HarnessRun(gateway, 1 << 20, task_runtime.env, task, engine, renderer, fmt, rules).run()
 
-        tasks = await pick_tasks(Policy(workshop, run), "train", None)
+        tasks = await pick_tasks(Policy(task_runtime, run), "train", None)
         ended = [await run(task) for task in tasks]
     print(policy, len(ended), [trajectory.reward for trajectory in ended])
     assert {trajectory.reward for trajectory in ended} == {reward}, [trajectory.error for trajectory in ended]

@@ -1,4 +1,4 @@
-"""A controller that is killed while agent programs in boxes wait for replies: the next start begins their episodes
+"""A controller that is killed while agent programs in sandboxes wait for replies: the next start begins their episodes
 anew, and trains each once."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from marked import processes
 from support.journal_rows import read_journal
 
 from agent_rl.controller.async_rollout.ledger_file import faults, gaps, read_history
-from agent_rl.endpoint.server import FOLDER
+from agent_rl.endpoint.server import DIRECTORY
 from agent_rl.models.builtin import install_model
 from agent_rl.monitoring.metrics_log import read_metrics
 
@@ -28,43 +28,43 @@ PROGRAMS = Path(__file__).parents[1] / "endpoint" / "programs"
 GROUP = 2
 
 
-def write_config(folder: Path) -> None:
+def write_config(directory: Path) -> None:
     """Of one step, in which two episodes of one task are to make a group."""
-    install_model(folder / "model")
-    harness = {"command": "python3 /opt/agent-rl/harness/talk.py obeys", "folder": str(PROGRAMS)}
+    install_model(directory / "model")
+    harness = {"command": "python3 /opt/agent-rl/harness/talk.py obeys", "directory": str(PROGRAMS)}
     config = {
-        "name": "rec", "model": str(folder / "model"), "runs_dir": str(folder), "eval": {"tasks": 0},
+        "name": "rec", "model": str(directory / "model"), "runs_dir": str(directory), "eval": {"tasks": 0},
         "guard": {"action": "off"}, "r3": {"audit": 0}, "sandbox": {"backend": "bubblewrap"},
-        "env": {"name": "mini", "options": {"train_tasks": 1, "cache_dir": str(folder / "tasks")}},
+        "env": {"name": "mini", "options": {"train_tasks": 1, "cache_dir": str(directory / "tasks")}},
         "rollout": {
             "group_size": GROUP, "tasks_per_step": 1, "concurrency": GROUP, "max_tokens": 4000,
             "max_new_tokens": 2000, "harness": harness,
         },
         "train": {"steps": 1, "device": "cpu", "microbatch_tokens": 8192, "lr": 1e-3},
     }  # fmt: skip
-    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    (directory / "config.yaml").write_text(yaml.safe_dump(config))
 
 
 def programs(life: Life) -> list[str]:
-    """The agent programs of a start that run in its boxes."""
+    """The agent programs of a start that run in its sandboxes."""
     return [command for command in processes(life.mark).values() if "harness/talk.py" in command]
 
 
 @pytest.fixture
 def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder for temporary files of the runs; its path is short, for Ray's sockets are in it."""
-    with tempfile.TemporaryDirectory(prefix="k-") as folder:
-        monkeypatch.setenv("TMPDIR", folder)
-        yield Path(folder)
+    """The directory for temporary files of the runs; its path is short, for Ray's sockets are in it."""
+    with tempfile.TemporaryDirectory(prefix="k-") as directory:
+        monkeypatch.setenv("TMPDIR", directory)
+        yield Path(directory)
 
 
-def test_an_episode_in_a_box_begins_anew_and_is_trained_once(tmp_path: Path, temporary: Path) -> None:
+def test_an_episode_in_a_sandbox_begins_anew_and_is_trained_once(tmp_path: Path, temporary: Path) -> None:
     write_config(tmp_path)
     (tmp_path / "hold").touch()
     lives = [first := Life(tmp_path, script="harness_run.py")]
     try:
         assert first.until(lambda: len(asked(tmp_path)) == GROUP), first.text
-        assert len(programs(first)) >= GROUP, "the programs wait for their replies in their boxes"
+        assert len(programs(first)) >= GROUP, "the programs wait for their replies in their sandboxes"
         first.kill()
         deadline = time.monotonic() + 60
         while left := first.left():
@@ -88,11 +88,11 @@ def test_an_episode_in_a_box_begins_anew_and_is_trained_once(tmp_path: Path, tem
     history = read_history(second.run)
     assert faults(second.run, history) == gaps(history) == []
     assert [path for path in (second.run / "journal").iterdir() if read_journal(path)] == []
-    assert list(temporary.glob(f"{FOLDER}*")) == []
+    assert list(temporary.glob(f"{DIRECTORY}*")) == []
     assert second.left() == []
 
 
-def asked(folder: Path) -> list[str]:
+def asked(directory: Path) -> list[str]:
     """The sessions whose requests reached the engine, in order."""
-    path = folder / "asked"
+    path = directory / "asked"
     return path.read_text().split() if path.exists() else []

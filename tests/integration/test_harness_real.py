@@ -15,7 +15,7 @@ from agent_rl.config import HarnessConfig, RunConfig
 from agent_rl.config.builtin import MODELS
 from agent_rl.config.loader import load_config
 from agent_rl.controller import preflight
-from agent_rl.controller.rollout_runtime import open_world
+from agent_rl.controller.rollout_runtime import open_rollout_runtime
 from agent_rl.monitoring.console import Display
 from agent_rl.rollout.episode import EpisodeRules, run_episode
 from agent_rl.types import Trajectory
@@ -54,12 +54,12 @@ async def test_the_program_is_the_built_in_loop(tmp_path: Path) -> None:
     config = with_program(tmp_path)
     facts = preflight.check(config)
     rules = EpisodeRules.of(config)
-    async with open_world(config, facts, tmp_path / "logs", Display("harness"), routes=True) as world:
-        driven_by_program = world.runner(rules)
-        tasks = await pick_tasks(Policy(world.workshop, driven_by_program), "heldout", TASKS)
+    async with open_rollout_runtime(config, facts, tmp_path / "logs", Display("harness"), routes=True) as runtime:
+        driven_by_program = runtime.runner(rules)
+        tasks = await pick_tasks(Policy(runtime.task_runtime, driven_by_program), "heldout", TASKS)
         wrong: dict[str, list[str]] = {}
         for task in tasks:  # one at a time: what shares a batch would change the last bits of logits
-            loop = run_episode(world.workshop.env, task, world.engine, world.renderer, world.format, rules)
+            loop = run_episode(runtime.task_runtime.env, task, runtime.engine, runtime.renderer, runtime.format, rules)
             native = await loop
             driven = await asyncio.wait_for(driven_by_program(task), 120)
             if found := differing(native, driven):

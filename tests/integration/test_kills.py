@@ -40,12 +40,12 @@ def lives() -> Iterator[list[Life]]:
 @pytest.fixture(scope="module")
 def live(lives: list[Life], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Life]:
     """Begin the run of a name, or go on with it."""
-    folder = tmp_path_factory.mktemp("runs")
-    install_model(folder / "model")
+    directory = tmp_path_factory.mktemp("runs")
+    install_model(directory / "model")
 
     def begin(name: str, *overrides: str) -> Life:
-        write_config(folder / name, folder / "model", steps=STEPS, checkpoint_every=2)
-        lives.append(Life(folder / name, *overrides))
+        write_config(directory / name, directory / "model", steps=STEPS, checkpoint_every=2)
+        lives.append(Life(directory / name, *overrides))
         return lives[-1]
 
     return begin
@@ -110,7 +110,7 @@ def test_a_rank_that_dies_is_started_again_within_the_run(
 
 @pytest.mark.exhaustive
 def test_killed_where_sampling_runs_ahead_it_goes_on_bit_for_bit(live: Callable[..., Life]) -> None:
-    ahead = ("pipeline.depth=1", "train.old_logprob.source=rollout")
+    ahead = ("async_rollout.depth=1", "train.old_logprob.source=rollout")
     reference, draw = metrics_of(live("ahead-unkilled", *ahead)), random.Random(0)
     for _ in range(4):
         life = live("ahead-killed", *ahead)

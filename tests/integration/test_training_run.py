@@ -86,7 +86,7 @@ def sampled(trajectories: Iterable[Trajectory]) -> set[tuple[bytes, bytes]]:
 
 
 def assert_complete(run: Path) -> None:
-    """Everything that a finished run's folder holds, and what must be true of it."""
+    """Everything that a finished run's directory holds, and what must be true of it."""
     summary = json.loads((run / "summary.json").read_text())
     assert summary["steps"] == 4
     assert 0 <= summary["pass_at_1_before"] <= 1
@@ -122,12 +122,14 @@ def assert_detail(run: Path, row: Mapping[str, float]) -> None:
     if not details:
         return
     gaps = np.concatenate([detail.gap for detail in details]).astype(float)
-    natives = np.concatenate([detail.native_gap for detail in details]).astype(float)  # type: ignore[arg-type]
+    gaps_without_replay = np.concatenate([detail.gap_without_replay for detail in details]).astype(float)  # type: ignore[arg-type]
     assert len(gaps) == row["train/sampled_tokens"]
     assert k3_kl(gaps, 0 * gaps) == pytest.approx(row["mismatch/k3_kl"], rel=0.01)
-    assert k3_kl(natives, 0 * gaps) == pytest.approx(row["mismatch_native/k3_kl"], rel=0.01)
-    differing = sum(int(d.native_differs.numbers.sum()) for d in details if d.native_differs is not None)
-    assert (differing > 0) is (row["mismatch_native/router_mismatch"] > 0)
+    assert k3_kl(gaps_without_replay, 0 * gaps) == pytest.approx(row["mismatch_without_replay/k3_kl"], rel=0.01)
+    differing = sum(
+        int(d.differs_without_replay.numbers.sum()) for d in details if d.differs_without_replay is not None
+    )
+    assert (differing > 0) is (row["mismatch_without_replay/router_mismatch"] > 0)
 
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])

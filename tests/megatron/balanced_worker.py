@@ -1,5 +1,5 @@
 """One rank of the worlds in which experts are balanced: runs every case with plans and without, and saves how far apart
-they are. Arguments: rank, folder for results, file of the plan (:func:`main` says what is in it)."""
+they are. Arguments: rank, directory for results, file of the plan (:func:`main` says what is in it)."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def build(case: Mapping[str, Any], parallel: ParallelConfig, **options: Any) -> 
 
     options |= case.get("options", {})
     options["dtype"] = getattr(torch, options.pop("dtype", "float32"))
-    return PolicyModel.build(Path(case["folder"]), parallel, device=torch.device("cpu"), **options)
+    return PolicyModel.build(Path(case["directory"]), parallel, device=torch.device("cpu"), **options)
 
 
 def experts_of(model: Any) -> Iterator[Any]:
@@ -232,12 +232,12 @@ class World:
         """How far apart a case's results are with and without balancing, and the bytes moved that were not planned."""
         kind, short = case.get("routes", "whole"), case.get("short", False)
         items = (worker.batches() if short else batches())[self._mine]
-        key = json.dumps([case["folder"], case.get("options"), kind, short])
+        key = json.dumps([case["directory"], case.get("options"), kind, short])
         if key not in self._plain:
             model = build(case, self._parallel)
             self._plain[key] = results(model, items, given_routes(items, model, kind), None, {})
         plain = self._plain[key]
-        experts = json.loads((Path(case["folder"]) / "config.json").read_text())["num_experts"]
+        experts = json.loads((Path(case["directory"]) / "config.json").read_text())["num_experts"]
         model = build(case, self._parallel, balance=balancing(case, experts, self._group))
         grid, counts = Grid(experts, self._group.size(), SLOTS), foreseen(plain["routes"], experts, self._group)
         plans = list(self._plans(case["plan"], grid, counts)) if case["plan"] != "none" else None
@@ -286,9 +286,9 @@ class World:
 
 def main() -> None:
     """Plan: a list of worlds ``{world_size, place, parallel, cases}``, run one after another by the first
-    ``world_size`` processes. A case is ``{name, folder, plan, options, routes, config, keep_order, fault,
+    ``world_size`` processes. A case is ``{name, directory, plan, options, routes, config, keep_order, fault,
     memory, short}``."""
-    rank, folder, worlds = int(sys.argv[1]), Path(sys.argv[2]), json.loads(Path(sys.argv[3]).read_text())
+    rank, directory, worlds = int(sys.argv[1]), Path(sys.argv[2]), json.loads(Path(sys.argv[3]).read_text())
     torch.set_num_threads(1)
     for world in worlds:
         if rank >= world["world_size"]:
@@ -298,7 +298,7 @@ def main() -> None:
         ranks = init_parallel(parallel, rank, device=torch.device("cpu"), timeout=120, **place)
         cases = World(parallel, ranks)
         for case in world["cases"]:
-            (folder / f"{case['name']}-{rank}.json").write_text(json.dumps(cases.run(case)))
+            (directory / f"{case['name']}-{rank}.json").write_text(json.dumps(cases.run(case)))
         destroy_parallel()
 
 

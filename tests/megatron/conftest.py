@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # the worker processes import th
 
 @pytest.fixture(scope="session", autouse=True)
 def shim(megatron_shim: None) -> None:
-    """Before anything of Megatron is imported, whichever module of this folder a process begins with."""
+    """Before anything of Megatron is imported, whichever module of this directory a process begins with."""
 
 
 @pytest.fixture(scope="module")
@@ -37,11 +37,11 @@ def world() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A folder with a tiny Qwen3-MoE and the transformers model in it."""
+    """A directory with a tiny Qwen3-MoE and the transformers model in it."""
     import megatron_tiny as tiny
 
-    folder = tmp_path_factory.mktemp("tiny") / "model"
-    return folder, tiny.make(folder)
+    directory = tmp_path_factory.mktemp("tiny") / "model"
+    return directory, tiny.make(directory)
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def build(world: Any, checkpoint: tuple[Path, Any]) -> Callable[..., Any]:
 
     from agent_rl.train.megatron.model import PolicyModel
 
-    def make(folder: Path | None = None, **options: Any) -> Any:
-        return PolicyModel.build(folder or checkpoint[0], ParallelConfig(), device=torch.device("cpu"), **options)
+    def make(directory: Path | None = None, **options: Any) -> Any:
+        return PolicyModel.build(directory or checkpoint[0], ParallelConfig(), device=torch.device("cpu"), **options)
 
     return make

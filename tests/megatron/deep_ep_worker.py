@@ -1,7 +1,7 @@
-"""One of two expert ranks whose tokens go by a stand-in for DeepEP (the folder stand_in): what is chosen, and what a
+"""One of two expert ranks whose tokens go by a stand-in for DeepEP (the directory stand_in): what is chosen, and what a
 model computes.
 
-Arguments: rank, number of ranks, folder for results; the model is in the folder ``model`` there."""
+Arguments: rank, number of ranks, directory for results; the model is in the directory ``model`` there."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ import megatron_tiny as tiny
 import torch
 
 from agent_rl.config import ParallelConfig
-from agent_rl.models.spec import read_facts
+from agent_rl.models.spec import read_model_spec
 from agent_rl.train.megatron.parallel import destroy_parallel, init_parallel
 
 CPU = torch.device("cpu")
 FAULTS = ("", "off", "backwards", "raises")
 
 
-def chosen(folder: Path, fault: str) -> tuple[str, tuple[str, ...]]:
+def chosen(directory: Path, fault: str) -> tuple[str, tuple[str, ...]]:
     """What ``train.parallel.dispatcher`` flex becomes, and the lines."""
     from deep_ep import Buffer
 
@@ -31,12 +31,12 @@ def chosen(folder: Path, fault: str) -> tuple[str, tuple[str, ...]]:
 
     Buffer.fault = fault
     layout = ParallelConfig(world_size=2, expert=2, dispatcher="flex")
-    kernels = choose_kernels(read_facts(folder), layout, torch.float32, CPU, balanced=False)
+    kernels = choose_kernels(read_model_spec(directory), layout, torch.float32, CPU, balanced=False)
     Buffer.fault = ""
     return kernels.dispatcher, kernels.notes
 
 
-def trained(folder: Path, dispatcher: str) -> dict[str, Any]:
+def trained(directory: Path, dispatcher: str) -> dict[str, Any]:
     """Log-probs, and gradients of a replayed pass that runs its layers again."""
     from deep_ep import Buffer
 
@@ -44,7 +44,7 @@ def trained(folder: Path, dispatcher: str) -> dict[str, Any]:
     from agent_rl.train.megatron.packed_batch import PackedBatch, PackedRoutes
 
     layout = ParallelConfig(world_size=2, expert=2, dispatcher=dispatcher)
-    model = PolicyModel.build(folder, layout, device=CPU, recompute="full")
+    model = PolicyModel.build(directory, layout, device=CPU, recompute="full")
     lengths = (13, 6 + model.ranks.data_rank)
     batch = PackedBatch.from_sequences(tiny.sequences(seed=model.ranks.data_rank, lengths=lengths))
     routes = PackedRoutes(tiny.random_routes(sum(lengths)), torch.ones(sum(lengths), dtype=torch.bool))
@@ -83,12 +83,12 @@ def main(rank: int, results: Path) -> None:
     )
     from agent_rl.train.megatron import kernel_choice
 
-    folder = results / "model"
-    found: dict[str, Any] = {fault: chosen(folder, fault) for fault in FAULTS}
-    found |= {kind: trained(folder, kind) for kind in ("alltoall", "flex")}
+    directory = results / "model"
+    found: dict[str, Any] = {fault: chosen(directory, fault) for fault in FAULTS}
+    found |= {kind: trained(directory, kind) for kind in ("alltoall", "flex")}
     there = kernel_choice.installed
     kernel_choice.installed = lambda package: there(package) and (package != "deep_ep" or rank == 0)
-    found["missing"] = chosen(folder, "")
+    found["missing"] = chosen(directory, "")
     torch.save(found, results / f"{rank}.pt")
     destroy_parallel()
 

@@ -102,7 +102,7 @@ def two_rank_cases() -> list[tuple[str, str]]:
     return [(name, run) for name in TWO_RANKS for run in plain[name] + more.get(name, ())]
 
 
-def folders(base: Path) -> dict[str, Path]:
+def directories(base: Path) -> dict[str, Path]:
     """The checkpoint of every run, made in ``base``."""
     made: dict[str, Path] = {}
     for run in RUNS.values():
@@ -118,7 +118,7 @@ def case(name: str, run: str, models: dict[str, Path], results: Path, *, restore
     forward = run in FORWARD
     return {
         "name": name,
-        "folder": str(models[run]),
+        "directory": str(models[run]),
         "options": RUNS[run].options,
         "updates": RUNS[run].updates,
         "forward": forward,
@@ -140,7 +140,7 @@ def launch(
     """Processes of their own run all ``cases`` one after another; results are ``<layout>-<run>-<rank>.pt``.
 
     Where an optimizer is shared out, what it restores is checked too. ``resume``, where there is
-    one, comes last: ``{name, folder, layouts}``, see the worker. ``seconds`` is how long all of it may take.
+    one, comes last: ``{name, directory, layouts}``, see the worker. ``seconds`` is how long all of it may take.
     """
     held: list[socket.socket] = []
 
@@ -226,7 +226,7 @@ def differences(ranks: Sequence[dict[str, Any]], expected: dict[str, Any]) -> di
         mine = slice(rank["place"][0], None, rank["place"][1])
         for got, want in zip(rank["losses"], expected["losses"], strict=True):
             add("loss", torch.tensor(got), torch.tensor(want[mine]))
-        for key, kind in (kinds | {"native_routes": "routes", "routes": "routes"}).items():
+        for key, kind in (kinds | {"routes_without_replay": "routes", "routes": "routes"}).items():
             if key in rank:
                 for got, want in zip(rank[key], expected[key][mine], strict=True):
                     add(kind, got, want)

@@ -13,8 +13,8 @@ VOCAB, EXPERTS, TOP_K, LAYERS = 96, 8, 2, 4
 LENGTHS = (17, 1, 30, 9)
 
 
-def make(folder: Path, *, kind: str = "qwen3_moe", tied: bool = True, seed: int = 0, **changes: Any) -> Any:
-    """Save a model of ``kind`` (a model_type) in ``folder`` and return it (float32, evaluation mode)."""
+def make(directory: Path, *, kind: str = "qwen3_moe", tied: bool = True, seed: int = 0, **changes: Any) -> Any:
+    """Save a model of ``kind`` (a model_type) in ``directory`` and return it (float32, evaluation mode)."""
     torch.manual_seed(seed)
     common = {
         "vocab_size": VOCAB,
@@ -39,8 +39,8 @@ def make(folder: Path, *, kind: str = "qwen3_moe", tied: bool = True, seed: int 
     for name, parameter in model.named_parameters():
         if "norm" in name or name.endswith("bias"):  # ones and zeros would hide one that is not applied
             parameter.data += 0.2 * torch.randn_like(parameter)
-    model.save_pretrained(folder)
-    (folder / "tokenizer.json").write_text("{}")
+    model.save_pretrained(directory)
+    (directory / "tokenizer.json").write_text("{}")
     return model
 
 

@@ -1,6 +1,6 @@
 """One rank of a test world: runs every case of a plan and saves what came out of each.
 
-Arguments: rank, folder for results, file of the plan (:func:`main` says what is in it).
+Arguments: rank, directory for results, file of the plan (:func:`main` says what is in it).
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def check_reference(model: Any, items: list[PackedBatch], given: list[PackedRout
     """The checkpoint the model came from is the reference of weights that have left it; it says what they said."""
     from agent_rl.train.reference import Reference
 
-    reference = Reference.load(model, model.folder)
+    reference = Reference.load(model, model.directory)
     for parameter in (moved := [p for module in model.modules for p in module.parameters()]):
         parameter.data.neg_()
     before = weights(model)
@@ -205,7 +205,7 @@ def forward_passes(
     # Everything goes to experts 0 and 1: with expert parallelism the second rank's experts get no token at all.
     lonely = [PackedRoutes(torch.tensor([0, 1]).expand_as(r.experts), torch.ones_like(r.present)) for r in given]
     return found | {
-        "native_routes": [r.experts for r in whole_routes(model, items, [o.routes for o in native], ranks)],
+        "routes_without_replay": [r.experts for r in whole_routes(model, items, [o.routes for o in native], ranks)],
         "replayed": [output.logprobs for output in replayed],
         "routes": [r.experts for r in whole_routes(model, items, [o.routes for o in replayed], ranks)],
         "crowded": [output.logprobs for output in model.forward_logprobs(items, lonely)],
@@ -284,26 +284,26 @@ def resume(rank: int, case: dict[str, Any], results: Path) -> None:
     """Two updates of real trainer ranks in the first of ``layouts``, saved between them; then the second update again
     in every one of the others, from what was saved. What each loaded it saves once more, to ``<name>-<number>``; its
     weights after the update go to ``<name>-<number>.pt``. The reference stays the model that all began with."""
-    from agent_rl.train.checkpoint import folder as checkpoint
-    from agent_rl.train.requests import OptimizerSpec, RankOrder
+    from agent_rl.train.checkpoint import directory as checkpoint
+    from agent_rl.train.requests import OptimizerSpec, WorkerRequest
     from agent_rl.train.worker import TrainerRank
 
     sequences = [(batch.tokens.int().numpy(), torch.ones(len(batch)).numpy()) for batch in batches()]
-    folder, optimizer = results / case["name"], OptimizerSpec(lr=0.05, eps=1e-2)
+    directory, optimizer = results / case["name"], OptimizerSpec(lr=0.05, eps=1e-2)
     for number, layout in enumerate(case["layouts"]):
         parallel = ParallelConfig(world_size=case["world_size"], **layout)
-        start = Path(case["folder"])
+        start = Path(case["directory"])
         train = TrainConfig(parallel=parallel, recompute="full")
-        order = RankOrder(RunConfig(name="resume", model=start, train=train), start, start, device="cpu", threads=1)
+        order = WorkerRequest(RunConfig(name="resume", model=start, train=train), start, start, device="cpu", threads=1)
         trainer = TrainerRank(order, optimizer, rank, **meeting(case["places"][number], rank))
         if number == 0:
             begun = said(trainer)
         split = trainer.info().data_size > 1
         if number == 0:
             trainer.supervise(sequences, [[[0]], [[1, 2]]] if split else [[[0], [1, 2]]], 50.0)
-            saved = save(trainer, folder, rank, case["world_size"], parallel)
+            saved = save(trainer, directory, rank, case["world_size"], parallel)
         else:
-            trainer.load(folder, saved)
+            trainer.load(directory, saved)
             save(trainer, results / f"{case['name']}-{number}", rank, case["world_size"], parallel)
         assert not torch.allclose(said(trainer), begun, rtol=0, atol=1e-2)
         with trainer._reference.in_place():
@@ -313,7 +313,7 @@ def resume(rank: int, case: dict[str, Any], results: Path) -> None:
         if rank == 0:
             torch.save(weights, results / f"{case['name']}-{number}.pt")
         trainer.close()
-    assert checkpoint.read_manifest(folder) == saved
+    assert checkpoint.read_manifest(directory) == saved
 
 
 def said(trainer: Any) -> Tensor:
@@ -321,21 +321,21 @@ def said(trainer: Any) -> Tensor:
     return torch.cat([output.logprobs for output in trainer.model.forward_logprobs(batches(), None)])
 
 
-def save(trainer: Any, folder: Path, rank: int, world_size: int, parallel: ParallelConfig) -> Any:
+def save(trainer: Any, directory: Path, rank: int, world_size: int, parallel: ParallelConfig) -> Any:
     """A whole checkpoint of all ranks, as the driver makes it; its manifest."""
-    from agent_rl.train.checkpoint import folder as checkpoint
+    from agent_rl.train.checkpoint import directory as checkpoint
 
     if rank == 0:
-        checkpoint.begin(folder)
+        checkpoint.begin(directory)
     torch.distributed.barrier()
-    updates, counts = trainer.save(checkpoint.partial_folder(folder))
+    updates, counts = trainer.save(checkpoint.partial_dir(directory))
     checksums: list[Any] = [None] * world_size
     torch.distributed.all_gather_object(checksums, trainer.written())
     manifest = checkpoint.Manifest(
         checkpoint.FORMAT, updates, counts, parallel.model_dump(), "float32", tuple(checksums)
     )  # fmt: skip
     if rank == 0:
-        checkpoint.commit(folder, manifest)
+        checkpoint.commit(directory, manifest)
     torch.distributed.barrier()
     return manifest
 
@@ -352,7 +352,7 @@ def of_case(case: dict[str, Any], parallel: ParallelConfig, ranks: Ranks) -> dic
 
     options = dict(case["options"])
     options["dtype"] = getattr(torch, options.pop("dtype", "float32"))
-    model = PolicyModel.build(Path(case["folder"]), parallel, device=torch.device("cpu"), **options)
+    model = PolicyModel.build(Path(case["directory"]), parallel, device=torch.device("cpu"), **options)
     mine = slice(ranks.data_rank, None, ranks.data_size)
     items = batches()[mine]
     given = routes(batches(), model.moe_layers)[mine] if model.moe_layers else None
@@ -366,9 +366,9 @@ def of_case(case: dict[str, Any], parallel: ParallelConfig, ranks: Ranks) -> dic
 
 
 def main() -> None:
-    """Plan: ``{world_size, worlds, resume}``; ``worlds`` ``{place, parallel, cases}`` run one after another. A case is
-    ``{name, folder, options, updates, forward, saves, restores}`` (:func:`of_case`); ``resume`` is what :func:`resume`
-    is given, or None."""
+    """Plan: ``{world_size, worlds, resume}``; ``worlds`` ``{place, parallel, cases}`` run one after another. A
+    case is ``{name, directory, options, updates, forward, saves, restores}`` (:func:`of_case`); ``resume`` is what
+    :func:`resume` is given, or None."""
     rank, results, plan = int(sys.argv[1]), Path(sys.argv[2]), json.loads(Path(sys.argv[3]).read_text())
     torch.set_num_threads(1)
     device = torch.device("cpu")

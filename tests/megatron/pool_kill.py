@@ -1,6 +1,6 @@
 """Two ranks with a pool, killed while they use it and started again; run where nobody else uses ``/dev/shm``.
 
-As ``pool_kill.py FOLDER`` the one who kills: prints as JSON what was in ``/dev/shm`` while the ranks were there, after
+As ``pool_kill.py DIR`` the one who kills: prints as JSON what was in ``/dev/shm`` while the ranks were there, after
 they were killed, and while their successors were there. With a rank's arguments a rank.
 """
 

@@ -98,23 +98,23 @@ SOUND = [name for name in CASES if not name.startswith("fault")]
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four processes run all cases one after another. The worlds of two come last, in the first two processes: when
     they came first, the others' first meeting took 65 s instead of 24."""
-    folder = tmp_path_factory.mktemp("results")
+    directory = tmp_path_factory.mktemp("results")
     for name, changes in MODELS.items():
-        tiny.make(folder / name, **changes)
+        tiny.make(directory / name, **changes)
     held = [tiny.reserved_port() for _ in WORLDS]
     worlds = [
         {
             "world_size": size,
             "place": [holder.getsockname()[1], holder.fileno()],
             "parallel": parallel,
-            "cases": [found | {"folder": str(folder / found["model"])} for found in cases],
+            "cases": [found | {"directory": str(directory / found["model"])} for found in cases],
         }
         for holder, (size, parallel, cases) in zip(held, WORLDS, strict=True)
     ]
-    plan = folder / "plan.json"
+    plan = directory / "plan.json"
     plan.write_text(json.dumps(worlds))
-    matrix.run_ranks("balanced_worker.py", 4, folder, plan, held, 400.0)
-    return folder
+    matrix.run_ranks("balanced_worker.py", 4, directory, plan, held, 400.0)
+    return directory
 
 
 def plan_of(name: str) -> str:

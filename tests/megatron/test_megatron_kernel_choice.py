@@ -15,12 +15,12 @@ from torch import Tensor
 
 from agent_rl.config import ParallelConfig
 from agent_rl.errors import TrainerError
-from agent_rl.models.spec import ModelFacts
+from agent_rl.models.spec import ModelSpec
 
 pytestmark = pytest.mark.megatron
 
 CPU = torch.device("cpu")
-FACTS = ModelFacts.of(
+FACTS = ModelSpec.of(
     {
         "model_type": "qwen3_moe", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "head_dim": 16,
         "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "num_experts": 8,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from agent_rl.config import ParallelConfig
 from agent_rl.errors import ConfigError, TrainerError
-from agent_rl.models.spec import read_facts
+from agent_rl.models.spec import read_model_spec
 from agent_rl.train.megatron.logprobs import CHUNK_LOGITS
 from agent_rl.train.megatron.packed_batch import PackedBatch, PackedRoutes
 from agent_rl.train.megatron.parallel import check_parallel
@@ -162,17 +162,17 @@ def test_bfloat16_trains_with_float32_master_weights(build: Build) -> None:
 def test_checkpoint_round_trip(build: Build, checkpoint: tuple[Path, Any], tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    folder = tmp_path / "saved"
+    directory = tmp_path / "saved"
     model = build()
     model.modules[0].decoder.final_layernorm.weight.data.mul_(2)
-    model.save_hf(folder)
-    model.save_hf(folder)  # over an existing one
+    model.save_hf(directory)
+    model.save_hf(directory)  # over an existing one
     assert sorted(path.name for path in tmp_path.iterdir()) == ["saved"]
-    assert {"config.json", "tokenizer.json", "model.safetensors"} <= {path.name for path in folder.iterdir()}
-    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert {"config.json", "tokenizer.json", "model.safetensors"} <= {path.name for path in directory.iterdir()}
+    loaded = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     torch.testing.assert_close(loaded.model.norm.weight, checkpoint[1].model.norm.weight * 2)
     other = build(load=False)
-    other.load_hf(folder)
+    other.load_hf(directory)
     batch = PackedBatch.from_sequences(tiny.sequences())
     torch.testing.assert_close(
         other.forward_logprobs([batch], None)[0].logprobs, model.forward_logprobs([batch], None)[0].logprobs
@@ -197,7 +197,7 @@ def test_layouts_are_refused_where_ranks_and_models_are_made(checkpoint: tuple[P
 
     with pytest.raises(ConfigError, match="virtual_pipeline 2 needs pipeline stages"):
         check_parallel(ParallelConfig(virtual_pipeline=2))
-    facts = read_facts(checkpoint[0])
+    facts = read_model_spec(checkpoint[0])
     with pytest.raises(ConfigError, match=r"tensor=3 does not divide the model's num_attention_heads=4"):
         transformer_config(facts, ParallelConfig(world_size=24, tensor=3), torch.float32, "none", ())
     with pytest.raises(ConfigError, match="mlp would run nothing again"):
@@ -219,10 +219,12 @@ def test_unsupported_models_are_refused(
         build(tmp_path)
 
 
-def test_missing_folder_tensor_and_misfit_are_named(build: Build, checkpoint: tuple[Path, Any], tmp_path: Path) -> None:
+def test_missing_directory_tensor_and_misfit_are_named(
+    build: Build, checkpoint: tuple[Path, Any], tmp_path: Path
+) -> None:
     from safetensors.torch import load_file, save_file
 
-    with pytest.raises(ConfigError, match="nowhere is not a folder"):
+    with pytest.raises(ConfigError, match="nowhere is not a directory"):
         build(tmp_path / "nowhere")
     (tmp_path / "config.json").write_text((checkpoint[0] / "config.json").read_text())
     with pytest.raises(ConfigError, match="holds no"):

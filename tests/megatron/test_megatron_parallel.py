@@ -15,7 +15,7 @@ import torch
 from layout_matrix import RUNS, TWO_RANKS
 from support.checkpoint_pieces import whole_parameters, whole_part
 
-from agent_rl.train.checkpoint import folder as checkpoint
+from agent_rl.train.checkpoint import directory as checkpoint
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 
@@ -25,25 +25,25 @@ RESUMED = ("virtual", "virtual", "tensor-alone", "data-optimizer", "expert-optim
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The model of every run."""
-    return matrix.folders(tmp_path_factory.mktemp("models"))
+    return matrix.directories(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory, folders: dict[str, Path]) -> Path:
+def results(tmp_path_factory: pytest.TempPathFactory, directories: dict[str, Path]) -> Path:
     """Two processes run all cases one after another and leave their results here."""
-    folder = tmp_path_factory.mktemp("results")
+    directory = tmp_path_factory.mktemp("results")
     layouts = [TWO_RANKS[name] for name in RESUMED]
-    resume = {"name": "resumed", "folder": str(folders["none"]), "layouts": layouts}
-    matrix.launch(2, TWO_RANKS, CASES, folders, folder, resume)
-    return folder
+    resume = {"name": "resumed", "directory": str(directories["none"]), "layouts": layouts}
+    matrix.launch(2, TWO_RANKS, CASES, directories, directory, resume)
+    return directory
 
 
 @pytest.fixture(scope="module")
-def alone(world: Any, folders: dict[str, Path]) -> dict[str, dict[str, Any]]:
+def alone(world: Any, directories: dict[str, Path]) -> dict[str, dict[str, Any]]:
     """The same work on one rank, by run."""
-    return matrix.alone(RUNS, folders, world)
+    return matrix.alone(RUNS, directories, world)
 
 
 def check_seen(run: str, ranks: list[dict[str, Any]]) -> None:
@@ -120,11 +120,11 @@ def test_another_layout_holds_the_same_state_bit_for_bit(number: int, results: P
         assert values.any(), f"{key}: nothing was learned there"
 
 
-def whole_state(folder: Path) -> dict[tuple[str, str], Any]:
+def whole_state(directory: Path) -> dict[tuple[str, str], Any]:
     """Every tensor of a checkpoint in full, flat, by parameter and slot."""
-    manifest = checkpoint.read_manifest(folder)
-    checkpoint.verify(folder, manifest)
-    reader = checkpoint.open_pieces(folder, manifest)
+    manifest = checkpoint.read_manifest(directory)
+    checkpoint.verify(directory, manifest)
+    reader = checkpoint.open_pieces(directory, manifest)
     return {
         (part.name, slot): reader.read(whole_part(part), slot)
         for part in whole_parameters(reader)

@@ -19,10 +19,10 @@ from torch import Tensor
 from agent_rl.config import Clip, RunConfig
 from agent_rl.errors import ConfigError
 from agent_rl.train.batching.mini_steps import split_step
-from agent_rl.train.loss.objectives import kl_estimate, penalised_advantages
+from agent_rl.train.loss.objectives import kl_estimate, penalized_advantages
 from agent_rl.train.megatron.packed_batch import PackedBatch, PackedRoutes
 from agent_rl.train.reports import RankReport
-from agent_rl.train.requests import OptimizerSpec, StepOrder
+from agent_rl.train.requests import OptimizerSpec, StepRequest
 from agent_rl.train.step_metrics import step_metrics
 from agent_rl.types import Sample
 
@@ -34,9 +34,9 @@ Build = Callable[..., Any]
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint like the trained one, with other weights."""
-    folder = tmp_path_factory.mktemp("other") / "model"
-    tiny.make(folder, seed=7)
-    return folder
+    directory = tmp_path_factory.mktemp("other") / "model"
+    tiny.make(directory, seed=7)
+    return directory
 
 
 def routed(batch: PackedBatch) -> list[PackedRoutes]:
@@ -134,7 +134,7 @@ def take_step(model: Any, reference: Any, seen: list[Any], **train: Any) -> Rank
     from agent_rl.train.step import grpo_step
 
     config = RunConfig.model_validate(
-        {"name": "test", "model": model.folder, "train": {"replay": "off", "device": "cpu", **train}}
+        {"name": "test", "model": model.directory, "train": {"replay": "off", "device": "cpu", **train}}
     )
     (shares,) = split_step(samples(), mini_steps=2, budget=32, ranks=1)
     assert [len(share.micro_batches) for share in shares] == [2, 2]
@@ -151,7 +151,7 @@ def take_step(model: Any, reference: Any, seen: list[Any], **train: Any) -> Rank
             return model.train_microbatches(batches, routes, loss_fn, **options)
 
     optimizer = PolicyOptimizer(model.chunks, OptimizerSpec(lr=3e-3), torch.float32)
-    order = StepOrder(config, measure_native=False)
+    order = StepRequest(config, measure_without_replay=False)
     report, _ = grpo_step(Watched(), optimizer, dict(enumerate(samples())), shares, [], order, reference=reference)
     return report
 
@@ -190,7 +190,7 @@ def test_epochs_go_through_the_same_mini_steps_again(build: Build, other: Path) 
     """With the log-probs of before the first of them; what is counted once a step stays counted once."""
     from agent_rl.train.reference import Reference
 
-    kl = {"coefficient": 0.2, "estimator": "k1", "where": "reward"}
+    kl = {"coefficient": 0.2, "estimator": "k1", "apply_to": "reward"}
     seen: list[Any] = []
     model = build()
     report = take_step(model, Reference.load(model, other), seen, kl=kl, mini_steps=2, epochs=2)
@@ -206,9 +206,9 @@ def test_epochs_go_through_the_same_mini_steps_again(build: Build, other: Path) 
     assert values["train/sampled_tokens"] == 2 * sampled
 
 
-def test_normalised_weights_have_the_mean_one_over_a_step(build: Build) -> None:
+def test_normalized_weights_have_the_mean_one_over_a_step(build: Build) -> None:
     seen: list[Any] = []
-    correction = {"weight": "token", "weight_high": None, "normalise": True}
+    correction = {"weight": "token", "weight_high": None, "normalize": True}
     take_step(build(), None, seen, mini_steps=2, correction=correction)
     batches = [batch for given, _ in seen for batch in given]
     mask, factors, log_weight = (
@@ -225,7 +225,7 @@ def test_a_penalty_in_the_reward_reaches_the_updates(build: Build, other: Path, 
 
     seen: list[Any] = []
     model = build()
-    kl = {"coefficient": 0.2, "estimator": "k1", "where": "reward"}
+    kl = {"coefficient": 0.2, "estimator": "k1", "apply_to": "reward"}
     report = take_step(model, Reference.load(model, other), seen, kl=kl, scale=scale, mini_steps=2)
     batches = [batch for given, _ in seen for batch in given]
     masks = [batch.extras["mask"] for batch in batches]
@@ -235,7 +235,7 @@ def test_a_penalty_in_the_reward_reaches_the_updates(build: Build, other: Path, 
         plain.append(torch.cat([torch.full((int(n),), samples()[i].advantage) for i, n in
                                 zip(batch.sample_ids, batch.cu_seqlens.diff(), strict=True)]))  # fmt: skip
         k1 = extras["old_logprobs"] - extras["reference"]
-        expected.append(penalised_advantages(plain[-1], k1, extras["mask"], extras["sequence"], 0.2))
+        expected.append(penalized_advantages(plain[-1], k1, extras["mask"], extras["sequence"], 0.2))
     pairs = zip(plain, expected, masks, strict=True)
     taken = sum(float((before - after)[mask].sum()) for before, after, mask in pairs)
     assert report.reference is not None

@@ -19,7 +19,7 @@ from agent_rl.errors import TrainerError
 from agent_rl.train.batching.mini_steps import split_step
 from agent_rl.train.megatron.packed_batch import PackedBatch, PackedRoutes
 from agent_rl.train.reports import differing
-from agent_rl.train.requests import OptimizerSpec, StepOrder
+from agent_rl.train.requests import OptimizerSpec, StepRequest
 from agent_rl.train.route_sharding import cut
 from agent_rl.types import Sample
 from r3.routing import Routing
@@ -85,10 +85,10 @@ def step(model: Any, samples: list[Sample], shards: list[RouteShard], replay: st
     from agent_rl.train.step import grpo_step
 
     settings = {"replay": replay, "device": "cpu"}
-    config = RunConfig.model_validate({"name": "test", "model": model.folder, "train": settings})
+    config = RunConfig.model_validate({"name": "test", "model": model.directory, "train": settings})
     optimizer = PolicyOptimizer(model.chunks, OptimizerSpec(lr=1e-3), torch.float32)
     (shares,) = split_step(samples, mini_steps=1, budget=1000, ranks=1)
-    order = StepOrder(config, measure_native=True, detail=True)
+    order = StepRequest(config, measure_without_replay=True, detail=True)
     return grpo_step(model, optimizer, dict(enumerate(samples)), shares, shards, order)
 
 
@@ -132,5 +132,5 @@ def test_a_dense_model_has_nothing_to_replay(build: Callable[..., Any], tmp_path
     model = build(tmp_path / "dense")
     report, differs = step(model, samples_of(routes=False), [], replay)
     assert differs is None
-    np.testing.assert_array_equal(report.trainer_logprobs, report.native_logprobs)
+    np.testing.assert_array_equal(report.trainer_logprobs, report.logprobs_without_replay)
     assert report.updates[0].update.grad_norm > 0

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from agent_rl.config import ParallelConfig
 from agent_rl.errors import ConfigError
-from agent_rl.models.spec import ModelFacts
+from agent_rl.models.spec import ModelSpec
 from agent_rl.train.hf_index import LoadProgress, check_checkpoint, expected_shapes, read_heads
 from agent_rl.train.megatron.parallel import Ranks
 
@@ -53,25 +53,25 @@ def ranks_of(layout: ParallelConfig) -> Iterator[Ranks]:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    folder: Path
-    facts: ModelFacts
+    directory: Path
+    facts: ModelSpec
     tensors: dict[str, Tensor]
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     """Random bfloat16 tensors in three shards."""
-    folder, facts = tmp_path_factory.mktemp("slices"), ModelFacts.of(MODEL)
+    directory, facts = tmp_path_factory.mktemp("slices"), ModelSpec.of(MODEL)
     torch.manual_seed(0)
     tensors = {name: torch.randn(shape).bfloat16() for name, shape in expected_shapes(facts).items()}
     names = list(tensors)
     for number in range(3):
-        save_file({name: tensors[name] for name in names[number::3]}, folder / f"model-{number}.safetensors")
-    (folder / "config.json").write_text(json.dumps(MODEL))
-    return Checkpoint(folder, facts, tensors)
+        save_file({name: tensors[name] for name in names[number::3]}, directory / f"model-{number}.safetensors")
+    (directory / "config.json").write_text(json.dumps(MODEL))
+    return Checkpoint(directory, facts, tensors)
 
 
-def modules_of(facts: ModelFacts, ranks: Ranks) -> list[Any]:
+def modules_of(facts: ModelSpec, ranks: Ranks) -> list[Any]:
     """What stands for a rank's model: the parameters of its stage by Megatron's names, of this rank's sizes."""
     tensor, hidden, dim = ranks.tensor_size, facts.hidden, facts.head_dim
     each = facts.num_layers // ranks.pipeline_size
@@ -103,7 +103,7 @@ def modules_of(facts: ModelFacts, ranks: Ranks) -> list[Any]:
     return [SimpleNamespace(named_parameters=parameters.items, decoder=SimpleNamespace(layers=layers))]
 
 
-def wanted(name: str, parts: Sequence[Tensor], facts: ModelFacts, ranks: Ranks, experts: Sequence[int]) -> Tensor:
+def wanted(name: str, parts: Sequence[Tensor], facts: ModelSpec, ranks: Ranks, experts: Sequence[int]) -> Tensor:
     """The parameter, made from whole tensors."""
     size, rank = ranks.tensor_size, ranks.tensor_rank
     if name.endswith("weight1"):
@@ -141,12 +141,12 @@ def test_each_rank_reads_its_part_once(
 ) -> None:
     from agent_rl.train.megatron.hf_weights import load_weights, own_experts, slots
 
-    facts, sizes = checkpoint.facts, {file.name: file.stat().st_size for file in checkpoint.folder.iterdir()}
+    facts, sizes = checkpoint.facts, {file.name: file.stat().st_size for file in checkpoint.directory.iterdir()}
     by_any = {name: np.zeros(size, bool) for name, size in sizes.items()}
     for ranks in ranks_of(layout):
         reads.clear()
         modules, progress = modules_of(facts, ranks), LoadProgress()
-        load_weights(modules, facts, checkpoint.folder, ranks, {}, progress)
+        load_weights(modules, facts, checkpoint.directory, ranks, {}, progress)
         held = dict(modules[0].named_parameters())
         for slot, name in zip(slots(modules, facts, {}), held, strict=True):
             parts = [checkpoint.tensors[part] for part in slot.names]
@@ -166,7 +166,7 @@ def test_experts_that_moved_are_read_where_they_live(checkpoint: Checkpoint) -> 
 
     (_, ranks) = ranks_of(ParallelConfig(world_size=2, expert=2))
     modules, homes = modules_of(checkpoint.facts, ranks), {2: (0, 2, 4, 6, 7, 5, 3, 1)}
-    load_weights(modules, checkpoint.facts, checkpoint.folder, ranks, homes, LoadProgress())
+    load_weights(modules, checkpoint.facts, checkpoint.directory, ranks, homes, LoadProgress())
     held = dict(modules[0].named_parameters())["decoder.layers.2.mlp.experts.weight2"]
     names = [f"model.layers.2.mlp.experts.{expert}.down_proj.weight" for expert in (7, 5, 3, 1)]
     assert torch.equal(held, torch.stack([checkpoint.tensors[name] for name in names]).float())
@@ -187,7 +187,7 @@ def test_one_block_of_host_memory_is_used(checkpoint: Checkpoint, monkeypatch: p
 
     monkeypatch.setattr(slices.SliceReader, "_room", room)
     modules = modules_of(checkpoint.facts, ranks)
-    load_weights(modules, checkpoint.facts, checkpoint.folder, ranks, {}, LoadProgress())
+    load_weights(modules, checkpoint.facts, checkpoint.directory, ranks, {}, LoadProgress())
     assert max(rooms) == 2 * 128, "one row of the widest tensor, where a block is narrower"
     held = dict(modules[0].named_parameters())
     assert torch.equal(held["output_layer.weight"], checkpoint.tensors["lm_head.weight"].float())

@@ -97,7 +97,7 @@ def test_rows_are_filled_only_where_an_expert_has_some() -> None:
     from agent_rl.train.expert_balancing.borrowed_experts import Rows
 
     rows = Rows(torch.tensor([2, 0, 5]), torch.tensor([3, 3, 0]))
-    assert rows.filled.tolist() == [3, 0, 5]
+    assert rows.restore.tolist() == [3, 0, 5]
     assert rows.fill(torch.arange(1.0, 8.0)).tolist() == [1, 2, 0, 3, 4, 5, 6, 7]
     assert rows.cut(rows.fill(torch.arange(7.0))).tolist() == list(range(7))
 

@@ -54,13 +54,13 @@ CASES = {
     "qwen3": Case("qwen3", {"head_dim": 16}),
     "qwen3-yarn": Case("qwen3", {"head_dim": 16, "rope_scaling": YARN}),
     "qwen2-moe": Case("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 40}, (0, 1, 2)),
-    "qwen2-moe-normalised": Case(
+    "qwen2-moe-normalized": Case(
         "qwen2_moe",
         {**EXPERTS, "shared_expert_intermediate_size": 40, "norm_topk_prob": True, "mlp_only_layers": [1]},
         (0, 2),
     ),
     "qwen3-moe": Case("qwen3_moe", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True}, (0, 1, 2)),
-    "qwen3-moe-not-normalised": Case("qwen3_moe", {**EXPERTS, "head_dim": 16, "norm_topk_prob": False}, (0, 1, 2)),
+    "qwen3-moe-not-normalized": Case("qwen3_moe", {**EXPERTS, "head_dim": 16, "norm_topk_prob": False}, (0, 1, 2)),
     "qwen3-moe-every-second": Case(
         "qwen3_moe", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True, "decoder_sparse_step": 2}, (1,)
     ),
@@ -71,8 +71,8 @@ CASES = {
 }
 
 
-def make(folder: Path, case: Case) -> Any:
-    """A random member saved in ``folder`` by transformers, in float32."""
+def make(directory: Path, case: Case) -> Any:
+    """A random member saved in ``directory`` by transformers, in float32."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -80,7 +80,7 @@ def make(folder: Path, case: Case) -> Any:
     for name, parameter in model.named_parameters():
         if "norm" in name or name.endswith("bias"):  # ones and zeros would hide one that is not applied
             parameter.data += 0.2 * torch.randn_like(parameter)
-    model.save_pretrained(folder)
+    model.save_pretrained(directory)
     return model
 
 

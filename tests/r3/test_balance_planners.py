@@ -24,18 +24,18 @@ seeds = st.integers(0, 2**32 - 1)
 EP16 = Grid(128, 16, 4, tuple(rank // 8 for rank in range(16)))
 
 
-def options(planner: str, counts: Ints, *, within_machine: bool = False) -> Options:
-    return Options(planner, within_machine=within_machine, expected=counts.sum(axis=(0, 2)))  # type: ignore[arg-type]
+def options(planner: str, counts: Ints, *, within_node: bool = False) -> Options:
+    return Options(planner, within_node=within_node, expected=counts.sum(axis=(0, 2)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("planner", ["foremoe", "eplb", "shadow", "sequential"])
-@pytest.mark.parametrize("within_machine", [False, True])
+@pytest.mark.parametrize("within_node", [False, True])
 @given(grid=grids(), seed=seeds)
 def test_plans_hold_each_expert_once_and_compute_each_token_once(
-    planner: str, within_machine: bool, grid: Grid, seed: int
+    planner: str, within_node: bool, grid: Grid, seed: int
 ) -> None:
     counts = skewed_counts(grid, seed)
-    plans = plan_pass(counts, grid, options(planner, counts, within_machine=within_machine))
+    plans = plan_pass(counts, grid, options(planner, counts, within_node=within_node))
     plans.check()
     np.testing.assert_array_equal(plans.counts, counts)
     assert all(array.dtype == np.int32 for array in (plans.borrowed, plans.load, plans.counts))
@@ -54,11 +54,11 @@ def test_slots_enough_for_everything_give_an_even_load(grid: Grid, seed: int) ->
 @given(grid=grids(), seed=seeds)
 def test_plans_within_a_machine_move_nothing_between_machines(grid: Grid, seed: int) -> None:
     counts = skewed_counts(grid, seed)
-    plans = plan_pass(counts, grid, Options(within_machine=True))
+    plans = plan_pass(counts, grid, Options(within_node=True))
     machine = np.array(grid.machine)
     away = machine != machine[grid.home_rank][..., None]
     assert not (plans.load * away).any()
-    roomy = plan_pass(counts, replace(grid, slots=grid.experts), Options(within_machine=True))
+    roomy = plan_pass(counts, replace(grid, slots=grid.experts), Options(within_node=True))
     least = machine_floor(grid, counts) * rank_load(plans).mean(axis=2)
     load = rank_load(roomy)
     assert ((load.max(axis=2) <= np.ceil(least - 1e-6)) | left_alone(load)).all()
@@ -126,7 +126,7 @@ def test_plans_of_a_micro_batch_do_not_depend_on_the_others() -> None:
 def test_an_even_load_with_four_slots(regime: str, experts: int, ranks: int, machines: int) -> None:
     grid = Grid(experts, ranks, 4, tuple(rank * machines // ranks for rank in range(ranks)))
     counts = next(skewed_steps(REGIMES[regime], grid, Pass(2, 24), 0))
-    anywhere, inside = (plan_pass(counts, grid, Options(within_machine=within)) for within in (False, True))
+    anywhere, inside = (plan_pass(counts, grid, Options(within_node=within)) for within in (False, True))
     balanced = imbalance(rank_load(anywhere))
     assert np.median(balanced) <= 1.005
     assert np.quantile(balanced, 0.95) <= 1.01

@@ -95,7 +95,7 @@ def test_plans_on_measured_homes_are_even_too() -> None:
     step, counts = two_steps()
     grid = replace(measured(step, EP16), slots=4)
     for within in (False, True):
-        plans = plan_pass(counts, grid, Options(within_machine=within))
+        plans = plan_pass(counts, grid, Options(within_node=within))
         plans.check()
         floor = machine_floor(grid, counts) if within else 1.0
         assert np.quantile(imbalance(rank_load(plans)) / floor, 0.95) <= 1.005

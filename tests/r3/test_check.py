@@ -28,7 +28,7 @@ from typer.testing import CliRunner
 
 from agent_rl.cli import app
 from r3.shard import RouteShard
-from r3.trace.check import CheckReport, HandOver, check_folder
+from r3.trace.check import CheckReport, HandOver, check_dir
 from r3.trace.events import STAGES, Stage, TraceError
 
 LAYOUTS = {
@@ -40,8 +40,8 @@ LAYOUTS = {
 }
 
 
-def check(folder: Path) -> CheckReport:
-    return check_folder(folder, require_forward_verify=True, require_shard_identity=True)
+def check(directory: Path) -> CheckReport:
+    return check_dir(directory, require_forward_verify=True, require_shard_identity=True)
 
 
 @pytest.mark.parametrize("recompute", [True, False])
@@ -227,10 +227,10 @@ def test_any_single_expert_is_found(
 ) -> None:
     """In the first micro-batch (samples 0 and 1 of two context ranks: 6 + 4 rows each)."""
     stage = "train" if hand_over is HandOver.BACKWARD else stage
-    folder = tmp_path_factory.mktemp("trace")
+    directory = tmp_path_factory.mktemp("trace")
     fault = OneWrong(hand_over, stage, rank, layer, row, slot)
-    trace_step(folder, Layout(context=2), fault, limit=1)
-    report = check(folder)
+    trace_step(directory, Layout(context=2), fault, limit=1)
+    report = check(directory)
     padding = (rank, row) in [(0, 5), (1, 11)]  # sample 0's twelfth row
     absent = (rank, row) == (0, 4)
     if (padding and hand_over in (HandOver.FETCH, HandOver.SHARD)) or (absent and hand_over <= HandOver.ROUTER):
@@ -239,9 +239,9 @@ def test_any_single_expert_is_found(
     assert (first.hand_over, first.stage, first.rank, first.layer) == (hand_over, stage, rank, MOE_LAYERS[layer])
 
 
-def edit(folder: Path, name: str, change: Callable[[list[dict[str, Any]]], None], *, sign: bool = True) -> None:
+def edit(directory: Path, name: str, change: Callable[[list[dict[str, Any]]], None], *, sign: bool = True) -> None:
     """Change the records of a file; with ``sign`` its last line is made to agree."""
-    (path,) = folder.glob(f"*{name}.jsonl")
+    (path,) = directory.glob(f"*{name}.jsonl")
     records = [json.loads(line) for line in path.read_text().splitlines()]
     change(records)
     lines = [json.dumps(record).encode() + b"\n" for record in records]
@@ -335,37 +335,37 @@ def test_every_record_is_needed(tmp_path: Path) -> None:
     assert sound(tmp_path)
 
 
-def sound(folder: Path) -> bool:
+def sound(directory: Path) -> bool:
     """Whether the check passes; a trace that cannot be read does not."""
     try:
-        return check(folder).holds
+        return check(directory).holds
     except TraceError:
         return False
 
 
 def test_what_is_required_must_be_there(tmp_path: Path) -> None:
     trace_step(tmp_path, Layout(), verify=False)
-    assert check_folder(tmp_path).holds
-    first = check_folder(tmp_path, require_forward_verify=True).breaks[0]
+    assert check_dir(tmp_path).holds
+    first = check_dir(tmp_path, require_forward_verify=True).breaks[0]
     assert (first.hand_over, first.stage, first.what) == (HandOver.FORWARD, "prev-logprob", "no record of it")
     edit(tmp_path, "rank-00000", lambda r: the(r, "cp_routed_experts").update(cp_token_identity_verified_count=None))
-    assert check_folder(tmp_path).holds
-    first = check_folder(tmp_path, require_shard_identity=True).breaks[0]
+    assert check_dir(tmp_path).holds
+    first = check_dir(tmp_path, require_shard_identity=True).breaks[0]
     assert first.hand_over is HandOver.SHARD
     assert "0 of 17 rows were compared" in first.what
 
 
 @pytest.fixture(scope="module")
 def sample_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    folder = tmp_path_factory.mktemp("sound")
-    trace_step(folder, Layout(), samples=2, limit=1)
-    return {path.name: path.read_bytes() for path in folder.glob("*.jsonl")}
+    directory = tmp_path_factory.mktemp("sound")
+    trace_step(directory, Layout(), samples=2, limit=1)
+    return {path.name: path.read_bytes() for path in directory.glob("*.jsonl")}
 
 
-def write(folder: Path, files: dict[str, bytes]) -> Path:
+def write(directory: Path, files: dict[str, bytes]) -> Path:
     for name, data in files.items():
-        (folder / name).write_bytes(data)
-    return folder
+        (directory / name).write_bytes(data)
+    return directory
 
 
 VALUES = st.recursive(
@@ -382,7 +382,7 @@ def test_no_damage_is_accepted(
     tmp_path_factory: pytest.TempPathFactory, sample_files: dict[str, bytes], data: st.DataObject
 ) -> None:
     """Bytes cut off, changed or added, and records whose fields are dropped, added or given other values."""
-    folder = tmp_path_factory.mktemp("damaged")
+    directory = tmp_path_factory.mktemp("damaged")
     name = data.draw(st.sampled_from(sorted(sample_files)))
     whole = sample_files[name]
     how = data.draw(st.sampled_from(["cut", "byte", "insert", "field", "drop", "extra"]))
@@ -406,7 +406,7 @@ def test_no_damage_is_accepted(
         damaged = b"\n".join(lines) + b"\n"
     if damaged == whole or json_equal(damaged, whole):
         return
-    assert not sound(write(folder, sample_files | {name: damaged}))
+    assert not sound(write(directory, sample_files | {name: damaged}))
 
 
 def json_equal(one: bytes, other: bytes) -> bool:
@@ -437,7 +437,7 @@ def json_equal(one: bytes, other: bytes) -> bool:
 def test_what_is_no_event_is_refused(tmp_path: Path, line: bytes, message: str) -> None:
     (tmp_path / "r3_trace_x.jsonl").write_bytes(line + b"\n")
     with pytest.raises(TraceError, match=r"r3_trace_x.jsonl:1: ") as error:
-        check_folder(tmp_path)
+        check_dir(tmp_path)
     assert message in str(error.value)
 
 

@@ -83,7 +83,7 @@ def routing_of(sample: int, missing: Sequence[int] = ()) -> Routing:
 
 
 def trace_step(
-    folder: Path,
+    directory: Path,
     layout: Layout,
     fault: Fault | None = None,
     *,
@@ -98,7 +98,7 @@ def trace_step(
     tokens = [tokens_of(sample) for sample in range(len(LENGTHS))]
     routings = [routing_of(sample, (1,) if sample == 2 else ()) for sample in range(len(LENGTHS))]
     order = order_trace(
-        folder, step, MICRO_BATCHES, MOE_LAYERS, samples=samples, limit=limit, previews=3, verify_forward=verify
+        directory, step, MICRO_BATCHES, MOE_LAYERS, samples=samples, limit=limit, previews=3, verify_forward=verify
     )
     places = layout.places()
     write_driver_trace(order, places, tokens, routings, recompute=recompute)

@@ -12,7 +12,7 @@ from tests.redteam.test_apart import FAILS, WINS
 from tests.redteam.test_damage import DAMAGE
 from tests.redteam.test_disk import GROWTHS
 from tests.redteam.test_image_patches import ATTACKS
-from tests.redteam.test_patches import FORGED, IN_THE_BOX
+from tests.redteam.test_patches import FORGED, IN_THE_SANDBOX
 from tests.redteam.test_verdicts import ENDLESS, QUICK, WITHIN
 
 PAGE = Path(__file__).parents[2] / "docs/red-team.md"
@@ -23,13 +23,13 @@ SEEN = (
 )
 HEAD = """# The red team
 
-Every attack below is a test, and CI runs them: damage to boxes in sequences of several, on every backend
+Every attack below is a test, and CI runs them: damage to sandboxes in sequences of several, on every backend
 (`pytest -m exhaustive tests/redteam` plays each alone). `pytest -m redteam -rP` prints what each tried and what stopped
 it; the hacks of a real task are in `tests/envs/test_swe_hacks.py`. `tests/redteam/table.py` makes this page, and a test
 compares it with the attacks that there are.
 
 - "Reward 0": the episode is graded, has a record, and is not tried again.
-- "Refused": one line names the row and the key, and no box starts.
+- "Refused": one line names the row and the key, and no sandbox starts.
 - "Harmless": what was aimed at is not there, or is not followed.
 
 There are {count} attacks.
@@ -74,15 +74,16 @@ GROUPS = (
         "tests/redteam/test_rows.py",
         "bubblewrap",
         REFUSED,
-        _all(_row_tests(ROWS), "fields, paths and the image's folder are checked before a box starts"),
+        _all(_row_tests(ROWS), "fields, paths and the image's directory are checked before a sandbox starts"),
     ),
     Group(
-        "What images, ids, boxes and logs lead to",
+        "What images, ids, sandboxes and logs lead to",
         "tests/redteam/test_rows.py",
         "bubblewrap, the proxies in docker too",
         HARMLESS,
         _all(
-            _row_tests(SEEN), "links and devices are left out, names quoted, controls removed, boxes started without it"
+            _row_tests(SEEN),
+            "links and devices are left out, names quoted, controls removed, sandboxes started without it",
         ),
     ),
     Group(
@@ -93,11 +94,11 @@ GROUPS = (
         _all(FORGED, "the patch is written anew from what was understood of it; the rest is undone and listed"),
     ),
     Group(
-        "A box whose git says something else than its files",
+        "A sandbox whose git says something else than its files",
         "tests/redteam/test_patches.py",
         "bubblewrap",
         ZERO,
-        _all(IN_THE_BOX, "files are read without a program of the box and compared on our side"),
+        _all(IN_THE_SANDBOX, "files are read without a program of the sandbox and compared on our side"),
     ),
     Group(
         "The same for tasks in images",
@@ -111,7 +112,7 @@ GROUPS = (
         "tests/redteam/test_verdicts.py",
         "bubblewrap and docker, those on processes and files in podman too",
         ZERO,
-        _all({**QUICK, **ENDLESS}, "expected values never enter the box; only right values win"),
+        _all({**QUICK, **ENDLESS}, "expected values never enter the sandbox; only right values win"),
     ),
     Group(
         "Code that attacks pytest from within",
@@ -132,17 +133,17 @@ GROUPS = (
         "tests/redteam/test_apart.py",
         "bubblewrap, the first in docker and podman too",
         ZERO,
-        _all(WINS, "values are compared in a box where the code never runs"),
+        _all(WINS, "values are compared in a sandbox where the code never runs"),
     ),
     Group(
-        "Attacks on the tests' box from the code's box",
+        "Attacks on the tests' sandbox from the code's sandbox",
         "tests/redteam/test_apart.py",
         "bubblewrap",
         ZERO,
         _all(FAILS, "only values and numbers of objects cross the pipes"),
     ),
     Group(
-        "Damage to the agent's own box",
+        "Damage to the agent's own sandbox",
         "tests/redteam/test_damage.py",
         EVERYWHERE,
         ZERO,
@@ -153,7 +154,7 @@ GROUPS = (
         "tests/redteam/test_disk.py",
         EVERYWHERE,
         ZERO,
-        _all(GROWTHS, "the box is ended and named, its neighbours go on"),
+        _all(GROWTHS, "the sandbox is ended and named, its neighbours go on"),
     ),
 )
 

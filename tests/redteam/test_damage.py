@@ -1,4 +1,4 @@
-"""Whatever an agent does to its box, its episode ends with a grade: never with an infrastructure failure."""
+"""Whatever an agent does to its sandbox, its episode ends with a grade: never with an infrastructure failure."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ DAMAGE = {
     "removes the libraries": "rm -rf /lib/* /usr/lib/* /lib64/*",
     "removes all it can": "rm -rf --no-preserve-root /",
     "removes /tmp": "rm -rf /tmp",
-    "removes its working folder": "cd /; rm -rf /testbed",
+    "removes its working directory": "cd /; rm -rf /testbed",
     "takes all rights": "chmod -R 000 /testbed /tmp; chmod 000 /",
     "takes all rights to programs": "chmod -R 000 /usr /bin /lib",
     "takes all rights to /usr": "chmod 000 /usr",
     "gives its files away": "chown -R 1234:1234 /testbed /tmp; chmod -R 700 /testbed",
-    "moves its working folder": "cd /; mv /testbed /elsewhere",
+    "moves its working directory": "cd /; mv /testbed /elsewhere",
     "moves the programs": "mv /usr /usr2",
     "moves /tmp": "mv /tmp /tmp2; ln -s /nowhere /tmp",
-    "links its working folder": "cd /; mv /testbed /x; ln -s / /testbed",
-    "links its working folder to itself": "cd /; rm -rf /testbed; ln -s /testbed /testbed",
-    "makes a file of its working folder": "cd /; rm -rf /testbed; echo x > /testbed",
+    "links its working directory": "cd /; mv /testbed /x; ln -s / /testbed",
+    "links its working directory to itself": "cd /; rm -rf /testbed; ln -s /testbed /testbed",
+    "makes a file of its working directory": "cd /; rm -rf /testbed; echo x > /testbed",
     "puts pipes in the places of files": "rm -rf *; mkfifo calc.py README.md .git conftest.py",
     "puts endless files in the places of files": "rm -f *; ln -s /dev/zero calc.py; ln -s /dev/random README.md",
     "puts devices in the places of files": "rm -f *; mknod calc.py c 1 5; mknod README.md c 1 8; ln -s /dev/tty z.py",
     "puts sockets in the places of files": (
         "rm -f calc.py; python3 -c \"import socket; socket.socket(socket.AF_UNIX).bind('calc.py')\""
     ),
-    "puts folders in the places of files": "rm -rf calc.py .git; mkdir -p calc.py .git/HEAD .git/index README.md/x",
-    "breaks its git folder": "echo x > .git/HEAD; rm -rf .git/objects; echo x > .git/index; chmod 000 .git/refs",
-    "locks its git folder": "touch .git/index.lock .git/HEAD.lock; mkdir .git/objects/tmp; chmod -w .git",
+    "puts directories in the places of files": "rm -rf calc.py .git; mkdir -p calc.py .git/HEAD .git/index README.md/x",
+    "breaks its git directory": "echo x > .git/HEAD; rm -rf .git/objects; echo x > .git/index; chmod 000 .git/refs",
+    "locks its git directory": "touch .git/index.lock .git/HEAD.lock; mkdir .git/objects/tmp; chmod -w .git",
     "steers git": "git config core.fsmonitor 'sleep 2'; git config core.pager 'sleep 2'",
     "filters files without end": "git config filter.x.clean 'head -c 1G /dev/zero'; echo '* filter=x' > .gitattributes",
     "replaces programs by those that fail": (
@@ -67,7 +67,7 @@ DAMAGE = {
     "fills its disk": "head -c 300M /dev/zero > /testbed/big; head -c 300M /dev/zero > /tmp/big",
     "fills /dev/shm": "head -c 2G /dev/zero > /dev/shm/x",
     "makes many files": "mkdir m; cd m; for i in $(seq 3000); do : > $i; done",
-    "makes a deep folder": "for i in $(seq 300); do mkdir -p ddddddddddddddd && cd ddddddddddddddd; done; : > x",
+    "makes a deep directory": "for i in $(seq 300); do mkdir -p ddddddddddddddd && cd ddddddddddddddd; done; : > x",
     "gives files names of every kind": (
         "touch $'a\\nb' $'\\xff\\xfe' '\"' '\\' ./-rf $'\\x1b[2J' \"$(printf %0250d 0)\""
     ),
@@ -101,9 +101,9 @@ RECORDS = {"local": LOCAL, "calls": MINI, "image": IMAGE}
 
 
 FOUND = [
-    "removes its working folder",
-    "makes a file of its working folder",
-    "links its working folder to itself",
+    "removes its working directory",
+    "makes a file of its working directory",
+    "links its working directory to itself",
     "takes all rights",
     "takes all rights to /usr",
 ]

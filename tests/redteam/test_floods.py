@@ -1,4 +1,4 @@
-"""Floods of output, by which a box would have the host work for it beyond its own CPU limit."""
+"""Floods of output, by which a sandbox would have the host work for it beyond its own CPU limit."""
 
 from __future__ import annotations
 
@@ -37,27 +37,28 @@ async def backend(request: pytest.FixtureRequest) -> AsyncIterator[SandboxBacken
 
 
 async def test_a_flood_has_to_wait_for_the_host(backend: SandboxBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a toll that next to nothing is left of, the box stands still instead, ends in time and can be cancelled."""
+    """With a toll that next to nothing is left of, the sandbox stands still instead, ends in time and can be
+    cancelled."""
     monkeypatch.setattr("sandbox.output_throttle._SHARE", 1e-6)
     monkeypatch.setattr("sandbox.output_throttle._SAVINGS", 0.002)
-    box = await backend.start(SandboxSpec(output_limit_bytes=1000))
-    flooded = await box.exec(["python3", "-c", FLOOD], timeout=3)
+    sandbox = await backend.start(SandboxSpec(output_limit_bytes=1000))
+    flooded = await sandbox.exec(["python3", "-c", FLOOD], timeout=3)
     assert flooded.timed_out
     assert flooded.truncated
     assert flooded.seconds < 15
-    taken = int(await box.read_file("n")) << 16
+    taken = int(await sandbox.read_file("n")) << 16
     assert taken < 20 << 20
-    flood = asyncio.create_task(box.exec(["python3", "-c", FLOOD], timeout=60))
+    flood = asyncio.create_task(sandbox.exec(["python3", "-c", FLOOD], timeout=60))
     await asyncio.sleep(1)
     cancelled = time.monotonic()
     flood.cancel()
     await asyncio.wait({flood})
     assert time.monotonic() - cancelled < 10
-    assert (await box.exec("echo alive", timeout=2)).stdout == b"alive\n"
+    assert (await sandbox.exec("echo alive", timeout=2)).stdout == b"alive\n"
     held(f"flooding the host with output from {backend.name}", f"it waited; {taken >> 10} KiB were taken in 3 s")
 
 
-def test_what_a_box_may_cost() -> None:
+def test_what_a_sandbox_may_cost() -> None:
     toll = Toll(cpus=2.0)
     assert [toll.wait_after(0.1) for _ in range(2)] == [0.0, 0.0], "a long log passes without a wait"
     toll.wait_after(0.05)

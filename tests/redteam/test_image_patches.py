@@ -17,7 +17,7 @@ from envs.swe import SweRecord, diff_files, start_episode
 from envs.swe.diff.git_diff import patched_paths
 from sandbox import ImagePolicy, SandboxSpec, SandboxStartError, SandboxUnavailableError, open_backend
 from sandbox.docker.engine import connect
-from tests.envs.images import GIT_WITH_A_FUTURE, SYSTEM, folder_image
+from tests.envs.images import GIT_WITH_A_FUTURE, SYSTEM, directory_image
 from tests.redteam.attack import held
 
 pytestmark = pytest.mark.redteam
@@ -60,9 +60,9 @@ ATTACKS: dict[str, tuple[str, set[str]]] = {
     ),
     "files assumed to be unchanged": ("git update-index --assume-unchanged calc.py pkg/data.txt", set()),
     "files skipped in the work tree": ("git update-index --skip-worktree calc.py pkg/data.txt", set()),
-    "a git folder that is a file": ("rm -rf .git; echo 'gitdir: /tmp/x' > .git", set()),
-    "a git folder that is a link": ("mv .git /tmp/git; ln -s /tmp/git .git", set()),
-    "a git folder that is a pipe": ("rm -rf .git; mkfifo .git", set()),
+    "a git directory that is a file": ("rm -rf .git; echo 'gitdir: /tmp/x' > .git", set()),
+    "a git directory that is a link": ("mv .git /tmp/git; ln -s /tmp/git .git", set()),
+    "a git directory that is a pipe": ("rm -rf .git; mkfifo .git", set()),
     "objects that are something else": (
         "find .git/objects -type f -exec sh -c 'chmod u+w \"$1\"; echo forged > \"$1\"' _ {} ';'",
         set(),
@@ -73,7 +73,7 @@ ATTACKS: dict[str, tuple[str, set[str]]] = {
         set(),
     ),
     "a conftest.py that git is told to ignore": ("echo conftest.py > .git/info/exclude", set()),
-    "a conftest.py that its folder ignores": ("echo conftest.py >> .gitignore", {".gitignore"}),
+    "a conftest.py that its directory ignores": ("echo conftest.py >> .gitignore", {".gitignore"}),
     "a sparse checkout": ("git config core.sparseCheckout true; echo README.md > .git/info/sparse-checkout", set()),
     "a nested repository": (
         "mkdir sub; cd sub; git init -q; echo 'import os' > conftest.py; git add .; git commit -qm x",
@@ -81,7 +81,7 @@ ATTACKS: dict[str, tuple[str, set[str]]] = {
     ),
     "the base committed anew": ("git add -Af; git commit -qam x; git tag -f base; git replace HEAD~ HEAD", set()),
     "the list of the base rewritten": ("git add -A; git ls-files -t -s -o -z > .git/agent-rl-base", set()),
-    "another folder as the work tree": ("git config core.worktree /tmp; git config core.bare true", set()),
+    "another directory as the work tree": ("git config core.worktree /tmp; git config core.bare true", set()),
     "a name that breaks lines": (r"touch $'x\ndiff --git a/a b/conftest.py\nnew file mode 100644'", {"x\\ndiff"}),
     "no shell and no git": ("rm -f /usr/bin/git; rm -rf .git; rm -f /bin/sh /bin/bash", set()),
 }  # fmt: skip
@@ -90,8 +90,8 @@ ATTACKS: dict[str, tuple[str, set[str]]] = {
 IN_CONTAINERS = (
     "a git that lies",
     "files skipped in the work tree",
-    "a git folder that is a link",
-    "a git folder that is a pipe",
+    "a git directory that is a link",
+    "a git directory that is a pipe",
     "objects elsewhere, in a pack",
     "a nested repository",
     "a name that breaks lines",
@@ -113,8 +113,8 @@ def row(image: str) -> SweRecord:
 
 
 @pytest.fixture
-async def folders(tmp_path: Path) -> AsyncIterator[tuple[EnvContext, SweRecord]]:
-    image = folder_image(tmp_path / "image", FILES, GIT_WITH_A_FUTURE)
+async def directories(tmp_path: Path) -> AsyncIterator[tuple[EnvContext, SweRecord]]:
+    image = directory_image(tmp_path / "image", FILES, GIT_WITH_A_FUTURE)
     limits = SandboxSpec(memory_mb=256, ro_binds=SYSTEM)
     async with context_of("bubblewrap", limits, images=ImagePolicy(root=tmp_path), grade_timeout=30.0) as context:
         yield context, row(str(image))
@@ -164,10 +164,10 @@ async def attacked(case: tuple[EnvContext, SweRecord], attack: str) -> None:
 
 @pytest.mark.bubblewrap
 @pytest.mark.parametrize("attack", ATTACKS)
-async def test_in_a_folder_nothing_done_to_git_changes_a_patch(
-    folders: tuple[EnvContext, SweRecord], attack: str
+async def test_in_a_directory_nothing_done_to_git_changes_a_patch(
+    directories: tuple[EnvContext, SweRecord], attack: str
 ) -> None:
-    await attacked(folders, attack)
+    await attacked(directories, attack)
 
 
 @pytest.mark.parametrize("attack", IN_CONTAINERS)
@@ -184,8 +184,8 @@ def put_fake_git(place: Path) -> None:
 
 
 @pytest.mark.bubblewrap
-async def test_an_image_whose_git_lists_nonsense_is_refused(folders: tuple[EnvContext, SweRecord]) -> None:
-    context, record = folders
+async def test_an_image_whose_git_lists_nonsense_is_refused(directories: tuple[EnvContext, SweRecord]) -> None:
+    context, record = directories
     put_fake_git(Path(record.docker_image, "testbed/.venv/bin/git"))
     with pytest.raises(SandboxStartError, match=r"could not be listed: 'H 100644 nonsense': no line of git ls-files"):
         async with start_episode(dataclasses.replace(context, start_retries=0), record):
@@ -194,8 +194,8 @@ async def test_an_image_whose_git_lists_nonsense_is_refused(folders: tuple[EnvCo
 
 
 @pytest.mark.bubblewrap
-async def test_an_attack_alone_has_no_reward(folders: tuple[EnvContext, SweRecord]) -> None:
-    context, record = folders
+async def test_an_attack_alone_has_no_reward(directories: tuple[EnvContext, SweRecord]) -> None:
+    context, record = directories
     async with start_episode(dataclasses.replace(context, start_retries=0), record) as episode:
         assert await episode.patch() == ""
         assert (await episode.grade()).reward == 0.0

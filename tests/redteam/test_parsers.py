@@ -18,8 +18,8 @@ from support.trajectories import trajectory
 
 from agent_rl.commands.show import show
 from agent_rl.errors import AgentRlError
+from agent_rl.evaluation.directory import read_results
 from agent_rl.evaluation.finished import read_evaluation
-from agent_rl.evaluation.folder import read_results
 from agent_rl.evaluation.quarantine import read_quarantine
 from agent_rl.rollout.framed_log import frames_of
 from agent_rl.rollout.jsonl_zst import read_rows
@@ -34,7 +34,7 @@ from agent_rl.types import Group
 from envs.mini import generate, to_record
 from envs.swe.calls import CallRun
 from envs.swe.diff.git_diff import diff_files, patched_paths, screen, split_patch
-from envs.swe.integrity import Witness
+from envs.swe.integrity import IntegrityMonitor
 from envs.swe.pytest_log import count_summaries, judge, parse_summary
 from tests.envs.conftest import BROKEN, FIXED
 from tests.redteam.attack import held
@@ -113,7 +113,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=4),
     max_leaves=6,
 )
-WITNESS = Witness([], token="00" * 8, password="ab" * 16)
+WITNESS = IntegrityMonitor([], token="00" * 8, password="ab" * 16)
 REPORT = {"outcomes": [["a", "PASSED"]], **{key: [] for key in ("changed", "replaced", "shadowed", "plugins")}}
 
 
@@ -152,10 +152,10 @@ LINES = st.lists(LINE, max_size=4).map(b"\n".join)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("fuzz")
-    (folder / "trajectories").mkdir()
-    return folder
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("fuzz")
+    (directory / "trajectories").mkdir()
+    return directory
 
 
 def named_error_or_value(read: Callable[[], object]) -> None:
@@ -165,17 +165,17 @@ def named_error_or_value(read: Callable[[], object]) -> None:
 
 @fuzz
 @given(content=LINES)
-def test_any_file_of_trajectories_is_read_or_refused(folder: Path, content: bytes) -> None:
+def test_any_file_of_trajectories_is_read_or_refused(directory: Path, content: bytes) -> None:
     for name in ("x.jsonl", "x.json"):
-        (folder / name).write_bytes(content)
-    write_trajectories(folder, 1, [Group("t", (trajectory(1.0),), 0)]).write_bytes(
+        (directory / name).write_bytes(content)
+    write_trajectories(directory, 1, [Group("t", (trajectory(1.0),), 0)]).write_bytes(
         zstandard.ZstdCompressor().compress(content)
     )
     console = Console(file=io.StringIO())
-    rows, whole = folder / "x.jsonl", folder / "x.json"
+    rows, whole = directory / "x.jsonl", directory / "x.json"
     for read in (
         lambda: list(read_rows(rows)),
-        lambda: read_trajectories(folder, 1),
+        lambda: read_trajectories(directory, 1),
         lambda: recorded(rows),
         lambda: read_results(rows),
         lambda: read_evaluation(str(rows)),

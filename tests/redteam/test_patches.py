@@ -17,7 +17,7 @@ from envs import EnvContext
 from envs.swe import SweRecord, diff_files, grade_patch, start_episode
 from envs.swe.diff.git_diff import patched_paths, screen, split_patch
 from envs.swe.pytest_log import judge
-from envs.swe.sandboxes import box_spec, run_tests
+from envs.swe.sandboxes import run_tests, sandbox_spec
 from sandbox import SandboxFileError, SandboxSpec
 from sandbox.docker.backend import DEFAULT_IMAGE
 from tests.envs.conftest import BROKEN, FIXED, TESTS
@@ -105,14 +105,14 @@ async def test_a_path_that_the_screening_missed_ends_the_run_before_the_tests(
 ) -> None:
     """As if the screening had let this pass: what git changes is compared with what was understood."""
     smuggled = f"{IN_README}--- /dev/null\n+++ c/conftest.py\n{HUNK}"
-    run = await run_tests(context, record, box_spec(context, record, None), HONEST + smuggled)
+    run = await run_tests(context, record, sandbox_spec(context, record, None), HONEST + smuggled)
     assert not run.began
     assert "conftest.py" in run.account
     held("a change that the screening does not see", run.account)
 
 
-# What an agent does in its box so that its git, or what stands in its place, says something else than its files.
-IN_THE_BOX = {
+# What an agent does in its sandbox so that its git, or what stands in its place, says something else than its files.
+IN_THE_SANDBOX = {
     "a hook of git's writes the diff": f"""cat > /tmp/hook <<'END'
 #!/bin/sh
 for out in 1 2 3 4 5; do cat /tmp/forged >&$out 2>/dev/null; done
@@ -122,24 +122,25 @@ chmod +x /tmp/hook; git config core.fsmonitor /tmp/hook; printf %s {shlex.quote(
     "an attribute that hides text": "echo '*.py -diff' > .gitattributes; echo 'import os' > conftest.py",
     "a filter that cleans the files": "git config filter.x.clean 'cat /tmp/x'; echo '*.py filter=x' > .gitattributes",
     "another base commit": "echo x > pytest.ini; git add -Af; git commit -qam y; git replace HEAD~ HEAD",
-    "no git folder": "rm -rf .git; echo 'import os' > conftest.py",
-    "a git folder elsewhere": "rm -rf .git; echo 'gitdir: /tmp/x' > .git; mkdir hidden; ln -s /tmp hidden/test_calc.py",
+    "no git directory": "rm -rf .git; echo 'import os' > conftest.py",
+    "a git directory elsewhere": "rm -rf .git; echo 'gitdir: /tmp/x' > .git; mkdir hidden; ln -s /tmp "
+    "hidden/test_calc.py",
     "a FIFO in a place of a file": "rm README.md; mkfifo README.md conftest.py",
     "a link to a file of the host's": "ln -sf /etc/passwd README.md; ln -s /proc/self/environ conftest.py",
     "names with line breaks": r"touch $'x\ndiff --git a/a b/conftest.py\nnew file mode 100644' $'a\tb'",
     "bytecode beside the code": "mkdir __pycache__; echo x > __pycache__/calc.cpython-311.pyc; git add -f .",
     "files without an end": "head -c 5000000 /dev/zero > zeros; truncate -s 100M sparse",
-    "a folder that nobody may read": "mkdir -p dark; echo x > dark/conftest.py; chmod 000 dark",
+    "a directory that nobody may read": "mkdir -p dark; echo x > dark/conftest.py; chmod 000 dark",
 }  # fmt: skip
 
 
 @pytest.mark.bubblewrap
-@pytest.mark.parametrize("attack", IN_THE_BOX)
+@pytest.mark.parametrize("attack", IN_THE_SANDBOX)
 async def test_nothing_done_to_its_git_changes_an_agents_patch(
     context: EnvContext, record: SweRecord, attack: str
 ) -> None:
     async with start_episode(context, record) as episode:
-        await episode.sandbox.exec(IN_THE_BOX[attack], timeout=10)
+        await episode.sandbox.exec(IN_THE_SANDBOX[attack], timeout=10)
         screened = screen(split_patch(await episode.patch()), hidden=record.hidden, gold=record.gold)
         grade = await episode.grade()
     assert patched_paths(screened.text) <= {"README.md", ".gitattributes"}
@@ -156,7 +157,7 @@ async def test_a_file_written_over_a_pipe_is_an_error_of_the_file_at_once(
         with pytest.raises(SandboxFileError, match="not a regular file") as error:
             await asyncio.wait_for(episode.sandbox.write_files({"linked/pipe": b"x"}), 20)
         assert (await episode.grade()).reward == 0.0
-    held("a pipe behind a linked folder, which a tool writes to", error.value)
+    held("a pipe behind a linked directory, which a tool writes to", error.value)
 
 
 @pytest.fixture
@@ -166,7 +167,7 @@ async def containers() -> AsyncIterator[EnvContext]:
 
 
 @pytest.mark.docker
-async def test_a_box_without_a_shell_is_the_agents_doing(containers: EnvContext, record: SweRecord) -> None:
+async def test_a_sandbox_without_a_shell_is_the_agents_doing(containers: EnvContext, record: SweRecord) -> None:
     async with start_episode(containers, record) as episode:
         await episode.sandbox.exec("rm -f /bin/sh", timeout=20)
         broken = await episode.sandbox.exec("true", timeout=20)
@@ -186,7 +187,7 @@ IMAGE = SweRecord(
 
 
 @pytest.mark.docker
-async def test_in_an_images_box_a_broken_shell_or_git_ends_with_a_grade(containers: EnvContext) -> None:
+async def test_in_an_images_sandbox_a_broken_shell_or_git_ends_with_a_grade(containers: EnvContext) -> None:
     for attack in ("rm -f /bin/sh", "rm -rf .git", "cp /bin/true /usr/bin/git", "cp /bin/false /bin/bash"):
         async with start_episode(containers, IMAGE) as episode:
             await episode.sandbox.exec(attack, timeout=20)

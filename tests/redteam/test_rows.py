@@ -1,4 +1,4 @@
-"""Attacks by a task's row, by an image, and on what of the user's or the host's can be seen in a box."""
+"""Attacks by a task's row, by an image, and on what of the user's or the host's can be seen in a sandbox."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from agent_rl.cli import main
-from agent_rl.evaluation.folder import EvalFolder
+from agent_rl.evaluation.directory import EvaluationDirectory
 from agent_rl.evaluation.report import EpisodeResult
 from agent_rl.monitoring.console import Display
 from envs import EnvContext, EnvsError, GradingError, TaskRecordError
@@ -24,7 +24,7 @@ from envs.swe import SweEnvironment, SweRecord, start_episode, verify_record
 from envs.swe.records import parse_record
 from sandbox import ImageMissingError, ImagePolicy, SandboxBackend, SandboxSpec, open_backend
 from tests.envs.dataset_rows import classic, gym, nemo_around, nemo_generated, rebench, rebench_v2, smith
-from tests.envs.images import SYSTEM, folder_image
+from tests.envs.images import SYSTEM, directory_image
 from tests.redteam.attack import held
 
 pytestmark = pytest.mark.redteam
@@ -41,7 +41,7 @@ LOCAL = {**ROW, "files": {"calc.py": ""}, "test_command": "true"}
 
 @pytest.fixture
 def host(tmp_path: Path) -> Path:
-    """A folder of the host beside that of the tasks, with a secret that no box may see."""
+    """A directory of the host beside that of the tasks, with a secret that no sandbox may see."""
     (tmp_path / "host").mkdir()
     (tmp_path / "host/secret").write_text(SECRET)
     return tmp_path / "host"
@@ -55,7 +55,7 @@ def tasks(tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def backend(tmp_path: Path) -> AsyncIterator[SandboxBackend]:
-    """Bubblewrap with ``tmp_path/images`` as the folder of images."""
+    """Bubblewrap with ``tmp_path/images`` as the directory of images."""
     images = ImagePolicy(root=tmp_path / "images")
     backend = open_backend("bubblewrap", run_id=f"redteam-{uuid.uuid4().hex[:8]}", images=images)
     yield backend
@@ -72,7 +72,7 @@ def opened(tasks: Path, **fields: object) -> EnvsError:
 
 
 @pytest.mark.parametrize("site", ["/", "/run", "..", "../host", "a/../../host", ".", "./.", "\0", "down/"])
-def test_a_row_binds_a_folder_of_the_host_as_its_packages(tasks: Path, host: Path, site: str) -> None:
+def test_a_row_binds_a_directory_of_the_host_as_its_packages(tasks: Path, host: Path, site: str) -> None:
     (tasks / "down").symlink_to(host)
     error = opened(tasks, site_packages=site)
     assert "site_packages" in str(error)
@@ -85,12 +85,12 @@ async def test_a_row_is_started_without_having_been_read_from_a_file(tasks: Path
     record = SweRecord.model_validate({**LOCAL, "site_packages": "site"})
     with pytest.raises(TaskRecordError, match="calc-add: site_packages") as error:
         async with start_episode(EnvContext(None), record, site_root=tasks):  # type: ignore[arg-type]
-            raise AssertionError("a box was started")
+            raise AssertionError("a sandbox was started")
     held("site_packages, a link to the host, given in code", error.value)
 
 
 @pytest.mark.parametrize("path", ["/etc/passwd", "../x", "a/../../x", ".git/config", "", "a\0b"])
-def test_a_row_writes_outside_its_working_folder(tasks: Path, path: str) -> None:
+def test_a_row_writes_outside_its_working_directory(tasks: Path, path: str) -> None:
     held(f"files: {path!r}", opened(tasks, files={path: "x"}))
 
 
@@ -158,7 +158,7 @@ def test_any_row_of_a_data_set_is_read_or_refused_in_one_line(
 
 
 @pytest.mark.parametrize("repo", ["a/etc", "a/..", "a/", "a/proc", "a/x y", "a/.git", "/"])
-def test_a_row_takes_a_system_folder_of_its_box_for_its_repository(tasks: Path, repo: str) -> None:
+def test_a_row_takes_a_system_directory_of_its_box_for_its_repository(tasks: Path, repo: str) -> None:
     (tasks / "train.jsonl").write_text(json.dumps(rebench_v2(repo=repo)) + "\n")
     with pytest.raises(TaskRecordError, match="row 1: workdir: ") as error:
         SweEnvironment(EnvContext(None), tasks / "train.jsonl").tasks("train")  # type: ignore[arg-type]
@@ -188,20 +188,20 @@ async def test_a_row_takes_the_host_for_its_image(backend: SandboxBackend, tmp_p
     record = SweRecord.model_validate({**ROW, "docker_image": image})
     with pytest.raises(ImageMissingError, match=r"calc-add: docker_image: .*below sandbox.image_root") as error:
         async with start_episode(EnvContext(backend, start_retries=0), record):
-            raise AssertionError("a box was started")
+            raise AssertionError("a sandbox was started")
     held(f"docker_image {image!r}", error.value)
 
 
 @bubblewrap
 async def test_a_row_names_an_image_where_none_is_allowed(tmp_path: Path) -> None:
-    image = folder_image(tmp_path / "image", {}, "true")
+    image = directory_image(tmp_path / "image", {}, "true")
     backend = open_backend("bubblewrap", run_id="redteam-no-images")
     try:
         with pytest.raises(ImageMissingError, match=r"set it, or sandbox\.backend to docker") as error:
             await backend.start(SandboxSpec(image=str(image)))
     finally:
         await backend.close()
-    held("docker_image of a folder, sandbox.image_root not set", error.value)
+    held("docker_image of a directory, sandbox.image_root not set", error.value)
 
 
 @bubblewrap
@@ -230,12 +230,12 @@ def test_a_row_takes_the_host_for_its_image_in_an_evaluation(
 
 @bubblewrap
 async def test_the_users_own_image_needs_no_root(tmp_path: Path) -> None:
-    """What the config names is the user's, wherever it lies; another folder is refused all the same."""
-    own, other = (str(folder_image(tmp_path / name, {}, "true")) for name in ("own", "other"))
+    """What the config names is the user's, wherever it lies; another directory is refused all the same."""
+    own, other = (str(directory_image(tmp_path / name, {}, "true")) for name in ("own", "other"))
     backend = open_backend("bubblewrap", run_id="redteam-own", images=ImagePolicy(own=own))
     try:
-        box = await backend.start(SandboxSpec(image=own, ro_binds=SYSTEM))
-        assert (await box.exec("true", timeout=20)).ok
+        sandbox = await backend.start(SandboxSpec(image=own, ro_binds=SYSTEM))
+        assert (await sandbox.exec("true", timeout=20)).ok
         with pytest.raises(ImageMissingError) as error:
             await backend.start(SandboxSpec(image=other))
     finally:
@@ -245,20 +245,20 @@ async def test_the_users_own_image_needs_no_root(tmp_path: Path) -> None:
 
 @bubblewrap
 async def test_an_image_links_to_the_host(backend: SandboxBackend, tmp_path: Path, host: Path) -> None:
-    image = folder_image(tmp_path / "images/image", {}, f"ln -s {host} inner; ln -s {host}/secret file")
+    image = directory_image(tmp_path / "images/image", {}, f"ln -s {host} inner; ln -s {host}/secret file")
     (image / "data").symlink_to(host)
-    box = await backend.start(SandboxSpec(image=str(image), ro_binds=SYSTEM))
-    seen = await box.exec("cat /data/* inner/* file; ls -d /data", timeout=20)
+    sandbox = await backend.start(SandboxSpec(image=str(image), ro_binds=SYSTEM))
+    seen = await sandbox.exec("cat /data/* inner/* file; ls -d /data", timeout=20)
     assert SECRET not in seen.text
-    held("links at an image's top and in its working folder", seen.text.strip())
+    held("links at an image's top and in its working directory", seen.text.strip())
 
 
 @bubblewrap
 @pytest.mark.parametrize("link", ["testbed", "usr"])
-async def test_an_image_whose_own_folder_is_a_link(
+async def test_an_image_whose_own_directory_is_a_link(
     backend: SandboxBackend, tmp_path: Path, host: Path, link: str
 ) -> None:
-    image = folder_image(tmp_path / "images/image", {}, "true")
+    image = directory_image(tmp_path / "images/image", {}, "true")
     (image / link).rmdir()
     (image / link).symlink_to(host)
     with pytest.raises(ImageMissingError, match="link") as error:
@@ -269,7 +269,7 @@ async def test_an_image_whose_own_folder_is_a_link(
 @bubblewrap
 async def test_an_image_leads_a_mount_point_out(backend: SandboxBackend, tmp_path: Path, host: Path) -> None:
     """Bubblewrap makes missing mount points as the host's user, while the host's root is still at /oldroot."""
-    image = folder_image(tmp_path / "images/image", {}, "true")
+    image = directory_image(tmp_path / "images/image", {}, "true")
     (image / "opt").mkdir()
     (image / "opt/agent-rl").symlink_to(f"/oldroot{host}")
     with pytest.raises(ImageMissingError, match="on the way to /opt/agent-rl/site") as error:
@@ -280,20 +280,22 @@ async def test_an_image_leads_a_mount_point_out(backend: SandboxBackend, tmp_pat
 
 @bubblewrap
 async def test_an_image_holds_pipes_and_devices(backend: SandboxBackend, tmp_path: Path) -> None:
-    image = folder_image(tmp_path / "images/image", {"kept": "1"}, "mkfifo pipe; mknod zero c 1 5 || true")
-    box = await asyncio.wait_for(backend.start(SandboxSpec(image=str(image), ro_binds=SYSTEM)), 20)
-    seen = await box.exec("ls", timeout=20)
+    image = directory_image(tmp_path / "images/image", {"kept": "1"}, "mkfifo pipe; mknod zero c 1 5 || true")
+    sandbox = await asyncio.wait_for(backend.start(SandboxSpec(image=str(image), ro_binds=SYSTEM)), 20)
+    seen = await sandbox.exec("ls", timeout=20)
     assert seen.stdout == b"kept\n"
-    held("a pipe and a device that never end in an image's working folder", f"left out; the box has {seen.text!r}")
+    held(
+        "a pipe and a device that never end in an image's working directory", f"left out; the sandbox has {seen.text!r}"
+    )
 
 
 def log_of(task_id: str) -> Path:
     result = EpisodeResult(task_id=task_id, sample=0, resolved=True, stop="", turns=0, seconds=0.0)
-    return EvalFolder(Path("/nowhere"), {}).log_of(result)
+    return EvaluationDirectory(Path("/nowhere"), {}).log_of(result)
 
 
 @pytest.mark.parametrize("task_id", ["..", ".", "", "../..", "/etc", "a/../../b", "~", "x" * 5000, "é" * 300, "\ud800"])
-def test_a_task_id_leaves_the_folder_of_logs(task_id: str) -> None:
+def test_a_task_id_leaves_the_directory_of_logs(task_id: str) -> None:
     path = Path(os.path.normpath(log_of(task_id)))
     assert path.parts[:-2] == ("/", "nowhere", "logs")
     assert len(path.parts[-2]) <= 200
@@ -301,7 +303,7 @@ def test_a_task_id_leaves_the_folder_of_logs(task_id: str) -> None:
 
 
 @given(st.text(), st.text())
-def test_two_task_ids_never_share_a_folder(one: str, other: str) -> None:
+def test_two_task_ids_never_share_a_directory(one: str, other: str) -> None:
     for task_id in (one, other):
         assert os.path.normpath(log_of(task_id)) == str(log_of(task_id))
         assert log_of(task_id).parent.parent == Path("/nowhere/logs")
@@ -336,23 +338,23 @@ def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "name", [pytest.param("bubblewrap", marks=bubblewrap), pytest.param("docker", marks=pytest.mark.docker)]
 )
-async def test_the_users_proxies_and_keys_are_read_in_a_box(name: str) -> None:
+async def test_the_users_proxies_and_keys_are_read_in_a_sandbox(name: str) -> None:
     backend = open_backend(name, run_id=f"redteam-{uuid.uuid4().hex[:8]}")
     try:
-        box = await backend.start(SandboxSpec())
-        seen = (await box.exec("env; cat /proc/1/environ /proc/self/environ | tr '\\0' '\\n'", timeout=60)).text
+        sandbox = await backend.start(SandboxSpec())
+        seen = (await sandbox.exec("env; cat /proc/1/environ /proc/self/environ | tr '\\0' '\\n'", timeout=60)).text
     finally:
         await backend.close()
     assert "PATH=" in seen
     assert not [word for word in ("proxy", "password", "token", "key", SECRET) if word in seen.lower()], seen
-    held(f"the user's proxies and keys in a box of {name}", f"variables there: {sorted(set(seen.split()))}")
+    held(f"the user's proxies and keys in a sandbox of {name}", f"variables there: {sorted(set(seen.split()))}")
 
 
 @bubblewrap
 async def test_the_hosts_keyrings_and_timers_are_read(backend: SandboxBackend) -> None:
-    box = await backend.start(SandboxSpec())
+    sandbox = await backend.start(SandboxSpec())
     files = "/proc/keys /proc/key-users /proc/timer_list /proc/sched_debug /proc/kcore"
-    seen = await box.exec(f"head -c 100 {files}", timeout=20)
+    seen = await sandbox.exec(f"head -c 100 {files}", timeout=20)
     assert seen.stdout == b""
     held("reading what /proc tells of the whole machine", seen.text.strip())
 
@@ -362,7 +364,7 @@ STEERING = "\x1b[2J\x1b]0;owned\x07\x9b31m\x08\r"
 
 @bubblewrap
 async def test_a_test_log_steers_the_terminal(backend: SandboxBackend) -> None:
-    """Through the whole way: printed in a box, quoted by an error, shown."""
+    """Through the whole way: printed in a sandbox, quoted by an error, shown."""
     codes = "".join(f"\\{ord(letter):03o}" for letter in STEERING.encode().decode("latin-1"))
     record = SweRecord.model_validate({**LOCAL, "test_command": f"printf 'seen {codes}'; exit 3"})
     with pytest.raises(GradingError) as error:

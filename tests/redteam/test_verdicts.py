@@ -1,4 +1,5 @@
-"""Attacks on the verdict, from within the box that grades: each ends with reward 0 and a record, never with an error.
+"""Attacks on the verdict, from within the sandbox that grades: each ends with reward 0 and a record, never with an
+error.
 
 Every test prints what it tried and what stopped it (``pytest -m redteam -rP``).
 """
@@ -58,7 +59,7 @@ QUICK = {
     "exits quietly": "os._exit(0)\n",
     "kills its parent": KILL_PARENT,
     "kills everything": "os.kill(-1, 9)\n",
-    "signals the box's first process": (
+    "signals the sandbox's first process": (
         "for number in range(1, 65):\n    try: os.kill(1, number)\n    except OSError: pass\nos._exit(0)\n"
     ),
     "ends by a signal": "os.kill(os.getpid(), 11)\n",
@@ -66,7 +67,7 @@ QUICK = {
     "closes every descriptor": "os.closerange(0, 1024)\n",
     "empties the log": f"os.truncate({LOG!r}, 0)\nos._exit(0)\n",
     "removes the log": f"os.unlink({LOG!r})\nos._exit(0)\n",
-    "makes the log a folder": f"os.unlink({LOG!r})\nos.mkdir({LOG!r})\nos._exit(0)\n",
+    "makes the log a directory": f"os.unlink({LOG!r})\nos.mkdir({LOG!r})\nos._exit(0)\n",
     "removes all it can": "subprocess.run('rm -rf --no-preserve-root / 2>/dev/null', shell=True)\n",
     "removes every program": "subprocess.run('rm -rf /bin/* /usr/bin/* /lib* 2>/dev/null', shell=True)\nos._exit(0)\n",
     "eats memory": "hog = bytearray(1 << 30)\n",
@@ -101,7 +102,7 @@ BACKENDS = {
     "podman": [pytest.mark.docker, pytest.mark.slow],
 }
 ON_PROCESSES = (
-    *("kills everything", "signals the box's first process", "removes all it can", "takes all rights"),
+    *("kills everything", "signals the sandbox's first process", "removes all it can", "takes all rights"),
     *("starts many processes", "eats memory", "makes the log a pipe", "leaves a process behind"),
 )
 """Attacks that a container engine's own ways decide on; the others are the same in docker and podman."""

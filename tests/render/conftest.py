@@ -71,7 +71,7 @@ def templates() -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
-    """A byte-level BPE with Qwen's kind of pre-tokenizer, trained on this folder's own sources."""
+    """A byte-level BPE with Qwen's kind of pre-tokenizer, trained on this directory's own sources."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

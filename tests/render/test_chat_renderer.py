@@ -147,15 +147,15 @@ def test_a_trimming_template_s_delta_is_trimmed(tokenizer: Tokenizer, templates:
     assert spaced == renderer.observation("seen", stop_included=True)
 
 
-def write_folder(folder: Path, tokenizer: Tokenizer, template: str, bos: object = "<|endoftext|>") -> None:
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(
+def write_dir(directory: Path, tokenizer: Tokenizer, template: str, bos: object = "<|endoftext|>") -> None:
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(
         json.dumps({"chat_template": template, "eos_token": "<|im_end|>", "bos_token": bos})
     )
 
 
-def test_reads_a_hugging_face_folder(tmp_path: Path, tokenizer: Tokenizer, templates: dict[str, str]) -> None:
-    write_folder(tmp_path, tokenizer, "{{ bos_token }}" + templates["plain"], {"content": "<|endoftext|>"})
+def test_reads_a_hugging_face_directory(tmp_path: Path, tokenizer: Tokenizer, templates: dict[str, str]) -> None:
+    write_dir(tmp_path, tokenizer, "{{ bos_token }}" + templates["plain"], {"content": "<|endoftext|>"})
     (tmp_path / "config.json").write_text('{"eos_token_id": 2}')
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 0]}')
     renderer = ChatRenderer(tmp_path)
@@ -169,7 +169,7 @@ def test_reads_a_hugging_face_folder(tmp_path: Path, tokenizer: Tokenizer, templ
 def test_same_tokens_as_transformers(tmp_path: Path, tokenizer: Tokenizer, templates: dict[str, str]) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     for name in ("plain", "keeps_thoughts_of_the_task", "trims"):
-        write_folder(tmp_path, tokenizer, templates[name])
+        write_dir(tmp_path, tokenizer, templates[name])
         reference = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
         renderer = ChatRenderer(tmp_path)
         grown = renderer.opening(MESSAGES, TOOLS)
@@ -193,7 +193,7 @@ def test_same_tokens_as_transformers(tmp_path: Path, tokenizer: Tokenizer, templ
         ({"tokenizer.json": None, "chat_template.jinja": "{{ messages.x.y }}"}, "fails on messages of roles"),
     ],
 )
-def test_a_broken_folder_is_told_in_one_line(
+def test_a_broken_directory_is_told_in_one_line(
     tmp_path: Path, tokenizer: Tokenizer, files: dict[str, str | None], reason: str
 ) -> None:
     for name, text in files.items():

@@ -372,7 +372,7 @@ async def test_infrastructure_that_hangs_is_a_failure_with_a_reason(
 async def test_grade_timeout_bounds_a_run_of_the_tests_and_nothing_cuts_it(
     task: Task, kit: SimpleNamespace, seconds: float, ends_as: StopReason
 ) -> None:
-    """A grading may run the tests twice, each time in a box that may take ``start_timeout`` to start."""
+    """A grading may run the tests twice, each time in a sandbox that may take ``start_timeout`` to start."""
     clock = LoopClock()
 
     async def tests_run() -> None:

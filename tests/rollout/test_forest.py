@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from agent_rl.config import R3Config
 from agent_rl.errors import RoutesMissingError
-from agent_rl.rollout.conversation_tree import ChatMessage, Forest, Node
+from agent_rl.rollout.conversation_tree import ChatMessage, ConversationTree, Node
 from agent_rl.types import Branch, BranchCause, Completion, FinishReason
 from r3.routing import Routing, Span, SpanKind
 from tools import Spoken, ToolCall
@@ -91,7 +91,7 @@ class Program:
     """Conversations that grow, are edited, and are asked for again, as ``rng`` has it."""
 
     rng: random.Random
-    forest: Forest = field(default_factory=lambda: Forest(LetterRendering(), routes=R3Config()))
+    forest: ConversationTree = field(default_factory=lambda: ConversationTree(LetterRendering(), routes=R3Config()))
     engine: Prefixes = field(default_factory=Prefixes)
     talks: list[tuple[tuple[ChatMessage, ...], int]] = field(default_factory=list)
     asked: list[tuple[Node, tuple[ChatMessage, ...], int]] = field(default_factory=list)
@@ -192,7 +192,7 @@ def check(program: Program) -> tuple[Branch, ...]:
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 1 << 32), st.integers(1, 25), st.booleans())
 def test_what_is_trained_is_what_was_sampled(seed: int, steps: int, follow: bool) -> None:
-    program = Program(random.Random(seed), Forest(LetterRendering(follow=follow), routes=R3Config()))
+    program = Program(random.Random(seed), ConversationTree(LetterRendering(follow=follow), routes=R3Config()))
     program.run(steps)
     check(program)
 
@@ -201,7 +201,7 @@ def test_what_is_trained_is_what_was_sampled(seed: int, steps: int, follow: bool
 @settings(max_examples=2000, deadline=None)
 @given(st.integers(0, 1 << 32), st.integers(1, 60), st.booleans())
 def test_what_is_trained_is_what_was_sampled_exhaustively(seed: int, steps: int, follow: bool) -> None:
-    program = Program(random.Random(seed), Forest(LetterRendering(follow=follow), routes=R3Config()))
+    program = Program(random.Random(seed), ConversationTree(LetterRendering(follow=follow), routes=R3Config()))
     program.run(steps)
     check(program)
 
@@ -210,7 +210,7 @@ class Talk:
     """A program's requests made by hand."""
 
     def __init__(self, routes: R3Config | None = None) -> None:
-        self.forest, self.engine = Forest(LetterRendering(), routes=routes or R3Config()), Prefixes()
+        self.forest, self.engine = ConversationTree(LetterRendering(), routes=routes or R3Config()), Prefixes()
 
     def begin(self, messages: Sequence[ChatMessage], tools: int = 1) -> Node:
         return self.forest.begin(self.forest.plan(messages, [{}] * tools))
@@ -342,12 +342,12 @@ def test_a_reply_repeated_in_a_rewritten_conversation_has_the_text_that_was_samp
 def test_missing_rows_are_refused_or_recorded() -> None:
     talk = Talk()
     node = talk.begin([S, U])
-    bare = Completion((65, END), (-1.0, -1.0), FinishReason.STOP, "0", "e")
+    strip = Completion((65, END), (-1.0, -1.0), FinishReason.STOP, "0", "e")
     with pytest.raises(RoutesMissingError, match="received none"):
-        talk.forest.sampled(node, bare)
-    talk = Talk(R3Config(missing="native"))
+        talk.forest.sampled(node, strip)
+    talk = Talk(R3Config(missing="without_replay"))
     node = talk.begin([S, U])
-    talk.forest.sampled(node, bare)
+    talk.forest.sampled(node, strip)
     talk.forest.commit(node, "A", Spoken(text="A"))
     talk.forest.deliver(node)
     said = ChatMessage("assistant", "A", reply=node.id)

@@ -12,7 +12,7 @@ from agent_rl.config import EnvConfig, RolloutConfig
 from agent_rl.rollout.episode import EpisodeRules, run_episode
 from agent_rl.rollout.scripted_policies import ByteRenderer, noop
 from agent_rl.types import StopReason
-from envs import EnvContext, Interface, InterfaceError, Message, Task, load_environment
+from envs import EnvContext, Message, Scaffold, ScaffoldError, Task, load_environment
 from tools import Style, ToolCall
 from tools.formats import tool_format
 
@@ -28,7 +28,7 @@ def no_tools(*given: Any, **named: Any) -> Any:
     raise NotImplementedError
 
 
-COUNTS = Interface(
+COUNTS = Scaffold(
     name="counts",
     opening=no_opening,
     tools=no_tools,
@@ -49,7 +49,7 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_what_is_said_beside_observations(env: Any, task: Task, kit: SimpleNamespace) -> None:
     rules = EpisodeRules(
         RolloutConfig(describe_tools=False, max_turns=9, max_parse_failures=None),
-        EnvConfig(interface=f"{HERE}:COUNTS"),
+        EnvConfig(scaffold=f"{HERE}:COUNTS"),
         None,
     )
     engine = kit.ToldEngine(["no call"] * 5 + [kit.FIX, kit.SUBMIT])
@@ -72,13 +72,13 @@ def test_an_environment_with_tools_of_its_own_refuses_another_interface() -> Non
 
     sys.modules[HERE].Own = Own  # type: ignore[attr-defined]
     assert load_environment(f"{HERE}:Own", CONTEXT).name == "own"
-    context = EnvContext(backend=None, interface=COUNTS)  # type: ignore[arg-type]
-    with pytest.raises(InterfaceError, match=r"env.interface counts: environment 'tests_an_interface:Own' has tools"):
+    context = EnvContext(backend=None, scaffold=COUNTS)  # type: ignore[arg-type]
+    with pytest.raises(ScaffoldError, match=r"env.scaffold counts: environment 'tests_an_interface:Own' has tools"):
         load_environment(f"{HERE}:Own", context)
-    assert load_environment("swe", context, {"path": "tasks.jsonl"}).interface.name == "counts"  # type: ignore[attr-defined]
+    assert load_environment("swe", context, {"path": "tasks.jsonl"}).scaffold.name == "counts"  # type: ignore[attr-defined]
 
 
 def test_policies_without_a_model_call_as_the_interface_does() -> None:
-    context = EnvContext(backend=None, interface=COUNTS)  # type: ignore[arg-type]
+    context = EnvContext(backend=None, scaffold=COUNTS)  # type: ignore[arg-type]
     env = load_environment("mini", context)
     assert noop(env, Task("t", "mini", {})) == [ToolCall("submit", {})]

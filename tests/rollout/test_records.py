@@ -28,7 +28,17 @@ from agent_rl.rollout.records import (
 from agent_rl.rollout.scripted_policies import ByteRenderer
 from agent_rl.rollout.step_index import read_sidecar
 from agent_rl.rollout.token_details import read_detail
-from agent_rl.types import Branch, BranchCause, Fate, Group, StopReason, TokenDetail, Trajectory, Verdict, VersionSpan
+from agent_rl.types import (
+    Branch,
+    BranchCause,
+    Group,
+    StopReason,
+    TokenDetail,
+    TrainingDecision,
+    TrainingStatus,
+    Trajectory,
+    VersionSpan,
+)
 from envs import Task
 from tools.formats import tool_format
 
@@ -155,11 +165,13 @@ def test_rows_of_format_2_are_read() -> None:
 
 
 def test_rows_say_what_training_made_of_them(groups: tuple[Group, ...], tmp_path: Path) -> None:
-    verdicts = [Verdict(Fate.TRAINED, 0.5)] * 3 + [Verdict(Fate.DROPPED)] * 3
+    verdicts = [TrainingDecision(TrainingStatus.TRAINED, 0.5)] * 3 + [TrainingDecision(TrainingStatus.DROPPED)] * 3
     rows = list(read_rows(write_trajectories(tmp_path, 1, groups, verdicts=verdicts)))
-    assert [(row["fate"], row["advantage"]) for row in rows] == [("trained", 0.5)] * 3 + [("dropped", None)] * 3
+    assert [(row["training_status"], row["advantage"]) for row in rows] == [("trained", 0.5)] * 3 + [
+        ("dropped", None)
+    ] * 3
     columns, _ = read_sidecar(step_stem(tmp_path, 1)) or ({}, [])
-    assert columns["fate"] == [row["fate"] for row in rows]
+    assert columns["training_status"] == [row["training_status"] for row in rows]
 
 
 def test_an_episode_accounts_for_its_time(groups: tuple[Group, ...]) -> None:

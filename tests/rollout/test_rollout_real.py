@@ -1,4 +1,4 @@
-"""Real tasks in real sandboxes: the gold and no-op solvers, a box lost midway, and a run that is stopped."""
+"""Real tasks in real sandboxes: the gold and no-op solvers, a sandbox lost midway, and a run that is stopped."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ async def test_a_patch_of_many_chunks_arrives_whole(backend: SandboxBackend, tas
 
 @dataclass
 class LosingBackend:
-    """A real backend whose ``lose``-th box is removed under its user, as a crashed host would."""
+    """A real backend whose ``lose``-th sandbox is removed under its user, as a crashed host would."""
 
     inner: SandboxBackend
     lose: int
@@ -100,11 +100,11 @@ class LosingBackend:
         return self.inner.name
 
     async def start(self, spec: SandboxSpec) -> Sandbox:
-        box = await self.inner.start(spec)
+        sandbox = await self.inner.start(spec)
         self.started += 1
         if self.started == self.lose:
-            await box.close()
-        return box
+            await sandbox.close()
+        return sandbox
 
     async def reap(self) -> int:
         return await self.inner.reap()
@@ -113,8 +113,8 @@ class LosingBackend:
         await self.inner.close()
 
 
-@pytest.mark.parametrize("lose", [1, 2])  # the agent's box, the grading's
-async def test_a_lost_box_is_run_again_and_never_a_reward_of_zero(
+@pytest.mark.parametrize("lose", [1, 2])  # the agent's sandbox, the grading's
+async def test_a_lost_sandbox_is_run_again_and_never_a_reward_of_zero(
     backend: SandboxBackend, task_cache: Path, lose: int
 ) -> None:
     await mini(backend, task_cache).prepare("heldout")
@@ -136,7 +136,7 @@ async def test_a_lost_box_is_run_again_and_never_a_reward_of_zero(
 
 @dataclass
 class WatchedBackend(LosingBackend):
-    """Sets ``busy`` once ``count`` boxes are running a command that holds ``marker``."""
+    """Sets ``busy`` once ``count`` sandboxes are running a command that holds ``marker``."""
 
     marker = "sleep 617.25"
     count = 4
@@ -146,8 +146,8 @@ class WatchedBackend(LosingBackend):
         self.busy = asyncio.Event()
 
     async def start(self, spec: SandboxSpec) -> Sandbox:
-        box = await super().start(spec)
-        run = box.exec
+        sandbox = await super().start(spec)
+        run = sandbox.exec
 
         async def exec_and_tell(command: Any, **options: Any) -> Any:
             if self.marker in str(command):
@@ -156,11 +156,13 @@ class WatchedBackend(LosingBackend):
                     self.busy.set()
             return await run(command, **options)
 
-        box.exec = exec_and_tell  # type: ignore[method-assign]
-        return box
+        sandbox.exec = exec_and_tell  # type: ignore[method-assign]
+        return sandbox
 
 
-async def test_stopping_a_run_ends_its_commands_and_leaves_no_box(backend: SandboxBackend, task_cache: Path) -> None:
+async def test_stopping_a_run_ends_its_commands_and_leaves_no_sandbox(
+    backend: SandboxBackend, task_cache: Path
+) -> None:
     await mini(backend, task_cache).prepare("heldout")
     watched = WatchedBackend(backend, lose=0)
     env = mini(watched, task_cache)
@@ -176,7 +178,7 @@ async def test_stopping_a_run_ends_its_commands_and_leaves_no_box(backend: Sandb
     async with asyncio.timeout(20):
         with pytest.raises(asyncio.CancelledError):
             await running
-    assert backend._boxes == {}  # type: ignore[attr-defined]  # the backend's own register of what is not closed
+    assert backend._sandboxes == {}  # type: ignore[attr-defined]  # the backend's own register of what is not closed
     assert not [line for line in command_lines() if watched.marker in line]
 
 
@@ -189,11 +191,11 @@ def command_lines() -> list[str]:
     return found
 
 
-async def test_an_episode_goes_on_in_a_new_box_from_the_files_that_its_calls_leave(
+async def test_an_episode_goes_on_in_a_new_sandbox_from_the_files_that_its_calls_leave(
     backend: SandboxBackend, task_cache: Path, tmp_path: Path
 ) -> None:
-    """The run is killed when the fix is applied, with the fix in no box that is left; then the same, but the shell's
-    answer is another every time: that one starts over."""
+    """The run is killed when the fix is applied, with the fix in no sandbox that is left; then the same, but the
+    shell's answer is another every time: that one starts over."""
     env = mini(backend, task_cache)
     await env.prepare("heldout")
     task, fmt, renderer = env.tasks("heldout")[0], tool_format("xml"), ByteRenderer()

@@ -34,10 +34,10 @@ def detail(tokens: int, sampled: int, *, differing: float, scale: float = 0.05, 
     return TokenDetail(gaps[0] / 10, gaps[1], entropy, flags, LAYERS, np.zeros_like(bits), bits)
 
 
-def written(folder: Path, details: dict[int, TokenDetail]) -> Path:
+def written(directory: Path, details: dict[int, TokenDetail]) -> Path:
     group = Group("t", tuple(trajectory(float(n % 2), sampled=40) for n in range(4)))
-    write_trajectories(folder, 3, [group], details={(number, 0): own for number, own in details.items()})
-    return step_stem(folder, 3)
+    write_trajectories(directory, 3, [group], details={(number, 0): own for number, own in details.items()})
+    return step_stem(directory, 3)
 
 
 def test_detail_is_read_by_trajectory(tmp_path: Path) -> None:
@@ -47,15 +47,15 @@ def test_detail_is_read_by_trajectory(tmp_path: Path) -> None:
     for number, given in details.items():
         found = read_detail(stem, number)
         assert found is not None
-        assert found.native_gap is not None
-        assert found.native_differs is not None
+        assert found.gap_without_replay is not None
+        assert found.differs_without_replay is not None
         assert np.array_equal(found.gap, given.gap.astype(np.float16))
-        assert np.array_equal(found.native_gap, given.native_gap.astype(np.float16))  # type: ignore[union-attr]
+        assert np.array_equal(found.gap_without_replay, given.gap_without_replay.astype(np.float16))  # type: ignore[union-attr]
         assert np.array_equal(found.entropy, given.entropy)  # type: ignore[arg-type]
         assert np.array_equal(found.flags, given.flags)
-        bits = np.unpackbits(given.native_differs, axis=1, count=LAYERS).view(bool)  # type: ignore[arg-type]
-        assert np.array_equal(found.native_differs.layers, bits)
-        assert np.array_equal(found.native_differs.numbers, bits.sum(axis=1))
+        bits = np.unpackbits(given.differs_without_replay, axis=1, count=LAYERS).view(bool)  # type: ignore[arg-type]
+        assert np.array_equal(found.differs_without_replay.layers, bits)
+        assert np.array_equal(found.differs_without_replay.numbers, bits.sum(axis=1))
 
 
 @pytest.mark.parametrize("scale", [1e-5, 1e-3, 0.05, 1.0])
@@ -64,7 +64,7 @@ def test_half_precision_keeps_k3(tmp_path: Path, scale: float) -> None:
     found = read_detail(written(tmp_path, {0: given}), 0)
     assert found is not None
     zeros = np.zeros(5000)
-    for stored, whole in ((found.gap, given.gap), (found.native_gap, given.native_gap)):
+    for stored, whole in ((found.gap, given.gap), (found.gap_without_replay, given.gap_without_replay)):
         assert k3_kl(stored.astype(float), zeros) == pytest.approx(k3_kl(whole.astype(float), zeros), rel=0.01)  # type: ignore[union-attr]
 
 
@@ -78,9 +78,11 @@ def test_detail_keeps_to_its_bytes(tmp_path: Path, differing: float) -> None:
     assert details_path(stem).stat().st_size <= fixed + BYTES_A_SAMPLED_TOKEN * sampled + BYTES_A_TOKEN * tokens
     found = read_detail(stem, 0)
     assert found is not None
-    assert found.native_differs is not None
-    assert (found.native_differs.layers is None) is (differing == 0.5)
-    assert np.array_equal(found.native_differs.numbers, np.unpackbits(given.native_differs, axis=1).sum(axis=1))  # type: ignore[arg-type]
+    assert found.differs_without_replay is not None
+    assert (found.differs_without_replay.layers is None) is (differing == 0.5)
+    assert np.array_equal(
+        found.differs_without_replay.numbers, np.unpackbits(given.differs_without_replay, axis=1).sum(axis=1)
+    )  # type: ignore[arg-type]
 
 
 def test_loads_count_the_present_rows(tmp_path: Path) -> None:

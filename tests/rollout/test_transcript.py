@@ -56,7 +56,7 @@ def completion(
 class Conversation:
     """A transcript, and tokens that never repeat, so that it can be told where each one was sampled."""
 
-    def __init__(self, source: RouteSource = "sampled", missing: Literal["native", "error"] = "error") -> None:
+    def __init__(self, source: RouteSource = "sampled", missing: Literal["without_replay", "error"] = "error") -> None:
         self.next_token = 0
         self.sampled: list[int] = []
         self.transcript = Transcript(self.fresh(3), max_tokens=1000, routes=R3Config(source=source, missing=missing))
@@ -210,7 +210,7 @@ def test_log_probs_that_do_not_line_up_are_refused() -> None:
 def test_turns_whose_routes_never_came_are_absent_and_nothing_else(
     held: list[bool], source: Literal["sampled", "latest"]
 ) -> None:
-    talk, turns = Conversation(source, missing="native"), list[tuple[int, int, bool]]()
+    talk, turns = Conversation(source, missing="without_replay"), list[tuple[int, int, bool]]()
     for routes in held:
         before = 0 if not turns else turns[-1][1]
         talk.turn(3, observed=2, routes=routes)

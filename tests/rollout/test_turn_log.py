@@ -61,10 +61,10 @@ def alike(a: Trajectory, b: Trajectory) -> bool:
 
     def plain(trajectory: Trajectory) -> str:
         timed: Any = {"generate_seconds": 0.0, "tool_seconds": 0.0, "began": 0.0}
-        bare: Any = {"tokens": None, "loss_mask": None, "logprobs": None, "routing": None, "replayed_turns": 0}
+        strip: Any = {"tokens": None, "loss_mask": None, "logprobs": None, "routing": None, "replayed_turns": 0}
         clocks = {"seconds": 0.0, "grade_seconds": 0.0, "began": 0.0, "start_seconds": 0.0, "grade_began": 0.0}
         turns = tuple(replace(turn, **timed) for turn in trajectory.turns)
-        return str(replace(trajectory, turns=turns, recovered=False, **bare, **clocks))
+        return str(replace(trajectory, turns=turns, recovered=False, **strip, **clocks))
 
     assert a.routing is not None
     assert b.routing is not None
@@ -131,7 +131,7 @@ async def test_a_turn_cut_by_an_update_is_kept_in_its_parts(env: Any, task: Task
 
 
 class Forgetful:
-    """An environment whose tools answer otherwise in every box."""
+    """An environment whose tools answer otherwise in every sandbox."""
 
     def __init__(self, env: Any) -> None:
         self.env, self.name = env, env.name
@@ -139,11 +139,11 @@ class Forgetful:
     @asynccontextmanager
     async def start(self, task: Task) -> AsyncIterator[Any]:
         async with self.env.start(task) as episode:
-            call, box = episode.tools.call, self.env.started
+            call, sandbox = episode.tools.call, self.env.started
 
             async def differing(asked: Any) -> Any:
                 result = await call(asked)
-                return replace(result, text=f"{result.text} in box {box}")
+                return replace(result, text=f"{result.text} in sandbox {sandbox}")
 
             episode.tools.call = differing
             yield episode
@@ -157,7 +157,7 @@ async def test_where_a_tool_answers_otherwise_it_starts_over(env: Any, task: Tas
     again = await drive(Forgetful(env), task, fresh, log)
     assert (log.over, again.replayed_turns, len(fresh.prompts), env.open) == (1, 0, 2, 0)
     assert again.weight_versions == ("7",), "nothing sampled before is left in it"
-    assert again.turns[0].observation == "fix in box 3"
+    assert again.turns[0].observation == "fix in sandbox 3"
     other = replace(kept[0], opening="another prompt")
     log = ListLog([other])
     await drive(env, task, kit.ToldEngine([kit.FIX, kit.SUBMIT]), log)
@@ -175,7 +175,7 @@ async def test_the_time_limit_counts_what_was_spent_before_and_not_the_calls_mad
     assert (ended.stop, ended.reward, len(ended.turns)) == (StopReason.TIME_LIMIT, 1.0, 3)
 
 
-async def test_calls_made_again_that_do_not_end_are_given_up_like_a_box_that_failed(
+async def test_calls_made_again_that_do_not_end_are_given_up_like_a_sandbox_that_failed(
     env: Any, task: Task, kit: SimpleNamespace
 ) -> None:
     _, kept = await whole(env, task, kit)
@@ -189,13 +189,13 @@ async def test_calls_made_again_that_do_not_end_are_given_up_like_a_box_that_fai
     assert env.open == 0
 
 
-def opened(folder: Path) -> Journal:
-    journal = Journal(folder, "run", turns=True)
+def opened(directory: Path) -> Journal:
+    journal = Journal(directory, "run", turns=True)
     journal.recover(5, {}, lambda position: True)
     return journal
 
 
-async def test_an_episode_whose_host_is_lost_goes_on_in_another_box(
+async def test_an_episode_whose_host_is_lost_goes_on_in_another_sandbox(
     tmp_path: Path, env: Any, task: Task, kit: SimpleNamespace
 ) -> None:
     """Through the group that runs it and the journal: its host is lost within the third turn's call, and again while
@@ -216,12 +216,14 @@ async def test_an_episode_whose_host_is_lost_goes_on_in_another_box(
     ended = group.trajectories[0]
     assert [event.trajectory.stop for event in events if event.trajectory] == ["host_lost", "host_lost", "submitted"]
     assert (len(ended.turns), ended.replayed_turns, ended.reward) == (4, 2, 1.0)
-    assert len(engine.prompts) == 5, "of all turns only the one that was lost with the box was sampled again"
+    assert len(engine.prompts) == 5, "of all turns only the one that was lost with the sandbox was sampled again"
     metrics = journal.metrics(6)
     assert (metrics["recover/episodes"], metrics["recover/turns"], metrics["recover/differed"]) == (1, 2, 0)
 
 
-async def test_one_whose_box_broke_is_begun_anew(tmp_path: Path, env: Any, task: Task, kit: SimpleNamespace) -> None:
+async def test_one_whose_sandbox_broke_is_begun_anew(
+    tmp_path: Path, env: Any, task: Task, kit: SimpleNamespace
+) -> None:
     """What it had run may have broken it: it would break again."""
     calls = itertools.count()
 
@@ -267,9 +269,9 @@ async def test_one_whose_first_tokens_are_too_old_for_its_batch_is_begun_anew(
     assert again.metrics(6) == counts, "a run that was killed before it wrote its step's row tells it in the next start"
 
 
-async def killed_after(folder: Path, env: Any, task: Task, kit: SimpleNamespace, turns: int) -> Path:
+async def killed_after(directory: Path, env: Any, task: Task, kit: SimpleNamespace, turns: int) -> Path:
     """A run is killed when the episode of position 0 has kept so many turns; its journal."""
-    journal, reached = opened(folder), asyncio.Event()
+    journal, reached = opened(directory), asyncio.Event()
     await journal.begin(6, "w5")
 
     async def waits() -> None:
@@ -285,14 +287,14 @@ async def killed_after(folder: Path, env: Any, task: Task, kit: SimpleNamespace,
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     journal.close()
-    return folder / "step-000006.journal"
+    return directory / "step-000006.journal"
 
 
 def test_wherever_a_kill_cuts_the_journal_the_episode_is_the_one_that_was_not_killed(
     tmp_path_factory: pytest.TempPathFactory, env: Any, task: Task, kit: SimpleNamespace
 ) -> None:
-    folder = tmp_path_factory.mktemp("whole")
-    data = asyncio.run(killed_after(folder, env, task, kit, 9)).read_bytes()
+    directory = tmp_path_factory.mktemp("whole")
+    data = asyncio.run(killed_after(directory, env, task, kit, 9)).read_bytes()
     uninterrupted, kept = asyncio.run(whole(env, task, kit))
 
     @settings(max_examples=60, deadline=None)
@@ -308,19 +310,19 @@ def test_wherever_a_kill_cuts_the_journal_the_episode_is_the_one_that_was_not_ki
             self.prompts.append(turn)
             return await kit.ToldEngine(story(kit)[turn:], VERSIONS[turn:]).generate(tokens, *args, **how)
 
-    async def start(folder: Path) -> tuple[Trajectory, list[int]]:
-        journal, engine = opened(folder), Engine([])
+    async def start(directory: Path) -> tuple[Trajectory, list[int]]:
+        journal, engine = opened(directory), Engine([])
         await journal.begin(6, "w5")
         ended = await journal.runner(0, lambda task, log=None: drive(env, task, engine, log))(task)
         journal.close()
         return ended, engine.prompts
 
-    async def go_on(folder: Path, at: int) -> None:
-        (folder / "step-000006.journal").write_bytes(data[:at])
-        ended, asked = await start(folder)
+    async def go_on(directory: Path, at: int) -> None:
+        (directory / "step-000006.journal").write_bytes(data[:at])
+        ended, asked = await start(directory)
         assert alike(ended, uninterrupted)
         assert asked == ([] if ended.recovered else list(range(ended.replayed_turns, 5)))
-        again, asked = await start(folder)
+        again, asked = await start(directory)
         assert alike(again, uninterrupted)
         assert (again.recovered, asked) == (True, []), "it finished, and is not run a second time"
 

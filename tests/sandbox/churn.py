@@ -1,7 +1,7 @@
-"""Starts, uses and closes many boxes, for tests and benchmarks that kill it meanwhile.
+"""Starts, uses and closes many sandboxes, for tests and benchmarks that kill it meanwhile.
 
-``python tests/sandbox/churn.py BACKEND COUNT RUN_ID`` prints a JSON object for each box as it is done with: the seconds
-of its start, its command and its close, or the error that ended it.
+``python tests/sandbox/churn.py BACKEND COUNT RUN_ID`` prints a JSON object for each sandbox as it is done with: the
+seconds of its start, its command and its close, or the error that ended it.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ AT_ONCE = 16
 
 async def one(pool: SandboxPool) -> dict[str, float | str]:
     took: dict[str, float | str] = {}
-    stage, box = "start", None
+    stage, sandbox = "start", None
     try:
         began = time.perf_counter()
-        box = await pool.start(SandboxSpec())
+        sandbox = await pool.start(SandboxSpec())
         took[stage] = time.perf_counter() - began
         stage = "exec"
-        took[stage] = await used(box)
+        took[stage] = await used(sandbox)
         stage, began = "close", time.perf_counter()
-        await box.close()
+        await sandbox.close()
         took[stage] = time.perf_counter() - began
     except SandboxError as error:
         took["error"] = f"{stage}: {error}"
-        if box is not None:
-            await box.close()
+        if sandbox is not None:
+            await sandbox.close()
     return took
 
 
-async def used(box: Sandbox) -> float:
-    """Run a command in ``box``, checked by its output; returns its seconds."""
+async def used(sandbox: Sandbox) -> float:
+    """Run a command in ``sandbox``, checked by its output; returns its seconds."""
     began = time.perf_counter()
-    result = await box.exec("echo used > f; cat f", timeout=60)
+    result = await sandbox.exec("echo used > f; cat f", timeout=60)
     if result.stdout != b"used\n":
         raise SandboxError(f"the command answered {result}")
     return time.perf_counter() - began

@@ -1,4 +1,4 @@
-"""Every backend for the conformance suite, and helpers that look at the host from outside the boxes."""
+"""Every backend for the conformance suite, and helpers that look at the host from outside the sandboxes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from sandbox.docker.lease import RUN_LABEL
 from sandbox.ray.open import open_cluster
 
 WAIT_SECONDS = 20.0
-# Runs reach every backend through a pool. The one here is in front of the backend whose boxes cost least.
+# Runs reach every backend through a pool. The one here is in front of the backend whose sandboxes cost least.
 CONTAINER_ENGINES = [
     pytest.param("docker", marks=pytest.mark.docker),
     pytest.param("podman"),
@@ -57,7 +57,7 @@ class Engine:
 
     async def open(self, run_id: str) -> SandboxBackend:
         if self.on_hosts:
-            return await open_cluster(self.name, run_id=run_id, boxes_per_host=16)
+            return await open_cluster(self.name, run_id=run_id, sandboxes_per_node=16)
         return open_backend(self.name, run_id=run_id, runtime=self.runtime)
 
 
@@ -84,7 +84,7 @@ async def backend(engine: Engine) -> AsyncIterator[SandboxBackend]:
     except SandboxUnavailableError as error:
         pytest.skip(str(error))
     if engine.pooled:
-        backend = SandboxPool(backend, max_starts=4, max_execs=16, warm=2)
+        backend = SandboxPool(backend, max_starts=4, max_execs=16, prewarmed=2)
     try:
         await (await backend.start(SandboxSpec())).close()
     except ImageMissingError as error:
@@ -95,11 +95,11 @@ async def backend(engine: Engine) -> AsyncIterator[SandboxBackend]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def box(backend: SandboxBackend) -> AsyncIterator[Sandbox]:
-    """A box that the tests of a module share: whatever one of them does, it must go on working."""
-    box = await backend.start(SandboxSpec(env={"FROM_SPEC": "spec"}, memory_mb=256, pids=64))
-    yield box
-    await box.close()
+async def sandbox(backend: SandboxBackend) -> AsyncIterator[Sandbox]:
+    """A sandbox that the tests of a module share: whatever one of them does, it must go on working."""
+    sandbox = await backend.start(SandboxSpec(env={"FROM_SPEC": "spec"}, memory_mb=256, pids=64))
+    yield sandbox
+    await sandbox.close()
 
 
 @pytest.fixture
@@ -109,15 +109,15 @@ def marker() -> str:
 
 
 class Host:
-    """Looks at the host from outside the boxes."""
+    """Looks at the host from outside the sandboxes."""
 
     def processes(self, marker: str) -> int:
         """How many processes have ``marker`` among their arguments, whatever namespace they are in."""
         found = 0
-        for folder in Path("/proc").iterdir():
-            if folder.name.isdigit() and int(folder.name) != os.getpid():
+        for directory in Path("/proc").iterdir():
+            if directory.name.isdigit() and int(directory.name) != os.getpid():
                 try:
-                    arguments = (folder / "cmdline").read_bytes().split(b"\0")
+                    arguments = (directory / "cmdline").read_bytes().split(b"\0")
                 except OSError:
                     continue
                 found += marker.encode() in arguments
@@ -130,36 +130,36 @@ class Host:
             assert time.monotonic() < deadline, f"not within {WAIT_SECONDS:.0f} s: {what}"
             await asyncio.sleep(0.02)
 
-    def box_exists(self, backend: str, box_id: str) -> bool:
-        """Whether anything of a box is left on the machine: its container, or its folder or control groups."""
+    def sandbox_exists(self, backend: str, sandbox_id: str) -> bool:
+        """Whether anything of a sandbox is left on the machine: its container, or its directory or control groups."""
         if backend != "bubblewrap":
             api = connect(backend)
             try:
-                return any(c["Id"].startswith(box_id) for c in api.containers(all=True))
+                return any(c["Id"].startswith(sandbox_id) for c in api.containers(all=True))
             finally:
                 api.close()
         # Not glob, which stumbles over groups of others' that go away under it.
-        groups = any(f"agent-rl-{box_id}" in names for _, names, _ in os.walk("/sys/fs/cgroup"))
-        folders = Path(tempfile.gettempdir()).glob(f"agent-rl-boxes-{os.getuid()}/*/boxes/{box_id}")
-        return groups or any(True for _ in folders)
+        groups = any(f"agent-rl-{sandbox_id}" in names for _, names, _ in os.walk("/sys/fs/cgroup"))
+        directories = Path(tempfile.gettempdir()).glob(f"agent-rl-sandboxes-{os.getuid()}/*/boxes/{sandbox_id}")
+        return groups or any(True for _ in directories)
 
 
 class GVisorHost(Host):
-    """Looks into running boxes whose processes are none of the host's, by asking the engine."""
+    """Looks into running sandboxes whose processes are none of the host's, by asking the engine."""
 
     def processes(self, marker: str) -> int:
         api = connect()
         try:
-            boxes = [container["Id"] for container in api.containers(filters={"label": RUN_LABEL})]
-            return sum(self._arguments(api, box).count(marker.encode()) for box in boxes)
+            sandboxes = [container["Id"] for container in api.containers(filters={"label": RUN_LABEL})]
+            return sum(self._arguments(api, sandbox).count(marker.encode()) for sandbox in sandboxes)
         finally:
             api.close()
 
-    def _arguments(self, api: EngineClient, box: str) -> list[bytes]:
-        """What the processes in the box were called with; nothing where it ends meanwhile."""
+    def _arguments(self, api: EngineClient, sandbox: str) -> list[bytes]:
+        """What the processes in the sandbox were called with; nothing where it ends meanwhile."""
         look = ["sh", "-c", "cat /proc/[0-9]*/cmdline"]
         try:
-            return bytes(api.exec_start(api.exec_create(box, look, user="65534", stderr=False)["Id"])).split(b"\0")
+            return bytes(api.exec_start(api.exec_create(sandbox, look, user="65534", stderr=False)["Id"])).split(b"\0")
         except docker.errors.APIError:
             return []
 

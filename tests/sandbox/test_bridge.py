@@ -1,4 +1,4 @@
-"""What carries an agent program's requests out of its box."""
+"""What carries an agent program's requests out of its sandbox."""
 
 from __future__ import annotations
 

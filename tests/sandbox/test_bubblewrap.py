@@ -1,4 +1,4 @@
-"""What only the bubblewrap backend has: its filter, its fallbacks, its folders."""
+"""What only the bubblewrap backend has: its filter, its fallbacks, its directories."""
 
 from __future__ import annotations
 
@@ -52,26 +52,26 @@ x86 = platform.machine() == "x86_64"
 print(json.dumps([opens(1), opens(2), opens(10), opens(40), opens(38),
     refused(250 if x86 else 219, 0, -3, 1), refused(321 if x86 else 280, 0, 0, 0), refused(425, 8, 0)]))
 """
-    box = await backend.start(SandboxSpec())
-    result = await box.exec(["python3", "-c", code], timeout=30)
+    sandbox = await backend.start(SandboxSpec())
+    result = await sandbox.exec(["python3", "-c", code], timeout=30)
     assert json.loads(result.stdout) == [True, True, True, False, False, True, True, True], result
 
 
 async def test_commands_leave_no_zombies(backend: BubblewrapBackend) -> None:
-    """Left to the machine's init, which may reap slowly or never, they would fill the box's process limit."""
-    box = await backend.start(SandboxSpec(pids=8))
+    """Left to the machine's init, which may reap slowly or never, they would fill the sandbox's process limit."""
+    sandbox = await backend.start(SandboxSpec(pids=8))
     for _ in range(40):
-        assert (await box.exec("true & true", timeout=20)).ok
-    assert box.cgroup is not None
-    if "pids" in box.cgroup.folders:
-        assert (box.cgroup.folders["pids"] / "pids.current").read_text() == "0\n"
+        assert (await sandbox.exec("true & true", timeout=20)).ok
+    assert sandbox.cgroup is not None
+    if "pids" in sandbox.cgroup.directories:
+        assert (sandbox.cgroup.directories["pids"] / "pids.current").read_text() == "0\n"
 
 
 async def test_a_command_cancelled_while_it_starts_is_gone_at_once(backend: BubblewrapBackend, marker: str) -> None:
-    box = await backend.start(SandboxSpec())
+    sandbox = await backend.start(SandboxSpec())
     moments = random.Random(7)
     for _ in range(150):
-        running = asyncio.create_task(box.exec(f"sleep {marker}", timeout=60))
+        running = asyncio.create_task(sandbox.exec(f"sleep {marker}", timeout=60))
         await asyncio.sleep(moments.uniform(0, 0.01))  # bwrap takes a few milliseconds; each moment of it is met
         running.cancel()
         await asyncio.wait({running}, timeout=20)
@@ -89,21 +89,21 @@ def command_lines() -> list[bytes]:
 
 
 async def test_root_file_system_is_read_only(backend: BubblewrapBackend) -> None:
-    box = await backend.start(SandboxSpec())
-    # /dev is made anew for each command, in memory that counts against the box.
+    sandbox = await backend.start(SandboxSpec())
+    # /dev is made anew for each command, in memory that counts against the sandbox.
     find = "find / -xdev -path /dev -prune -o -writable -not -type l -print"
-    assert set((await box.exec(find, timeout=60)).stdout.split()) == {b"/home/agent", b"/testbed", b"/tmp"}
+    assert set((await sandbox.exec(find, timeout=60)).stdout.split()) == {b"/home/agent", b"/testbed", b"/tmp"}
 
 
 async def test_limits_without_control_groups(tmp_path: Path) -> None:
     backend = BubblewrapBackend(run_id="rlimits", base=tmp_path / "base", control_groups=False)
     try:
         assert "resource limits" in backend.limits
-        box = await backend.start(SandboxSpec(memory_mb=200, pids=20))
-        assert (await box.exec(["no-such-program"], timeout=20)).exit_code == 127
-        hog = await box.exec(["python3", "-c", "bytearray(1 << 30)"], timeout=30)
+        sandbox = await backend.start(SandboxSpec(memory_mb=200, pids=20))
+        assert (await sandbox.exec(["no-such-program"], timeout=20)).exit_code == 127
+        hog = await sandbox.exec(["python3", "-c", "bytearray(1 << 30)"], timeout=30)
         assert b"MemoryError" in hog.stderr
-        assert (await box.exec("ulimit -u", timeout=20)).stdout == b"23\n"
+        assert (await sandbox.exec("ulimit -u", timeout=20)).stdout == b"23\n"
     finally:
         await backend.close()
 
@@ -112,21 +112,21 @@ async def test_works_as_an_ordinary_user() -> None:
     """As nobody, with the system's own Python and a copy of the package that nobody can read."""
     if os.getuid() != 0 or shutil.which("python3", path="/usr/bin") is None:
         pytest.skip("needs root, to become another user, and a system Python")
-    folder = Path("/var/tmp") / f"agent-rl-test-{os.getpid()}"
+    directory = Path("/var/tmp") / f"agent-rl-test-{os.getpid()}"
     try:
-        shutil.copytree(ROOT / "sandbox", folder / "sandbox", ignore=shutil.ignore_patterns("__pycache__"))
-        (folder / "tmp").mkdir()
-        shutil.chown(folder / "tmp", 65534, 65534)
+        shutil.copytree(ROOT / "sandbox", directory / "sandbox", ignore=shutil.ignore_patterns("__pycache__"))
+        (directory / "tmp").mkdir()
+        shutil.chown(directory / "tmp", 65534, 65534)
         code = """
 import asyncio, os
 from sandbox import SandboxSpec, open_backend
 async def main():
     assert os.getuid() == 65534
     backend = open_backend("bubblewrap", run_id="nobody")
-    box = await backend.start(SandboxSpec(pids=20))
-    await box.write_files({"a": b"1"})
-    result = await box.exec("id -u; cat a; echo 2 > b; chmod 0 b; mkdir -p locked/in; chmod 0 locked", timeout=20)
-    print(result, await box.read_file("a"))
+    sandbox = await backend.start(SandboxSpec(pids=20))
+    await sandbox.write_files({"a": b"1"})
+    result = await sandbox.exec("id -u; cat a; echo 2 > b; chmod 0 b; mkdir -p locked/in; chmod 0 locked", timeout=20)
+    print(result, await sandbox.read_file("a"))
     bomb = '''import os, time
 made = 0
 try:
@@ -135,37 +135,37 @@ try:
         made += 1
 except OSError: pass
 print("forks", made)'''
-    print((await box.exec(["python3", "-c", bomb], timeout=20)).text)
+    print((await sandbox.exec(["python3", "-c", bomb], timeout=20)).text)
     await backend.close()
-    print("left", [name for name in os.listdir(os.environ["TMPDIR"] + "/agent-rl-boxes-65534") if name[0] != "."])
+    print("left", [name for name in os.listdir(os.environ["TMPDIR"] + "/agent-rl-sandboxes-65534") if name[0] != "."])
 asyncio.run(main())
 """
         run = await asyncio.create_subprocess_exec(
             *("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "/usr/bin/python3", "-c", code),
-            cwd=folder,
-            env={"PATH": os.environ["PATH"], "TMPDIR": str(folder / "tmp"), "PYTHONPATH": str(folder)},
+            cwd=directory,
+            env={"PATH": os.environ["PATH"], "TMPDIR": str(directory / "tmp"), "PYTHONPATH": str(directory)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
         text = (await asyncio.wait_for(run.communicate(), 60))[0].decode()
         assert "stdout=b'0\\n1'" in text, text
-        assert "forks 2" in text, text  # the limit of 20 and what a box needs itself, less what runs then
+        assert "forks 2" in text, text  # the limit of 20 and what a sandbox needs itself, less what runs then
         assert "left []" in text, text
     finally:
-        shutil.rmtree(folder)
+        shutil.rmtree(directory)
 
 
 @pytest.fixture
 def rootfs(tmp_path: Path) -> Path:
-    """A root file system with a shell, the libraries that it needs, and something in its working folder."""
+    """A root file system with a shell, the libraries that it needs, and something in its working directory."""
     root = tmp_path / "rootfs"
     listing = subprocess.run(["ldd", "/bin/bash"], capture_output=True, text=True, check=True).stdout
     for file in {"/bin/bash", "/bin/sh", *(part for part in listing.split() if part.startswith("/"))}:
         target = root / "usr" / file.removeprefix("/usr").lstrip("/")
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(file, target)
-    for folder in (root / "usr").iterdir():
-        (root / folder.name).symlink_to(f"usr/{folder.name}")
+    for directory in (root / "usr").iterdir():
+        (root / directory.name).symlink_to(f"usr/{directory.name}")
     for name in ("etc", "testbed"):
         (root / name).mkdir()
     (root / "etc/marker").write_text("image's own")
@@ -174,18 +174,18 @@ def rootfs(tmp_path: Path) -> Path:
     return root
 
 
-async def test_image_that_is_a_folder(backend: BubblewrapBackend, rootfs: Path) -> None:
-    box = await backend.start(SandboxSpec(image=str(rootfs)))
+async def test_image_that_is_a_directory(backend: BubblewrapBackend, rootfs: Path) -> None:
+    sandbox = await backend.start(SandboxSpec(image=str(rootfs)))
     command = "read a < README; read b < link; echo $a, $b; echo new > README; echo $HOME; echo x > /etc/marker"
-    result = await box.exec(command, timeout=20)
+    result = await sandbox.exec(command, timeout=20)
     assert result.stdout == b"from the image, image's own\n/root\n"
     assert b"Read-only" in result.stderr
     assert (rootfs / "testbed/README").read_text() == "from the image"
-    assert await box.read_file("README") == b"new\n"
+    assert await sandbox.read_file("README") == b"new\n"
 
 
-async def test_folder_that_is_no_image(backend: BubblewrapBackend, tmp_path: Path) -> None:
-    with pytest.raises(ImageMissingError, match="folder of a root file system"):
+async def test_directory_that_is_no_image(backend: BubblewrapBackend, tmp_path: Path) -> None:
+    with pytest.raises(ImageMissingError, match="directory of a root file system"):
         await backend.start(SandboxSpec(image=str(tmp_path)))
 
 
@@ -196,30 +196,30 @@ async def test_workdir_that_can_not_be(backend: BubblewrapBackend, workdir: str)
 
 
 async def test_workdir_inside_the_home(backend: BubblewrapBackend) -> None:
-    box = await backend.start(SandboxSpec(workdir="/home/agent/repo"))
-    await box.write_files({"a": b"1", "/home/agent/b": b"2"})
-    assert (await box.exec("pwd; cat a ../b", timeout=20)).text == "/home/agent/repo\n12"
+    sandbox = await backend.start(SandboxSpec(workdir="/home/agent/repo"))
+    await sandbox.write_files({"a": b"1", "/home/agent/b": b"2"})
+    assert (await sandbox.exec("pwd; cat a ../b", timeout=20)).text == "/home/agent/repo\n12"
 
 
-async def test_read_only_folder_below_a_writable_one_is_refused(backend: BubblewrapBackend, tmp_path: Path) -> None:
-    with pytest.raises(SandboxStartError, match="/testbed/lib: below a writable folder"):
+async def test_read_only_directory_below_a_writable_one_is_refused(backend: BubblewrapBackend, tmp_path: Path) -> None:
+    with pytest.raises(SandboxStartError, match="/testbed/lib: below a writable directory"):
         await backend.start(SandboxSpec(ro_binds={str(tmp_path): "/testbed/lib"}))
 
 
-async def test_deep_and_locked_folders_are_removed(backend: BubblewrapBackend, tmp_path: Path) -> None:
-    box = await backend.start(SandboxSpec())
+async def test_deep_and_locked_directories_are_removed(backend: BubblewrapBackend, tmp_path: Path) -> None:
+    sandbox = await backend.start(SandboxSpec())
     code = "import os\nfor i in range(1500):\n os.mkdir('d'); os.chdir('d')"
-    assert (await box.exec(["python3", "-c", code], timeout=60)).ok
-    await box.close()
+    assert (await sandbox.exec(["python3", "-c", code], timeout=60)).ok
+    await sandbox.close()
     assert not list((tmp_path / "base").glob("only*/boxes/*"))
 
 
-async def test_a_box_whose_folder_is_gone_is_lost(backend: BubblewrapBackend, tmp_path: Path) -> None:
-    box = await backend.start(SandboxSpec())
-    (folder,) = (tmp_path / "base").glob("only*/boxes/*")
-    shutil.rmtree(folder)
+async def test_a_box_whose_directory_is_gone_is_lost(backend: BubblewrapBackend, tmp_path: Path) -> None:
+    sandbox = await backend.start(SandboxSpec())
+    (directory,) = (tmp_path / "base").glob("only*/boxes/*")
+    shutil.rmtree(directory)
     with pytest.raises(SandboxLostError, match="gone"):
-        await box.exec("true", timeout=20)
+        await sandbox.exec("true", timeout=20)
 
 
 @pytest.fixture
@@ -236,10 +236,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 async def test_full_disk_is_one_clear_line(small_disk: Path) -> None:
     backend = BubblewrapBackend(run_id="full", base=small_disk)
     try:
-        box = await backend.start(SandboxSpec())
-        assert (await box.exec("head -c 10 /dev/zero > small", timeout=20)).ok
+        sandbox = await backend.start(SandboxSpec())
+        assert (await sandbox.exec("head -c 10 /dev/zero > small", timeout=20)).ok
         with pytest.raises(SandboxDiskFullError, match=r"free on its disk") as error:
-            await box.exec("head -c 100000000 /dev/zero > big", timeout=20)
+            await sandbox.exec("head -c 100000000 /dev/zero > big", timeout=20)
         assert "\n" not in str(error.value)
         with pytest.raises(SandboxDiskFullError):
             await backend.start(SandboxSpec())
@@ -247,7 +247,7 @@ async def test_full_disk_is_one_clear_line(small_disk: Path) -> None:
         await backend.close()
 
 
-async def test_base_folder_of_another_user_is_refused(tmp_path: Path) -> None:
+async def test_base_directory_of_another_user_is_refused(tmp_path: Path) -> None:
     base = tmp_path / "base"
     base.mkdir(mode=0o777)
     base.chmod(0o777)

@@ -31,7 +31,7 @@ from sandbox import (
     blob_name,
     open_session,
 )
-from sandbox.docker.files import gather_folder, read_folder, shown_here
+from sandbox.docker.files import gather_dir, read_dir, shown_here
 from sandbox.files import Tree
 from tests.sandbox.conftest import CONTAINER_ENGINES
 
@@ -40,8 +40,8 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)
 GVISOR_LACKS = {
     "test_programs_see_what_a_file_is": "its statx refuses AT_NO_AUTOMOUNT, which ls and stat of coreutils 9 pass",
     "test_no_user_namespace": "its seccomp filter does not reach processes that the engine adds to a container",
-    "test_memory_hog_is_contained": "the host's kernel kills gVisor's, and the box with it",
-    "test_hog_among_children_is_flagged": "the host's kernel kills gVisor's, and the box with it",
+    "test_memory_hog_is_contained": "the host's kernel kills gVisor's, and the sandbox with it",
+    "test_hog_among_children_is_flagged": "the host's kernel kills gVisor's, and the sandbox with it",
 }
 """What does not hold under gVisor's release 20221219, by test, and why. A release that does better fails here."""
 
@@ -54,16 +54,16 @@ def _known_to_fail(request: pytest.FixtureRequest, engine: Any) -> None:
 
 @asynccontextmanager
 async def started(backend: SandboxBackend, spec: SandboxSpec | None = None) -> AsyncIterator[Sandbox]:
-    box = await backend.start(spec or SandboxSpec())
+    sandbox = await backend.start(spec or SandboxSpec())
     try:
-        yield box
+        yield sandbox
     finally:
-        await box.close()
+        await sandbox.close()
 
 
-async def python(box: Sandbox, code: str, timeout: float = 20.0) -> Any:
-    """What ``code``, run in the box, prints as JSON."""
-    result = await box.exec(["python3", "-c", code], timeout=timeout)
+async def python(sandbox: Sandbox, code: str, timeout: float = 20.0) -> Any:
+    """What ``code``, run in the sandbox, prints as JSON."""
+    result = await sandbox.exec(["python3", "-c", code], timeout=timeout)
     assert result.ok, result
     return json.loads(result.stdout)
 
@@ -71,11 +71,11 @@ async def python(box: Sandbox, code: str, timeout: float = 20.0) -> Any:
 # Commands
 
 
-async def test_output_and_exit_code(box: Sandbox) -> None:
-    result = await box.exec("echo out; echo err >&2; exit 3", timeout=20)
+async def test_output_and_exit_code(sandbox: Sandbox) -> None:
+    result = await sandbox.exec("echo out; echo err >&2; exit 3", timeout=20)
     assert (result.exit_code, result.stdout, result.stderr) == (3, b"out\n", b"err\n")
     assert (result.ok, result.timed_out, result.truncated, result.oom_killed) == (False, False, False, False)
-    assert (await box.exec(["echo", "a b", "$HOME"], timeout=20)).stdout == b"a b $HOME\n"
+    assert (await sandbox.exec(["echo", "a b", "$HOME"], timeout=20)).stdout == b"a b $HOME\n"
 
 
 @pytest.mark.parametrize(
@@ -90,108 +90,108 @@ async def test_output_and_exit_code(box: Sandbox) -> None:
         ("echo 'bwrap: a message of our own' >&2; exit 1", None, 1),
     ],
 )
-async def test_what_fails_in_the_box_is_a_value(
-    box: Sandbox, command: str | list[str], cwd: str | None, code: int
+async def test_what_fails_in_the_sandbox_is_a_value(
+    sandbox: Sandbox, command: str | list[str], cwd: str | None, code: int
 ) -> None:
-    result = await box.exec(command, timeout=20, cwd=cwd)
+    result = await sandbox.exec(command, timeout=20, cwd=cwd)
     assert result.exit_code == code
     assert not result.timed_out
     assert b"Killed" not in result.stderr
 
 
-async def test_environment_and_folder(box: Sandbox) -> None:
+async def test_environment_and_directory(sandbox: Sandbox) -> None:
     command = 'echo "$FROM_SPEC $FROM_EXEC"; pwd'
-    result = await box.exec(command, timeout=20, env={"FROM_EXEC": "exec"})
+    result = await sandbox.exec(command, timeout=20, env={"FROM_EXEC": "exec"})
     assert result.text == "spec exec\n/testbed\n"
-    result = await box.exec(command, timeout=20, env={"FROM_SPEC": "over"}, cwd="/usr")
+    result = await sandbox.exec(command, timeout=20, env={"FROM_SPEC": "over"}, cwd="/usr")
     assert result.text == "over \n/usr\n"
-    await box.exec("mkdir -p deep/er", timeout=20)
-    assert (await box.exec("pwd", timeout=20, cwd="deep/er")).text == "/testbed/deep/er\n"
+    await sandbox.exec("mkdir -p deep/er", timeout=20)
+    assert (await sandbox.exec("pwd", timeout=20, cwd="deep/er")).text == "/testbed/deep/er\n"
 
 
-async def test_host_is_not_visible(box: Sandbox, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_host_is_not_visible(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HOST_SECRET", "secret")
-    assert "HOST_SECRET" not in (await box.exec("env", timeout=20)).text
+    assert "HOST_SECRET" not in (await sandbox.exec("env", timeout=20)).text
     for path in (__file__, tmp_path / "file", sys.prefix, "/etc/machine-id", "/etc/ssh", "/var/run/docker.sock"):
-        assert not (await box.exec(["test", "-e", str(path)], timeout=20)).ok, path
+        assert not (await sandbox.exec(["test", "-e", str(path)], timeout=20)).ok, path
 
 
-async def test_standard_input(box: Sandbox) -> None:
+async def test_standard_input(sandbox: Sandbox) -> None:
     data = bytes(range(256)) * 8192
-    assert (await box.exec("md5sum; wc -c", timeout=20, stdin=data)).stdout.split()[2:] == [b"0"]
-    assert (await box.exec("wc -c", timeout=20, stdin=data)).stdout.strip() == str(len(data)).encode()
-    assert (await box.exec("true", timeout=20, stdin=data)).ok
-    assert (await box.exec("cat", timeout=20)).ok, "without input a command sees its end at once"
-    echoed = await box.exec("cat", timeout=20, stdin=data[: 1 << 20])
+    assert (await sandbox.exec("md5sum; wc -c", timeout=20, stdin=data)).stdout.split()[2:] == [b"0"]
+    assert (await sandbox.exec("wc -c", timeout=20, stdin=data)).stdout.strip() == str(len(data)).encode()
+    assert (await sandbox.exec("true", timeout=20, stdin=data)).ok
+    assert (await sandbox.exec("cat", timeout=20)).ok, "without input a command sees its end at once"
+    echoed = await sandbox.exec("cat", timeout=20, stdin=data[: 1 << 20])
     assert echoed.stdout == data[: 1 << 20]
 
 
-async def test_state_stays_between_commands(box: Sandbox) -> None:
-    assert (await box.exec("echo 1 > /tmp/a; echo 2 > ~/b; echo 3 > c", timeout=20)).ok
-    assert (await box.exec("cat /tmp/a ~/b c", timeout=20)).text == "1\n2\n3\n"
+async def test_state_stays_between_commands(sandbox: Sandbox) -> None:
+    assert (await sandbox.exec("echo 1 > /tmp/a; echo 2 > ~/b; echo 3 > c", timeout=20)).ok
+    assert (await sandbox.exec("cat /tmp/a ~/b c", timeout=20)).text == "1\n2\n3\n"
 
 
 # Timeouts and what is left running
 
 
-async def test_timeout_kills_everything_inside(box: Sandbox, marker: str, host: Any) -> None:
+async def test_timeout_kills_everything_inside(sandbox: Sandbox, marker: str, host: Any) -> None:
     command = f"""
         trap '' TERM INT HUP
         setsid -f bash -c "trap '' TERM; sleep {marker}; sleep {marker}"
         sleep {marker} &
         echo started; sleep {marker}; sleep {marker}
     """
-    result = await box.exec(command, timeout=1.0)
+    result = await sandbox.exec(command, timeout=1.0)
     assert result.timed_out
     assert (result.exit_code, result.stdout) == (-9, b"started\n")
     assert result.seconds < 15
     await host.until(lambda: not host.processes(marker), "the killed processes are gone")
-    assert (await box.exec("true", timeout=20)).ok
+    assert (await sandbox.exec("true", timeout=20)).ok
 
 
-async def test_nothing_outlives_its_command(box: Sandbox, marker: str, host: Any) -> None:
-    result = await box.exec(f"setsid -f sleep {marker}; sleep {marker} & echo done", timeout=20)
+async def test_nothing_outlives_its_command(sandbox: Sandbox, marker: str, host: Any) -> None:
+    result = await sandbox.exec(f"setsid -f sleep {marker}; sleep {marker} & echo done", timeout=20)
     assert (result.ok, result.stdout) == (True, b"done\n")
     await host.until(lambda: not host.processes(marker), "background processes are gone")
 
 
-async def test_cancelling_kills_the_command(box: Sandbox, marker: str, host: Any) -> None:
-    running = asyncio.ensure_future(box.exec(f"setsid -f sleep {marker}; sleep {marker}", timeout=60))
+async def test_cancelling_kills_the_command(sandbox: Sandbox, marker: str, host: Any) -> None:
+    running = asyncio.ensure_future(sandbox.exec(f"setsid -f sleep {marker}; sleep {marker}", timeout=60))
     await host.until(lambda: host.processes(marker) >= 2, "the command runs")
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
     await host.until(lambda: not host.processes(marker), "the cancelled command is gone")
-    assert (await box.exec("true", timeout=20)).ok
+    assert (await sandbox.exec("true", timeout=20)).ok
 
 
 # Limits
 
 
 async def test_output_is_capped_and_the_command_goes_on(backend: SandboxBackend) -> None:
-    async with started(backend, SandboxSpec(output_limit_bytes=1000)) as box:
-        result = await box.exec("yes | head -c 5000000; head -c 999 /dev/zero >&2; touch done", timeout=60)
+    async with started(backend, SandboxSpec(output_limit_bytes=1000)) as sandbox:
+        result = await sandbox.exec("yes | head -c 5000000; head -c 999 /dev/zero >&2; touch done", timeout=60)
         assert result.ok
         assert result.stdout == b"y\n" * 500
         assert len(result.stderr) == 999
         assert result.truncated
-        assert (await box.exec("ls", timeout=20)).stdout == b"done\n"
-        exact = await box.exec("head -c 1000 /dev/zero", timeout=20)
+        assert (await sandbox.exec("ls", timeout=20)).stdout == b"done\n"
+        exact = await sandbox.exec("head -c 1000 /dev/zero", timeout=20)
         assert len(exact.stdout) == 1000
         assert not exact.truncated
 
 
-async def test_a_flood_of_output_is_no_burden(box: Sandbox) -> None:
+async def test_a_flood_of_output_is_no_burden(sandbox: Sandbox) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    result = await box.exec("head -c 60000000 /dev/zero; touch all-of-it", timeout=100)
+    result = await sandbox.exec("head -c 60000000 /dev/zero; touch all-of-it", timeout=100)
     assert result.ok
-    assert (len(result.stdout), result.truncated) == (box.spec.output_limit_bytes, True)
+    assert (len(result.stdout), result.truncated) == (sandbox.spec.output_limit_bytes, True)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 30_000, "KiB, so 30 MB"
-    assert (await box.exec("test -e all-of-it", timeout=20)).ok
+    assert (await sandbox.exec("test -e all-of-it", timeout=20)).ok
 
 
-async def test_no_network(box: Sandbox) -> None:
+async def test_no_network(sandbox: Sandbox) -> None:
     code = """
 import json, socket
 def reaches(address):
@@ -204,57 +204,59 @@ names = [line.split(":")[0].strip() for line in open("/proc/net/dev") if ":" in 
 print(json.dumps([names, reaches(("127.0.0.1", PORT)), reaches(("192.0.2.1", 80))]))
 """
     with socket.create_server(("127.0.0.1", 0)) as server:
-        names, host_reached, world_reached = await python(box, code.replace("PORT", str(server.getsockname()[1])))
+        names, host_reached, world_reached = await python(sandbox, code.replace("PORT", str(server.getsockname()[1])))
     assert (host_reached, world_reached) == (False, False)
     # The kernel may show tunnel devices of its own in every new namespace; none is up.
     assert "lo" in names
     assert not [name for name in names if name.startswith(("eth", "en", "wl", "docker"))]
 
 
-async def test_no_privileges(box: Sandbox) -> None:
-    status = (await box.exec("cat /proc/self/status", timeout=20)).text
+async def test_no_privileges(sandbox: Sandbox) -> None:
+    status = (await sandbox.exec("cat /proc/self/status", timeout=20)).text
     fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
     # gVisor's kernel has no ambient capabilities, and no line for them.
     assert {int(fields.get(f"Cap{kind}", "0"), 16) for kind in ("Inh", "Prm", "Eff", "Bnd", "Amb")} == {0}
     assert {"CapPrm", "CapEff", "CapBnd"} <= fields.keys()
-    assert await python(box, "import ctypes; print(ctypes.CDLL(None).prctl(39, 0, 0, 0, 0))") == 1, "no new privileges"
+    assert await python(sandbox, "import ctypes; print(ctypes.CDLL(None).prctl(39, 0, 0, 0, 0))") == 1, (
+        "no new privileges"
+    )
     for command in (
         "mount -t tmpfs none /mnt",
         "chown 1:1 /testbed",
         "hostname other",
         "chroot / true",
         "mknod disk b 254 0",
-        # Opened for writing, nothing written: a box that lets this through must not take the machine down with it.
+        # Opened for writing, nothing written: a sandbox that lets this through must not take the machine down with it.
         ": >> /proc/sys/kernel/panic",
         ": >> /proc/sysrq-trigger",
         ": >> /sys/power/state",
     ):
-        assert not (await box.exec(command, timeout=20)).ok, command
-    assert (await box.exec("echo x > /dev/stdout; echo y > /dev/null", timeout=20)).stdout == b"x\n"
+        assert not (await sandbox.exec(command, timeout=20)).ok, command
+    assert (await sandbox.exec("echo x > /dev/stdout; echo y > /dev/null", timeout=20)).stdout == b"x\n"
 
 
-async def test_no_user_namespace(box: Sandbox) -> None:
-    assert not (await box.exec("unshare -Ur true", timeout=20)).ok
+async def test_no_user_namespace(sandbox: Sandbox) -> None:
+    assert not (await sandbox.exec("unshare -Ur true", timeout=20)).ok
 
 
 async def test_memory_hog_is_contained(backend: SandboxBackend) -> None:
-    async with started(backend, SandboxSpec(memory_mb=256)) as box:
-        result = await box.exec(["python3", "-c", "bytearray(1 << 30).count(1)"], timeout=20)
+    async with started(backend, SandboxSpec(memory_mb=256)) as sandbox:
+        result = await sandbox.exec(["python3", "-c", "bytearray(1 << 30).count(1)"], timeout=20)
         assert result.exit_code not in (0, -9)
         if result.exit_code == 137:
             assert result.oom_killed
-        after = await box.exec("true", timeout=20)
+        after = await sandbox.exec("true", timeout=20)
         assert (after.ok, after.oom_killed) == (True, False)
 
 
 async def test_hog_among_children_is_flagged(backend: SandboxBackend) -> None:
-    async with started(backend, SandboxSpec(memory_mb=256)) as box:
-        result = await box.exec("python3 -c 'bytearray(1 << 30).count(1)'; exit 5", timeout=20)
+    async with started(backend, SandboxSpec(memory_mb=256)) as sandbox:
+        result = await sandbox.exec("python3 -c 'bytearray(1 << 30).count(1)'; exit 5", timeout=20)
         assert result.exit_code == 5
         assert result.oom_killed or "MemoryError" in result.text
 
 
-async def test_process_limit(box: Sandbox) -> None:
+async def test_process_limit(sandbox: Sandbox) -> None:
     code = """
 import os, json, time
 made = 0
@@ -268,20 +270,20 @@ except OSError:
     pass
 print(json.dumps(made))
 """
-    made = await python(box, code)
-    assert 20 < made <= box.spec.pids + 12
+    made = await python(sandbox, code)
+    assert 20 < made <= sandbox.spec.pids + 12
 
 
-async def test_fork_bomb_is_contained(box: Sandbox) -> None:
-    result = await box.exec("bomb() { bomb | bomb & }; bomb; sleep 30", timeout=1.5)
+async def test_fork_bomb_is_contained(sandbox: Sandbox) -> None:
+    result = await sandbox.exec("bomb() { bomb | bomb & }; bomb; sleep 30", timeout=1.5)
     assert result.exit_code != 0 or result.timed_out or b"fork" in result.stderr
-    assert (await box.exec("echo alive", timeout=30)).stdout == b"alive\n"
+    assert (await sandbox.exec("echo alive", timeout=30)).stdout == b"alive\n"
 
 
-async def test_what_keeps_a_box_alive_can_not_be_killed(box: Sandbox, marker: str, host: Any) -> None:
+async def test_what_keeps_a_sandbox_alive_can_not_be_killed(sandbox: Sandbox, marker: str, host: Any) -> None:
     for command in ("kill -9 1", "kill -9 -1", "kill -STOP 1", f"setsid -f sleep {marker}; kill -9 $PPID; sleep 1"):
-        await box.exec(command, timeout=20)
-        assert (await box.exec("echo alive", timeout=20)).stdout == b"alive\n", command
+        await sandbox.exec(command, timeout=20)
+        assert (await sandbox.exec("echo alive", timeout=20)).stdout == b"alive\n", command
     await host.until(lambda: not host.processes(marker), "what was left behind is gone")
 
 
@@ -295,70 +297,74 @@ while time.monotonic() - start < 1.0:
     pass
 print(json.dumps(time.process_time() - used))
 """
-    async with started(backend, SandboxSpec(cpus=0.2)) as box:
-        assert await python(box, code) < 0.5
+    async with started(backend, SandboxSpec(cpus=0.2)) as sandbox:
+        assert await python(sandbox, code) < 0.5
 
 
-async def test_file_size_limit(box: Sandbox) -> None:
-    assert not (await box.exec("truncate -s 2G huge", timeout=20)).ok
-    assert (await box.exec("truncate -s 512M huge && rm huge", timeout=20)).ok
+async def test_file_size_limit(sandbox: Sandbox) -> None:
+    assert not (await sandbox.exec("truncate -s 2G huge", timeout=20)).ok
+    assert (await sandbox.exec("truncate -s 512M huge && rm huge", timeout=20)).ok
 
 
 # Files
 
 
-async def test_all_of_a_container_and_three_places_of_another_box_can_be_written(box: Sandbox, backend: Any) -> None:
+async def test_all_of_a_container_and_three_places_of_another_sandbox_can_be_written(
+    sandbox: Sandbox, backend: Any
+) -> None:
     """What an image keeps at its top can be taken away from an agent's sight."""
     places = ("/top", "/opt/new/deep", "/usr/new")
     for place in places:
-        written = await box.exec(f"mkdir -p $(dirname {place}) && touch {place} && rm {place}", timeout=20)
+        written = await sandbox.exec(f"mkdir -p $(dirname {place}) && touch {place} && rm {place}", timeout=20)
         assert written.ok is (backend.name != "bubblewrap"), written
     for place in ("/testbed/new", "/tmp/new", "$HOME/new"):
-        assert (await box.exec(f"touch {place}", timeout=20)).ok
+        assert (await sandbox.exec(f"touch {place}", timeout=20)).ok
 
 
-async def test_write_and_read(box: Sandbox) -> None:
+async def test_write_and_read(sandbox: Sandbox) -> None:
     files = {"pkg/a.py": b"a\n", "/testbed/pkg/b c.py": bytes(range(256)), "/tmp/t/x": b"", "e": b"1" * 2_000_000}
-    await box.write_files(files)
+    await sandbox.write_files(files)
     for path, data in files.items():
-        assert await box.read_file(path, max_bytes=1 << 22) == data
-    listing = await box.exec("find pkg/a.py 'pkg/b c.py' /tmp/t/x e -printf '%u %s\\n'; cat pkg/a.py", timeout=20)
+        assert await sandbox.read_file(path, max_bytes=1 << 22) == data
+    listing = await sandbox.exec("find pkg/a.py 'pkg/b c.py' /tmp/t/x e -printf '%u %s\\n'; cat pkg/a.py", timeout=20)
     assert listing.text.splitlines() == ["root 2", "root 256", "root 0", "root 2000000", "a"]
-    await box.write_files({"pkg/a.py": b"shorter"})
-    assert (await box.exec("cat pkg/a.py; echo more >> pkg/a.py", timeout=20)).text == "shorter"
-    assert await box.read_file("/testbed/pkg/a.py") == b"shortermore\n"
-    await box.write_files({})
+    await sandbox.write_files({"pkg/a.py": b"shorter"})
+    assert (await sandbox.exec("cat pkg/a.py; echo more >> pkg/a.py", timeout=20)).text == "shorter"
+    assert await sandbox.read_file("/testbed/pkg/a.py") == b"shortermore\n"
+    await sandbox.write_files({})
 
 
-async def test_programs_see_what_a_file_is(box: Sandbox) -> None:
-    assert (await box.exec("cd /tmp; ls /etc/passwd; stat -c %U /etc/passwd", timeout=20)).text == "/etc/passwd\nroot\n"
+async def test_programs_see_what_a_file_is(sandbox: Sandbox) -> None:
+    assert (
+        await sandbox.exec("cd /tmp; ls /etc/passwd; stat -c %U /etc/passwd", timeout=20)
+    ).text == "/etc/passwd\nroot\n"
 
 
-async def test_read_from_the_image(box: Sandbox) -> None:
-    assert b"root:" in await box.read_file("/etc/passwd")
-    assert await box.read_file("/testbed/../etc/passwd") == await box.read_file("/etc/passwd")
+async def test_read_from_the_image(sandbox: Sandbox) -> None:
+    assert b"root:" in await sandbox.read_file("/etc/passwd")
+    assert await sandbox.read_file("/testbed/../etc/passwd") == await sandbox.read_file("/etc/passwd")
 
 
-async def test_what_can_not_be_read(box: Sandbox) -> None:
-    await box.exec("mkdir -p d; rm -f pipe; mkfifo pipe; head -c 100 /dev/zero > hundred", timeout=20)
+async def test_what_can_not_be_read(sandbox: Sandbox) -> None:
+    await sandbox.exec("mkdir -p d; rm -f pipe; mkfifo pipe; head -c 100 /dev/zero > hundred", timeout=20)
     for path in ("absent", "d", "pipe", "hundred/x", "d/absent/x", "/dev/zero", "/usr/absent", "/usr"):
         with pytest.raises(SandboxFileError, match=path):
-            await box.read_file(path, max_bytes=50)
+            await sandbox.read_file(path, max_bytes=50)
     with pytest.raises(SandboxFileError, match=r"hundred.*100 bytes.*50"):
-        await box.read_file("hundred", max_bytes=50)
-    assert await box.read_file("hundred", max_bytes=100) == bytes(100)
+        await sandbox.read_file("hundred", max_bytes=50)
+    assert await sandbox.read_file("hundred", max_bytes=100) == bytes(100)
     with pytest.raises(SandboxFileError):
-        await box.write_files({"d": b"over a folder"})
+        await sandbox.write_files({"d": b"over a directory"})
 
 
-async def test_a_folder_is_read_whole_without_a_program_of_the_box(backend: SandboxBackend, tmp_path: Path) -> None:
+async def test_a_directory_is_read_whole_without_a_program_of_the_box(backend: SandboxBackend, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("secret")
     script = f"""mkdir -p d/e .git n/.git skipped; printf 'a\\0\\377' > d/e/x; printf y > 'n/y z'; chmod 755 'n/y z'
     ln -s {tmp_path} outside; ln -s d/e/x to-x; ln d/e/x hard; mkfifo pipe; head -c 300 /dev/zero > large; echo > .git/a
     echo > n/.git/b; echo > skipped/c; printf %s 'é' > d/é; rm -rf /bin/ls /bin/tar; : > empty"""
-    async with started(backend) as box:
-        await box.exec(script, timeout=20)
-        found = await box.read_tree("/testbed", skip={".git", "skipped"}, limits=TreeLimits(file_bytes=100))
+    async with started(backend) as sandbox:
+        await sandbox.exec(script, timeout=20)
+        found = await sandbox.read_tree("/testbed", skip={".git", "skipped"}, limits=TreeLimits(file_bytes=100))
         data = {path: file.data for path, file in found.items() if path not in ("hard", "d/e/x")}
         target = str(tmp_path).encode()
         assert data == {
@@ -367,28 +373,28 @@ async def test_a_folder_is_read_whole_without_a_program_of_the_box(backend: Sand
         assert found["hard"].data == found["d/e/x"].data == b"a\0\xff"
         assert {path for path, file in found.items() if stat.S_ISLNK(file.mode)} == {"outside", "to-x"}
         assert {path for path, file in found.items() if stat.S_ISREG(file.mode) and file.mode & 0o100} == {"n/y z"}
-        assert set(await box.read_tree("d")) == {"e/x", "é"}
+        assert set(await sandbox.read_tree("d")) == {"e/x", "é"}
         for path in ("absent", "n/y z", "outside"):
             with pytest.raises(SandboxFileError):
-                await box.read_tree(path)
+                await sandbox.read_tree(path)
         for limits in (TreeLimits(files=3), TreeLimits(total_bytes=3)):
             with pytest.raises(SandboxFileError, match="more than the 3"):
-                await box.read_tree("/testbed", limits=limits)
+                await sandbox.read_tree("/testbed", limits=limits)
 
 
 @pytest.mark.parametrize("engine", CONTAINER_ENGINES, indirect=True)
-async def test_a_folder_read_on_this_machine_is_what_the_engine_packs(backend: SandboxBackend) -> None:
+async def test_a_directory_read_on_this_machine_is_what_the_engine_packs(backend: SandboxBackend) -> None:
     script = """mkdir -p d/.git e; echo x > d/a; ln d/a e/hard; ln -s ../d e/link; mkfifo e/pipe; touch $'e/\\xff' 'e/é'
     chmod 755 d/a; head -c 100 /dev/zero > large; touch d/.git/x"""
-    async with started(backend) as box:
-        await box.exec(script, timeout=20)
-        api, container = box._api, box._container  # type: ignore[attr-defined]
+    async with started(backend) as sandbox:
+        await sandbox.exec(script, timeout=20)
+        api, container = sandbox._api, sandbox._container  # type: ignore[attr-defined]
         assert (
             shown_here({**api.inspect_container(container), "Mounts": [{"Destination": "/testbed/d"}]}, "/testbed")
             is None
         )
         trees = []
-        for gather in (read_folder, gather_folder):
+        for gather in (read_dir, gather_dir):
             tree = Tree("/testbed", TreeLimits(file_bytes=10), {"d/a": blob_name(b"x\n")})
             await asyncio.to_thread(gather, api, container, "/testbed", tree, skip={".git"})
             trees.append({path: (file.mode & 0o170111, file.data, file.blob) for path, file in tree.files.items()})
@@ -400,10 +406,10 @@ async def test_of_a_file_whose_content_is_known_only_its_name_is_read(backend: S
     contents = {"same": b"a\n", "other": b"b\n", "large": bytes(3_000_000), "new": b""}
     known = {path: blob_name(contents[path]) for path in ("same", "large")}
     known |= {"other": blob_name(b"before"), "linked": blob_name(b"same"), "gone": blob_name(b"")}
-    async with started(backend) as box:
-        await box.write_files(contents)
-        await box.exec("chmod 755 same; ln -s same linked", timeout=20)
-        found = await box.read_tree("/testbed", limits=TreeLimits(file_bytes=10), known=known)
+    async with started(backend) as sandbox:
+        await sandbox.write_files(contents)
+        await sandbox.exec("chmod 755 same; ln -s same linked", timeout=20)
+        found = await sandbox.read_tree("/testbed", limits=TreeLimits(file_bytes=10), known=known)
         assert {path: (file.data, file.blob) for path, file in found.items()} == {
             "same": (None, known["same"]), "other": (b"b\n", ""), "large": (None, known["large"]), "new": (b"", ""),
             "linked": (b"same", ""),
@@ -411,67 +417,68 @@ async def test_of_a_file_whose_content_is_known_only_its_name_is_read(backend: S
         assert found["same"].mode & 0o777 == 0o755
 
 
-async def test_links_lead_nowhere_outside(box: Sandbox, tmp_path: Path) -> None:
+async def test_links_lead_nowhere_outside(sandbox: Sandbox, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("secret")
     up = "../" * 12
     links = f"ln -sfn {secret} f; ln -sfn {tmp_path} d; ln -sfn {up}{secret} g; ln -sfn /proc/1/root r"
-    assert (await box.exec(links, timeout=20)).ok
+    assert (await sandbox.exec(links, timeout=20)).ok
     for path in ("f", "d/secret", "g", f"r{secret}"):
         with pytest.raises(SandboxFileError):
-            await box.read_file(path)
+            await sandbox.read_file(path)
         with contextlib.suppress(SandboxFileError):
-            await box.write_files({path: b"overwritten"})
+            await sandbox.write_files({path: b"overwritten"})
     assert secret.read_text() == "secret"
     assert os.listdir(tmp_path) == ["secret"]
 
 
-async def test_paths_lead_nowhere_outside(box: Sandbox, marker: str) -> None:
+async def test_paths_lead_nowhere_outside(sandbox: Sandbox, marker: str) -> None:
     up = "../" * 12
-    await box.write_files({f"{up}tmp/{marker}": b"inside", f"/testbed/{up}tmp/x/{marker}": b"inside too"})
+    await sandbox.write_files({f"{up}tmp/{marker}": b"inside", f"/testbed/{up}tmp/x/{marker}": b"inside too"})
     assert not await asyncio.to_thread(lambda: [path for path in ("/tmp", "/tmp/x") if Path(path, marker).exists()])
-    assert (await box.exec(f"cat /tmp/{marker} /tmp/x/{marker}", timeout=20)).text == "insideinside too"
-    for touch in (box.read_file("a\0b"), box.write_files({"a\0b": b""})):
+    assert (await sandbox.exec(f"cat /tmp/{marker} /tmp/x/{marker}", timeout=20)).text == "insideinside too"
+    for touch in (sandbox.read_file("a\0b"), sandbox.write_files({"a\0b": b""})):
         with pytest.raises(SandboxFileError, match="null byte"):
             await touch
 
 
-async def test_a_folder_that_turns_into_a_link_leads_nowhere_outside(box: Sandbox, tmp_path: Path) -> None:
-    """While a command swaps a folder for a link to a host path, as fast as it can, the host reads and writes there."""
+async def test_a_directory_that_turns_into_a_link_leads_nowhere_outside(sandbox: Sandbox, tmp_path: Path) -> None:
+    """While a command swaps a directory for a link to a host path, as fast as it can, the host reads and writes
+    there."""
     (tmp_path / "secret").write_text("secret")
     swap = (
         f"while [ ! -e stop ]; do mkdir turn; echo own > turn/secret; rm -rf turn; ln -s {tmp_path} turn; rm turn; done"
     )
-    swapping = asyncio.ensure_future(box.exec(swap, timeout=30))
+    swapping = asyncio.ensure_future(sandbox.exec(swap, timeout=30))
     seen: dict[bytes, int] = {}
     for _ in range(8):
         with contextlib.suppress(SandboxFileError):
-            await box.write_files({"turn/secret": b"overwritten"})
+            await sandbox.write_files({"turn/secret": b"overwritten"})
         with contextlib.suppress(SandboxFileError):
-            data = await box.read_file("turn/secret")
+            data = await sandbox.read_file("turn/secret")
             seen[data] = seen.get(data, 0) + 1
-    await box.write_files({"stop": b""})
+    await sandbox.write_files({"stop": b""})
     assert not (await swapping).timed_out
     assert (tmp_path / "secret").read_text() == "secret"
     assert os.listdir(tmp_path) == ["secret"]
     assert b"secret" not in seen
 
 
-async def test_links_inside_work(box: Sandbox) -> None:
-    await box.exec("mkdir -p real /tmp/other; echo hi > real/x; ln -sfn real l; ln -sfn /tmp/other o", timeout=20)
-    await box.exec("ln -sfn real/x to-x", timeout=20)
-    assert await box.read_file("l/x") == b"hi\n"
-    assert await box.read_file("to-x") == b"hi\n"
-    await box.write_files({"l/y": b"through", "o/z": b"absolute", "plain": b"beside"})
-    assert await box.read_file("/testbed/real/y") == b"through"
-    assert await box.read_file("/tmp/other/z") == b"absolute"
-    assert await box.read_file("plain") == b"beside"
+async def test_links_inside_work(sandbox: Sandbox) -> None:
+    await sandbox.exec("mkdir -p real /tmp/other; echo hi > real/x; ln -sfn real l; ln -sfn /tmp/other o", timeout=20)
+    await sandbox.exec("ln -sfn real/x to-x", timeout=20)
+    assert await sandbox.read_file("l/x") == b"hi\n"
+    assert await sandbox.read_file("to-x") == b"hi\n"
+    await sandbox.write_files({"l/y": b"through", "o/z": b"absolute", "plain": b"beside"})
+    assert await sandbox.read_file("/testbed/real/y") == b"through"
+    assert await sandbox.read_file("/tmp/other/z") == b"absolute"
+    assert await sandbox.read_file("plain") == b"beside"
 
 
-async def test_read_only_folders(backend: SandboxBackend, tmp_path: Path) -> None:
+async def test_read_only_directories(backend: SandboxBackend, tmp_path: Path) -> None:
     (tmp_path / "lib.py").write_text("answer = 42")
-    async with started(backend, SandboxSpec(ro_binds={str(tmp_path): "/opt/given"})) as box:
-        assert await box.read_file("/opt/given/lib.py") == b"answer = 42"
+    async with started(backend, SandboxSpec(ro_binds={str(tmp_path): "/opt/given"})) as sandbox:
+        assert await sandbox.read_file("/opt/given/lib.py") == b"answer = 42"
         for command in (
             "touch /opt/given/x",
             "echo answer = 43 > /opt/given/lib.py",
@@ -482,9 +489,9 @@ async def test_read_only_folders(backend: SandboxBackend, tmp_path: Path) -> Non
             "umount /opt/given",
             "ln /opt/given/lib.py /testbed/lib.py",
         ):
-            assert not (await box.exec(command, timeout=20)).ok, command
+            assert not (await sandbox.exec(command, timeout=20)).ok, command
         with pytest.raises(SandboxFileError):
-            await box.write_files({"/opt/given/lib.py": b"answer = 43"})
+            await sandbox.write_files({"/opt/given/lib.py": b"answer = 43"})
     assert (os.listdir(tmp_path), (tmp_path / "lib.py").read_text()) == (["lib.py"], "answer = 42")
     with pytest.raises(SandboxStartError, match="no such"):
         await backend.start(SandboxSpec(ro_binds={"/no/such": "/opt/given"}))
@@ -493,8 +500,8 @@ async def test_read_only_folders(backend: SandboxBackend, tmp_path: Path) -> Non
 # Sessions
 
 
-async def test_a_session_goes_on_where_it_stopped(box: Sandbox) -> None:
-    session = open_session(box)
+async def test_a_session_goes_on_where_it_stopped(sandbox: Sandbox) -> None:
+    session = open_session(sandbox)
 
     async def run(command: str) -> str:
         ran = await session.run(command, timeout=20)
@@ -503,27 +510,30 @@ async def test_a_session_goes_on_where_it_stopped(box: Sandbox) -> None:
         return ran.result.text
 
     await run(
-        "mkdir -p 'a folder' && cd 'a folder' && plain=$'two\nlines' && export shown='a \"b\" $c' && list=(1 '2 3')"
+        "mkdir -p 'a directory' && cd 'a directory' && plain=$'two\nlines' && export shown='a \"b\" $c' && list=(1 "
+        "'2 3')"
     )
     await run(
         "hello() { echo \"hello $1\"; }; alias shout='echo LOUD'; shopt -s expand_aliases nullglob; set -u; umask 027"
     )
     assert await run('pwd; echo "$plain"; printenv shown; echo "${list[1]}"') == (
-        '/testbed/a folder\ntwo\nlines\na "b" $c\n2 3\n'
+        '/testbed/a directory\ntwo\nlines\na "b" $c\n2 3\n'
     )
     assert await run("hello you; shout; echo *.none; umask; echo $-") == "hello you\nLOUD\n\n0027\nhuBc\n"
     assert await run("set +u; unset FROM_SPEC plain; cd /usr") == ""
-    assert await run('echo "$FROM_SPEC$plain" "$#"; cd - >/dev/null; pwd') == " 0\n/testbed/a folder\n"
+    assert await run('echo "$FROM_SPEC$plain" "$#"; cd - >/dev/null; pwd') == " 0\n/testbed/a directory\n"
     assert (await session.run("false; exit 3", timeout=20)).result.exit_code == 3
-    assert await run("rmdir '/testbed/a folder'; cd /tmp; pwd") == "/tmp\n", "exit ended the command, not the session"
-    other = await open_session(box).run("echo ${shown:-nothing}; pwd", timeout=20)
+    assert await run("rmdir '/testbed/a directory'; cd /tmp; pwd") == "/tmp\n", (
+        "exit ended the command, not the session"
+    )
+    other = await open_session(sandbox).run("echo ${shown:-nothing}; pwd", timeout=20)
     assert other.result.text == "nothing\n/testbed\n", "sessions know nothing of each other"
     await session.close()
     assert await run("echo ${shown:-nothing}") == "nothing\n"
 
 
-async def test_a_session_bears_strict_options(box: Sandbox) -> None:
-    session = open_session(box)
+async def test_a_session_bears_strict_options(sandbox: Sandbox) -> None:
+    session = open_session(sandbox)
     assert (await session.run("set -euo pipefail -o noclobber; IFS=; readonly fixed='a b'", timeout=20)).kept
     for number in range(3):
         ran = await session.run(f"count={number}; cd /tmp; false; echo not reached", timeout=20)
@@ -535,8 +545,8 @@ async def test_a_session_bears_strict_options(box: Sandbox) -> None:
     assert (await session.run("pwd", timeout=20)).result.text == "/tmp\n"
 
 
-async def test_a_session_says_when_a_command_was_killed(box: Sandbox, marker: str, host: Any) -> None:
-    session = open_session(box)
+async def test_a_session_says_when_a_command_was_killed(sandbox: Sandbox, marker: str, host: Any) -> None:
+    session = open_session(sandbox)
     assert (await session.run("cd /tmp; value=before", timeout=20)).kept
     ran = await session.run(
         f"cd /usr; value=after; setsid -f sleep {marker}; trap '' TERM; sleep {marker}", timeout=1.0
@@ -554,54 +564,54 @@ async def test_a_session_says_when_a_command_was_killed(box: Sandbox, marker: st
     assert (await session.run("true", timeout=20)).result.exit_code == 125
 
 
-# Boxes and backends
+# Sandboxes and backends
 
 
-async def test_git_and_pytest_work(box: Sandbox) -> None:
-    await box.write_files({"repo/test_a.py": b"def test_a():\n    assert 1\n"})
+async def test_git_and_pytest_work(sandbox: Sandbox) -> None:
+    await sandbox.write_files({"repo/test_a.py": b"def test_a():\n    assert 1\n"})
     command = "git init -q . && git add . && git -c user.name=a -c user.email=a@b commit -qm x && git log --oneline"
-    assert (await box.exec(command, timeout=20, cwd="repo")).ok
-    result = await box.exec("python3 -m pytest -q -p no:cacheprovider", timeout=60, cwd="repo")
+    assert (await sandbox.exec(command, timeout=20, cwd="repo")).ok
+    result = await sandbox.exec("python3 -m pytest -q -p no:cacheprovider", timeout=60, cwd="repo")
     assert "1 passed" in result.text
-    assert (await box.exec("python --version", timeout=20)).ok
+    assert (await sandbox.exec("python --version", timeout=20)).ok
 
 
 async def test_sixteen_at_once(backend: SandboxBackend) -> None:
     async def one(number: int) -> bytes:
-        async with started(backend) as box:
-            await box.write_files({"n": str(number).encode()})
-            await box.exec("cat n > /tmp/n; echo >> /tmp/n", timeout=60)
-            return (await box.exec("cat /tmp/n; ls /tmp /testbed", timeout=60)).stdout.split()[0]
+        async with started(backend) as sandbox:
+            await sandbox.write_files({"n": str(number).encode()})
+            await sandbox.exec("cat n > /tmp/n; echo >> /tmp/n", timeout=60)
+            return (await sandbox.exec("cat /tmp/n; ls /tmp /testbed", timeout=60)).stdout.split()[0]
 
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(one(number)) for number in range(16)]
     assert [int(task.result()) for task in tasks] == list(range(16))
 
 
-async def test_commands_of_one_box_at_once(box: Sandbox) -> None:
-    results = await asyncio.gather(*(box.exec(f"echo {i}", timeout=30) for i in range(6)))
+async def test_commands_of_one_sandbox_at_once(sandbox: Sandbox) -> None:
+    results = await asyncio.gather(*(sandbox.exec(f"echo {i}", timeout=30) for i in range(6)))
     assert [result.stdout for result in results] == [f"{i}\n".encode() for i in range(6)]
 
 
 async def test_close_is_idempotent(backend: SandboxBackend, host: Any) -> None:
-    box = await backend.start(SandboxSpec())
-    assert host.box_exists(backend.name, box.id)
-    await asyncio.gather(box.close(), box.close())
-    await box.close()
-    assert not host.box_exists(backend.name, box.id)
-    for use in (box.exec("true", timeout=5), box.read_file("x"), box.write_files({"x": b""})):
+    sandbox = await backend.start(SandboxSpec())
+    assert host.sandbox_exists(backend.name, sandbox.id)
+    await asyncio.gather(sandbox.close(), sandbox.close())
+    await sandbox.close()
+    assert not host.sandbox_exists(backend.name, sandbox.id)
+    for use in (sandbox.exec("true", timeout=5), sandbox.read_file("x"), sandbox.write_files({"x": b""})):
         with pytest.raises(SandboxLostError, match="closed"):
             await use
 
 
 async def test_close_is_shielded_from_cancellation(backend: SandboxBackend, host: Any) -> None:
-    box = await backend.start(SandboxSpec())
-    closing = asyncio.ensure_future(box.close())
+    sandbox = await backend.start(SandboxSpec())
+    closing = asyncio.ensure_future(sandbox.close())
     await asyncio.sleep(0)  # let it begin
     closing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await closing
-    assert not host.box_exists(backend.name, box.id)
+    assert not host.sandbox_exists(backend.name, sandbox.id)
 
 
 async def test_a_cancelled_start_leaves_nothing(engine: Any) -> None:
@@ -612,15 +622,15 @@ async def test_a_cancelled_start_leaves_nothing(engine: Any) -> None:
         start.cancel()
     ended = await asyncio.gather(*starts, return_exceptions=True)
     assert all(isinstance(end, asyncio.CancelledError) for end in ended)
-    assert other._boxes == {}  # type: ignore[attr-defined]
+    assert other._sandboxes == {}  # type: ignore[attr-defined]
     await other.close()
 
 
 async def test_close_under_a_command(backend: SandboxBackend, marker: str, host: Any) -> None:
-    box = await backend.start(SandboxSpec())
-    running = asyncio.ensure_future(box.exec(f"sleep {marker}", timeout=60))
+    sandbox = await backend.start(SandboxSpec())
+    running = asyncio.ensure_future(sandbox.exec(f"sleep {marker}", timeout=60))
     await host.until(lambda: host.processes(marker), "the command runs")
-    await box.close()
+    await sandbox.close()
     with pytest.raises(SandboxLostError):
         await running
     await host.until(lambda: not host.processes(marker), "the command is gone")
@@ -638,16 +648,18 @@ from sandbox import SandboxSpec, open_backend
 
 async def main():
     backend = open_backend(sys.argv[1], run_id="killed", runtime=sys.argv[3] if sys.argv[3:] else None)
-    boxes = [await backend.start(SandboxSpec()) for _ in range(2)]
+    sandboxes = [await backend.start(SandboxSpec()) for _ in range(2)]
     async with asyncio.TaskGroup() as group:
-        group.create_task(boxes[0].exec(f"setsid -f sleep {sys.argv[2]}; sleep {sys.argv[2]}", timeout=600))
-        print(*(box.id for box in boxes), flush=True)
+        group.create_task(sandboxes[0].exec(f"setsid -f sleep {sys.argv[2]}; sleep {sys.argv[2]}", timeout=600))
+        print(*(sandbox.id for sandbox in sandboxes), flush=True)
 
 asyncio.run(main())
 """
 
 
-async def test_boxes_of_a_killed_run_are_reaped(backend: SandboxBackend, engine: Any, marker: str, host: Any) -> None:
+async def test_sandboxes_of_a_killed_run_are_reaped(
+    backend: SandboxBackend, engine: Any, marker: str, host: Any
+) -> None:
     command = [sys.executable, "-c", _RUN, backend.name, marker, *([engine.runtime] if engine.runtime else [])]
     run = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
     try:
@@ -657,12 +669,12 @@ async def test_boxes_of_a_killed_run_are_reaped(backend: SandboxBackend, engine:
         await host.until(lambda: host.processes(marker) >= 2, "the run's command runs")
         async with started(backend) as mine:
             await backend.reap()
-            assert all(host.box_exists(backend.name, id) for id in ids), "a live run's boxes are left alone"
+            assert all(host.sandbox_exists(backend.name, id) for id in ids), "a live run's sandboxes are left alone"
             run.send_signal(signal.SIGKILL)
             await run.wait()
             # Other runs on this machine may reap them first, so their number is not certain.
             await backend.reap()
-            assert not any(host.box_exists(backend.name, id) for id in ids)
+            assert not any(host.sandbox_exists(backend.name, id) for id in ids)
             await host.until(lambda: not host.processes(marker), "the killed run's command is gone")
             assert (await mine.exec("echo mine", timeout=20)).stdout == b"mine\n"
     finally:
@@ -671,14 +683,14 @@ async def test_boxes_of_a_killed_run_are_reaped(backend: SandboxBackend, engine:
             await run.wait()
 
 
-async def test_closing_the_backend_closes_its_boxes(engine: Any, marker: str, host: Any) -> None:
+async def test_closing_the_backend_closes_its_sandboxes(engine: Any, marker: str, host: Any) -> None:
     other = await engine.open("closing")
-    boxes = [await other.start(SandboxSpec()) for _ in range(3)]
-    running = asyncio.ensure_future(boxes[0].exec(f"sleep {marker}", timeout=60))
+    sandboxes = [await other.start(SandboxSpec()) for _ in range(3)]
+    running = asyncio.ensure_future(sandboxes[0].exec(f"sleep {marker}", timeout=60))
     await host.until(lambda: host.processes(marker), "the command runs")
     await other.close()
     await other.close()
-    assert not any(host.box_exists(other.name, box.id) for box in boxes)
+    assert not any(host.sandbox_exists(other.name, sandbox.id) for sandbox in sandboxes)
     with pytest.raises(SandboxLostError):
         await running
     with pytest.raises(SandboxStartError, match="closed"):

@@ -1,4 +1,4 @@
-"""A run that is killed with many boxes in every stage of their lives leaves nothing behind after the next start."""
+"""A run that is killed with many sandboxes in every stage of their lives leaves nothing behind after the next start."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def test_nothing_is_left_of_a_killed_run_after_the_next_start(
         run.kill()
         run.wait()
         left = [lease for lease in open_place(backend).leases() if lease.owner.run_id == killed]
-    assert [box for box in done if "error" in box] == []
+    assert [sandbox for sandbox in done if "error" in sandbox] == []
     assert [lease.dead for lease in left] == [True]
-    assert left[0].boxes, "it was killed in the middle"
+    assert left[0].sandboxes, "it was killed in the middle"
     rest = subprocess.run([*churn, str(COUNT // 2), following], capture_output=True, check=True, timeout=120).stdout
-    boxes = [json.loads(line) for line in rest.splitlines()]
-    assert len(boxes) == COUNT // 2
-    assert [box for box in boxes if "error" in box] == []
+    sandboxes = [json.loads(line) for line in rest.splitlines()]
+    assert len(sandboxes) == COUNT // 2
+    assert [sandbox for sandbox in sandboxes if "error" in sandbox] == []
     assert [lease for lease in open_place(backend).leases() if lease.owner.run_id in (killed, following)] == []

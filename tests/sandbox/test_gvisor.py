@@ -1,4 +1,4 @@
-"""What boxes of docker whose kernel is gVisor's do otherwise than others; the rest is the conformance suite's."""
+"""What sandboxes of docker whose kernel is gVisor's do otherwise than others; the rest is the conformance suite's."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from sandbox import (
     SandboxUnavailableError,
     open_backend,
 )
-from sandbox.docker.box import DockerBox
 from sandbox.docker.engine import EngineClient
+from sandbox.docker.sandbox import DockerSandbox
 from sandbox.types import OVERGROWN
 
 about = EngineClient.info
@@ -40,56 +40,59 @@ async def backend() -> AsyncIterator[SandboxBackend]:
         yield backend
 
 
-async def test_a_box_has_a_kernel_of_its_own_and_works(backend: SandboxBackend) -> None:
-    box = await backend.start(SandboxSpec(env={"A": "a"}))
-    assert "Starting gVisor" in (await box.exec("dmesg", timeout=20)).text
-    result = await box.exec("echo $A; cat; echo err >&2; exit 3", timeout=20, stdin=b"given\n")
+async def test_a_sandbox_has_a_kernel_of_its_own_and_works(backend: SandboxBackend) -> None:
+    sandbox = await backend.start(SandboxSpec(env={"A": "a"}))
+    assert "Starting gVisor" in (await sandbox.exec("dmesg", timeout=20)).text
+    result = await sandbox.exec("echo $A; cat; echo err >&2; exit 3", timeout=20, stdin=b"given\n")
     assert (result.exit_code, result.stdout, result.stderr) == (3, b"a\ngiven\n", b"err\n")
-    await box.write_files({"d/x": b"written"})
-    assert (await box.exec("cat d/x; echo more >> d/x; mkfifo pipe", timeout=20)).stdout == b"written"
-    assert await box.read_file("d/x") == b"writtenmore\n"
-    assert (await box.read_tree("."))["d/x"].data == b"writtenmore\n"
+    await sandbox.write_files({"d/x": b"written"})
+    assert (await sandbox.exec("cat d/x; echo more >> d/x; mkfifo pipe", timeout=20)).stdout == b"written"
+    assert await sandbox.read_file("d/x") == b"writtenmore\n"
+    assert (await sandbox.read_tree("."))["d/x"].data == b"writtenmore\n"
     with pytest.raises(SandboxFileError):
-        await box.read_file("pipe")
-    status = (await box.exec("cat /proc/self/status", timeout=20)).text
+        await sandbox.read_file("pipe")
+    status = (await sandbox.exec("cat /proc/self/status", timeout=20)).text
     assert {line.split()[1] for line in status.splitlines() if line.startswith("Cap")} == {"0" * 16}
 
 
 async def test_what_a_command_leaves_ends_with_it(backend: SandboxBackend) -> None:
-    box = await backend.start(SandboxSpec())
-    result = await box.exec("trap '' TERM; setsid -f sleep 1234; echo started; sleep 1234; sleep 1234", timeout=2)
+    sandbox = await backend.start(SandboxSpec())
+    result = await sandbox.exec("trap '' TERM; setsid -f sleep 1234; echo started; sleep 1234; sleep 1234", timeout=2)
     assert (result.timed_out, result.exit_code, result.stdout) == (True, -9, b"started\n")
-    assert (await box.exec("setsid -f sleep 1234; kill -9 -1; echo not reached", timeout=20)).exit_code == 137
-    assert (await box.exec("kill -9 1; cat /proc/[0-9]*/cmdline | tr '\\0' ' '", timeout=20)).text.count("1234") == 0
-    cut = asyncio.create_task(box.exec("sleep 1234", timeout=60))
+    assert (await sandbox.exec("setsid -f sleep 1234; kill -9 -1; echo not reached", timeout=20)).exit_code == 137
+    assert (await sandbox.exec("kill -9 1; cat /proc/[0-9]*/cmdline | tr '\\0' ' '", timeout=20)).text.count(
+        "1234"
+    ) == 0
+    cut = asyncio.create_task(sandbox.exec("sleep 1234", timeout=60))
     await asyncio.sleep(1)
     cut.cancel()
     await asyncio.wait({cut})
-    assert (await box.exec("rm /bin/sh; echo alive", timeout=20)).stdout == b"alive\n"
-    assert b"were changed" in (await box.exec("true", timeout=20)).stderr
+    assert (await sandbox.exec("rm /bin/sh; echo alive", timeout=20)).stdout == b"alive\n"
+    assert b"were changed" in (await sandbox.exec("true", timeout=20)).stderr
 
 
 @pytest.mark.parametrize(
     ("hog", "memory"),
     [pytest.param(BOMB, False, marks=pytest.mark.exhaustive), ("bytearray(1 << 30).count(1)", True)],
 )
-async def test_a_box_that_runs_into_a_limit_ends_by_its_own_doing(
+async def test_a_sandbox_that_runs_into_a_limit_ends_by_its_own_doing(
     backend: SandboxBackend, hog: str, memory: bool
 ) -> None:
     """Its kernel dies with it. That is a result of the command and of all later ones, no fault of the machine's."""
-    box, neighbour = await backend.start(SandboxSpec(memory_mb=256, pids=64)), await backend.start(SandboxSpec())
-    result = await box.exec(["python3", "-c", hog], timeout=3)
+    sandbox, neighbour = await backend.start(SandboxSpec(memory_mb=256, pids=64)), await backend.start(SandboxSpec())
+    result = await sandbox.exec(["python3", "-c", hog], timeout=3)
     assert not result.ok
-    after = await box.exec("echo alive", timeout=20)
+    after = await sandbox.exec("echo alive", timeout=20)
     assert after.ok or after.exit_code == 137
     assert not memory or after.oom_killed
     assert (await neighbour.exec("echo alive", timeout=20)).stdout == b"alive\n"
 
 
-async def test_a_box_is_not_lost_whose_engine_never_hears_of_the_memory(
+async def test_a_sandbox_is_not_lost_whose_engine_never_hears_of_the_memory(
     backend: SandboxBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It gives the event up where the box's control group is gone first. The kernel's log has it, for whom may read."""
+    """It gives the event up where the sandbox's control group is gone first. The kernel's log has it, for whom may
+    read."""
     inspect = EngineClient.inspect_container
 
     def unaware(api: EngineClient, container: str) -> dict[str, Any]:
@@ -97,35 +100,37 @@ async def test_a_box_is_not_lost_whose_engine_never_hears_of_the_memory(
         return {**found, "State": {**found["State"], "OOMKilled": False}}
 
     monkeypatch.setattr(EngineClient, "inspect_container", unaware)
-    box, neighbour = await backend.start(SandboxSpec(memory_mb=256)), await backend.start(SandboxSpec())
-    await asyncio.wait([asyncio.ensure_future(box.exec(["python3", "-c", "bytearray(1 << 30).count(1)"], timeout=3))])
+    sandbox, neighbour = await backend.start(SandboxSpec(memory_mb=256)), await backend.start(SandboxSpec())
+    await asyncio.wait(
+        [asyncio.ensure_future(sandbox.exec(["python3", "-c", "bytearray(1 << 30).count(1)"], timeout=3))]
+    )
     if os.access("/dev/kmsg", os.R_OK):
-        assert (await box.exec("echo alive", timeout=20)).oom_killed
+        assert (await sandbox.exec("echo alive", timeout=20)).oom_killed
     else:
         with pytest.raises(SandboxLostError):
-            await box.exec("echo alive", timeout=20)
-    killed = cast(DockerBox, neighbour)
+            await sandbox.exec("echo alive", timeout=20)
+    killed = cast(DockerSandbox, neighbour)
     await asyncio.to_thread(killed._api.kill, killed._container)
     with pytest.raises(SandboxLostError):
         await neighbour.exec("echo alive", timeout=20)
 
 
 @pytest.mark.exhaustive
-async def test_a_command_whose_box_died_does_not_wait_for_its_timeout(backend: SandboxBackend) -> None:
+async def test_a_command_whose_sandbox_died_does_not_wait_for_its_timeout(backend: SandboxBackend) -> None:
     """The engine keeps the connection of a command open whose container has ended."""
-    box = await backend.start(SandboxSpec(memory_mb=64))
-    result = await box.exec(["python3", "-c", "bytearray(1 << 30).count(1)"], timeout=60)
+    sandbox = await backend.start(SandboxSpec(memory_mb=64))
+    result = await sandbox.exec(["python3", "-c", "bytearray(1 << 30).count(1)"], timeout=60)
     assert (result.exit_code, result.oom_killed, result.seconds < 30) == (137, True, True), result
 
 
 @pytest.mark.exhaustive
 async def test_no_process_escapes_by_forking(backend: SandboxBackend) -> None:
-    """gVisor's ``kill -9 -1`` misses processes that are being forked meanwhile, and would fill the box."""
+    """gVisor's ``kill -9 -1`` misses processes that are being forked meanwhile, and would fill the sandbox."""
     for _ in range(3):
-        box = await backend.start(SandboxSpec(memory_mb=256, pids=64))
-        await box.exec("bomb() { bomb | bomb & }; bomb; sleep 30", timeout=1.5)
-        assert (await box.exec("echo alive", timeout=20)).stdout == b"alive\n"
-        await box.close()
+        sandbox = await backend.start(SandboxSpec(memory_mb=256, pids=64))
+        await sandbox.exec("bomb() { bomb | bomb & }; bomb; sleep 30", timeout=1.5)
+        assert (await sandbox.exec("echo alive", timeout=20)).stdout == b"alive\n"
+        await sandbox.close()
 
 
 async def test_a_runtime_that_would_not_see_written_files_is_refused(
@@ -137,6 +142,6 @@ async def test_a_runtime_that_would_not_see_written_files_is_refused(
         open_backend("docker", run_id="gvisor", runtime="runsc")
 
 
-async def test_a_box_that_grows_is_ended(backend: SandboxBackend) -> None:
-    box = await backend.start(SandboxSpec(disk_mb=20))
-    assert (await box.exec("head -c 40000000 /dev/zero > big; sleep 60", timeout=50)).exit_code == OVERGROWN
+async def test_a_sandbox_that_grows_is_ended(backend: SandboxBackend) -> None:
+    sandbox = await backend.start(SandboxSpec(disk_mb=20))
+    assert (await sandbox.exec("head -c 40000000 /dev/zero > big; sleep 60", timeout=50)).exit_code == OVERGROWN

@@ -212,7 +212,7 @@ async def test_the_one_used_longest_ago_goes_and_never_what_is_not_ours(
         api.remove_container(container)
 
 
-async def test_a_box_brings_its_image(
+async def test_a_sandbox_brings_its_image(
     door: Door, api: EngineClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -222,8 +222,8 @@ async def test_a_box_brings_its_image(
         await without.start(SandboxSpec(image=image))
     await without.close()
     backend = DockerBackend(run_id="pulls", images=ImagePolicy(pull=True))
-    box = await backend.start(SandboxSpec(image=image))
-    assert await box.read_file("/noise", max_bytes=_SIZE)
+    sandbox = await backend.start(SandboxSpec(image=image))
+    assert await sandbox.read_file("/noise", max_bytes=_SIZE)
     await backend.close()
     (ledger,) = Path(tmp_path, "agent-rl").glob("images-*.json")  # noqa: ASYNC240
     assert image in ledger.read_text()

@@ -1,4 +1,4 @@
-"""Leases in a real engine and in real folders: heartbeats of owners that can't be seen, the command that reaps."""
+"""Leases in a real engine and in real directories: heartbeats of owners that can't be seen, the command that reaps."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from sandbox import SandboxSpec, lease
-from sandbox.bubblewrap.backend import BubblewrapBackend, reap_folders
-from sandbox.bubblewrap.run_dir import RunFolder, folder_leases
+from sandbox.bubblewrap.backend import BubblewrapBackend, reap_dirs
+from sandbox.bubblewrap.run_dir import RunDirectory, dir_leases
 from sandbox.docker import lease as dockerlease
 from sandbox.docker.backend import DockerBackend, reap_containers
 from sandbox.docker.engine import EngineClient, connect
@@ -37,19 +37,19 @@ def api() -> Iterator[EngineClient]:
     api.close()
 
 
-def test_a_folder_goes_when_its_heartbeat_has_stopped(tmp_path: Path) -> None:
+def test_a_directory_goes_when_its_heartbeat_has_stopped(tmp_path: Path) -> None:
     owner = unseen()
-    folder = RunFolder.make(tmp_path, owner, None)
-    (folder.path / "boxes" / "one").mkdir()
+    directory = RunDirectory.make(tmp_path, owner, None)
+    (directory.path / "sandboxes" / "one").mkdir()
     silent = time.time() - EXPIRY_SECONDS - 5
-    os.utime(folder.path / "owner.json", (silent, silent))
-    folder.beat()
-    assert reap_folders(tmp_path) == 0, "it has just been heard of"
-    os.utime(folder.path / "owner.json", (silent, silent))
-    (found,) = folder_leases(tmp_path)
-    assert (found.owner, found.boxes, found.dead) == (owner, ("one",), True)
-    assert reap_folders(tmp_path) == 1
-    assert not folder.path.exists()
+    os.utime(directory.path / "owner.json", (silent, silent))
+    directory.beat()
+    assert reap_dirs(tmp_path) == 0, "it has just been heard of"
+    os.utime(directory.path / "owner.json", (silent, silent))
+    (found,) = dir_leases(tmp_path)
+    assert (found.owner, found.sandboxes, found.dead) == (owner, ("one",), True)
+    assert reap_dirs(tmp_path) == 1
+    assert not directory.path.exists()
 
 
 @pytest.mark.bubblewrap
@@ -73,14 +73,14 @@ async def test_containers_go_when_their_heartbeat_has_stopped(
     owner = unseen()
     monkeypatch.setattr(Owner, "current", lambda run_id: owner)
     backend = DockerBackend(run_id="ignored")
-    box = await backend.start(SandboxSpec())
+    sandbox = await backend.start(SandboxSpec())
     backend._heartbeat.stop()
 
     def mine() -> list[lease.Lease]:
         return [found for found in dockerlease.engine_leases(api, "docker") if found.owner == owner]
 
     (found,) = mine()
-    assert [name[:12] for name in found.boxes] == [box.id]
+    assert [name[:12] for name in found.sandboxes] == [sandbox.id]
     assert found.silent_for is not None
     assert -2 < found.silent_for < 60
     assert not found.dead
@@ -128,10 +128,10 @@ def test_the_command_removes_dead_runs_and_no_others(
     try:
         assert run.stdout is not None
         assert run.stdout.readline() == b"started\n"
-        assert reap() == f"{backend}: run {run_id}, 1 box(es), alive"
+        assert reap() == f"{backend}: run {run_id}, 1 sandbox(es), alive"
         run.kill()
         run.wait()
-        dead = f"{backend}: run {run_id}, 1 box(es), dead: its process has ended"
+        dead = f"{backend}: run {run_id}, 1 sandbox(es), dead: its process has ended"
         assert reap("--list") in (dead, *reaped_by_another)
         assert reap() in (f"{dead}; removed 1", *reaped_by_another)
         assert reap() == ""

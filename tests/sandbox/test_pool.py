@@ -1,4 +1,5 @@
-"""The pool: its bounds, its idle boxes, its end; over real bubblewrap boxes behind a gate that orders events."""
+"""The pool: its bounds, its idle sandboxes, its end; over real bubblewrap sandboxes behind a gate that orders
+events."""
 
 from __future__ import annotations
 
@@ -50,19 +51,19 @@ class Gate:
     async def close(self) -> None:
         await self._backend.close()
 
-    def folder(self, box: Sandbox) -> Path:
-        """The working folder of ``box``, on the host."""
-        return self._backend._folder.path / "boxes" / box.id / "work"
+    def directory(self, sandbox: Sandbox) -> Path:
+        """The working directory of ``sandbox``, on the host."""
+        return self._backend._directory.path / "sandboxes" / sandbox.id / "work"
 
     @property
-    def boxes(self) -> int:
-        """Boxes that exist."""
-        return len(self._backend._boxes)
+    def sandboxes(self) -> int:
+        """Sandboxes that exist."""
+        return len(self._backend._sandboxes)
 
 
 @pytest.fixture
 async def gate(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gate]:
-    base = tmp_path_factory.getbasetemp() / "pool"  # shared, as making the boxes' root file system takes a while
+    base = tmp_path_factory.getbasetemp() / "pool"  # shared, as making the sandboxes' root file system takes a while
     gate = Gate(BubblewrapBackend(run_id="pool", base=base))
     yield gate
     await gate.close()
@@ -80,10 +81,10 @@ async def test_starts_are_bounded(gate: Gate) -> None:
     starts = [asyncio.create_task(pool.start(SPEC)) for _ in range(8)]
     await until(lambda: gate.waiting == 3)
     gate.open.set()
-    boxes = await asyncio.gather(*starts)
-    assert (gate.most_waiting, len({box.id for box in boxes}), pool.idle) == (3, 8, 0)
+    sandboxes = await asyncio.gather(*starts)
+    assert (gate.most_waiting, len({sandbox.id for sandbox in sandboxes}), pool.idle) == (3, 8, 0)
     await pool.close()
-    assert gate.boxes == 0
+    assert gate.sandboxes == 0
     with pytest.raises(SandboxStartError, match="closed"):
         await pool.start(SPEC)
 
@@ -91,7 +92,7 @@ async def test_starts_are_bounded(gate: Gate) -> None:
 async def test_waiting_for_its_turn_takes_nothing_of_a_start(
     gate: Gate,
 ) -> None:
-    pool, clock = SandboxPool(gate, max_starts=1, warm=1), LoopClock()
+    pool, clock = SandboxPool(gate, max_starts=1, prewarmed=1), LoopClock()
     gate.open.clear()
 
     async def start() -> Sandbox:
@@ -112,7 +113,7 @@ async def test_commands_are_bounded_and_waiting_is_not_their_time(gate: Gate) ->
     pool = SandboxPool(gate, max_execs=1)
     first, second = await pool.start(SPEC), await pool.start(SPEC)
     held = asyncio.create_task(first.exec("while ! [ -e go ]; do sleep 0.01; done", timeout=30))
-    go = gate.folder(first) / "go"
+    go = gate.directory(first) / "go"
     waits = asyncio.create_task(second.exec("echo ran", timeout=0.9))
     await asyncio.sleep(1.0)  # longer than the second one's whole time
     assert not waits.done()
@@ -122,8 +123,8 @@ async def test_commands_are_bounded_and_waiting_is_not_their_time(gate: Gate) ->
     await pool.close()
 
 
-async def test_boxes_stand_ready_and_are_used_once(gate: Gate) -> None:
-    pool = SandboxPool(gate, warm=2)
+async def test_sandboxes_stand_ready_and_are_used_once(gate: Gate) -> None:
+    pool = SandboxPool(gate, prewarmed=2)
     first = await pool.start(SPEC)
     await until(lambda: pool.idle == 1)
     gate.open.clear()
@@ -137,11 +138,11 @@ async def test_boxes_stand_ready_and_are_used_once(gate: Gate) -> None:
     assert len({first.id, ready.id, again.id}) == 3
     assert (await again.exec("ls", timeout=20)).stdout == b"", "what an episode leaves is never seen by another"
     await pool.close()
-    assert gate.boxes == 0
+    assert gate.sandboxes == 0
 
 
 async def test_a_burst_finds_as_many_the_next_time_within_the_bound(gate: Gate) -> None:
-    pool = SandboxPool(gate, warm=3)
+    pool = SandboxPool(gate, prewarmed=3)
     await asyncio.gather(*(pool.start(SPEC) for _ in range(5)))
     await until(lambda: pool.idle == 3)
     gate.open.clear()
@@ -153,22 +154,22 @@ async def test_a_burst_finds_as_many_the_next_time_within_the_bound(gate: Gate) 
 
 
 async def test_the_longest_idle_makes_room_for_another_kind(gate: Gate) -> None:
-    pool = SandboxPool(gate, warm=1)
+    pool = SandboxPool(gate, prewarmed=1)
     first = await pool.start(SPEC)
     await until(lambda: pool.idle == 1)
     other = await pool.start(OTHER)
-    await until(lambda: pool.idle == 1 and gate.boxes == 3)  # two in use, and the idle one is of the other kind
+    await until(lambda: pool.idle == 1 and gate.sandboxes == 3)  # two in use, and the idle one is of the other kind
     gate.open.clear()
     ready = await pool.start(OTHER)
     assert ready.spec == OTHER
-    assert gate.most_waiting == 1, "ahead of need, boxes are started one after another"
+    assert gate.most_waiting == 1, "ahead of need, sandboxes are started one after another"
     gate.open.set()
-    await asyncio.gather(*(box.close() for box in (first, other, ready)))
+    await asyncio.gather(*(sandbox.close() for sandbox in (first, other, ready)))
     await pool.close()
 
 
 async def test_a_failed_order_is_told_and_harms_nobody(gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
-    pool = SandboxPool(gate, warm=1)
+    pool = SandboxPool(gate, prewarmed=1)
     await pool.start(SPEC)
     await until(lambda: pool.idle == 1)
     gate.failures = 1
@@ -181,7 +182,7 @@ async def test_a_failed_order_is_told_and_harms_nobody(gate: Gate, caplog: pytes
 
 
 async def test_closing_ends_what_is_being_started(gate: Gate) -> None:
-    pool = SandboxPool(gate, warm=4)
+    pool = SandboxPool(gate, prewarmed=4)
     await pool.start(SPEC)
     gate.open.clear()
     await until(lambda: gate.waiting == 1 or pool.idle == 1)
@@ -190,4 +191,4 @@ async def test_closing_ends_what_is_being_started(gate: Gate) -> None:
     closing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await closing
-    assert (gate.boxes, gate.waiting, pool._tasks) == (0, 0, set())
+    assert (gate.sandboxes, gate.waiting, pool._tasks) == (0, 0, set())

@@ -1,4 +1,4 @@
-"""The parts that need no box: owners, frames, paths, the filter, the choice of a backend."""
+"""The parts that need no sandbox: owners, frames, paths, the filter, the choice of a backend."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sandbox import SandboxFileError, SandboxLostError, SandboxSpec, SandboxUnavailableError, open_backend
-from sandbox.bubblewrap.seccomp import box_filter
+from sandbox.bubblewrap.seccomp import sandbox_filter
 from sandbox.cgroup import ran_out_of_memory
 from sandbox.docker.backend import check_limits
 from sandbox.docker.disk import is_want_of_quota, may_have_quota
 from sandbox.docker.exec import END, Demux, Marked
 from sandbox.lease import EXPIRY_SECONDS, Heartbeat, Lease
-from sandbox.nofollow_io import NeedsBox, read_beneath, write_beneath
+from sandbox.nofollow_io import SandboxRequired, read_beneath, write_beneath
 from sandbox.owner import Owner
 from sandbox.process import Capture
-from sandbox.temp_dir import OwnFolder
+from sandbox.temp_dir import TempDirectory
 
 # Control groups
 
@@ -44,16 +44,16 @@ def test_the_kernel_s_log_has_the_group_that_ran_out_of_memory(group: str, tmp_p
     assert not ran_out_of_memory(full, tmp_path / "missing")
 
 
-# Owners and their folders
+# Owners and their directories
 
 
 @pytest.mark.timeout(10)
-def test_what_is_no_folder_is_left_where_others_made_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_directory_is_left_where_others_made_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Among the files of all users a pipe may have any name; opening it would wait for someone to write."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     os.mkfifo(tmp_path / "own-pipe")
-    folder = OwnFolder("own-")
-    folder.remove()
+    directory = TempDirectory("own-")
+    directory.remove()
     assert [path.name for path in tmp_path.iterdir()] == ["own-pipe"]
 
 
@@ -72,7 +72,7 @@ def test_owner_runs_until_its_process_ends() -> None:
 
 
 def lease(owner: Owner, silent_for: float | None) -> Lease:
-    return Lease("docker", owner, ("box",), silent_for, "engine")
+    return Lease("docker", owner, ("sandbox",), silent_for, "engine")
 
 
 def test_a_seen_process_counts_and_no_heartbeat() -> None:
@@ -153,12 +153,12 @@ def test_the_mark_at_the_end_is_taken_off_and_nothing_else(text: bytes, marked: 
 async def test_output_that_the_engine_lost_is_not_taken_for_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = open_backend("docker", run_id="lost")
     try:
-        box = await backend.start(SandboxSpec())
-        monkeypatch.setattr("sandbox.docker.box.WRAPPER", "echo half of it")  # and no mark
+        sandbox = await backend.start(SandboxSpec())
+        monkeypatch.setattr("sandbox.docker.sandbox.WRAPPER", "echo half of it")  # and no mark
         with pytest.raises(SandboxLostError, match=r"lost a command's output.*half of it"):
-            await box.exec("true", timeout=20)
+            await sandbox.exec("true", timeout=20)
         monkeypatch.undo()
-        assert (await box.exec("printf '\\000agent-rl end\\000'", timeout=20)).stdout == END
+        assert (await sandbox.exec("printf '\\000agent-rl end\\000'", timeout=20)).stdout == END
     finally:
         await backend.close()
 
@@ -174,11 +174,11 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     (root / "l").symlink_to(outside)
     (root / "d" / "f").symlink_to(outside / "x")
     for parts in (["l", "x"], ["d", "f"]):
-        with pytest.raises(NeedsBox):
+        with pytest.raises(SandboxRequired):
             read_beneath(root, parts, max_bytes=10, path="p")
-        with pytest.raises(NeedsBox):
+        with pytest.raises(SandboxRequired):
             write_beneath(root, parts, b"over", path="p")
-    with pytest.raises(NeedsBox):
+    with pytest.raises(SandboxRequired):
         write_beneath(root, ["l", "new", "y"], b"over", path="p")
     assert (outside / "x").read_text() == "secret"
     assert os.listdir(outside) == ["x"]
@@ -189,9 +189,9 @@ def test_files_beneath(tmp_path: Path) -> None:
     assert read_beneath(tmp_path, ["a", "b", "c"], max_bytes=5, path="a/b/c") == b"12345"
     with pytest.raises(SandboxFileError, match="a/b/c: 5 bytes, more than the 4"):
         read_beneath(tmp_path, ["a", "b", "c"], max_bytes=4, path="a/b/c")
-    with pytest.raises(SandboxFileError, match="folder"):
+    with pytest.raises(SandboxFileError, match="directory"):
         write_beneath(tmp_path, ["a", "b"], b"", path="a/b")
-    with pytest.raises(SandboxFileError, match="not a folder"):
+    with pytest.raises(SandboxFileError, match="not a directory"):
         write_beneath(tmp_path, ["a", "b", "c", "d"], b"", path="a/b/c/d")
 
 
@@ -220,7 +220,7 @@ def run_filter(program: bytes, arch: int, number: int, argument: int = 0) -> int
     ("machine", "arch", "socket", "keyctl"), [("x86_64", 0xC000003E, 41, 250), ("aarch64", 0xC00000B7, 198, 219)]
 )
 def test_filter(machine: str, arch: int, socket: int, keyctl: int) -> None:
-    program = box_filter(machine)
+    program = sandbox_filter(machine)
     assert program is not None
     allow, refuse = 0x7FFF0000, 0x50000
     assert run_filter(program, arch, 0) == allow
@@ -232,7 +232,7 @@ def test_filter(machine: str, arch: int, socket: int, keyctl: int) -> None:
 
 
 def test_unknown_architecture_has_no_filter() -> None:
-    assert box_filter("riscv64") is None
+    assert sandbox_filter("riscv64") is None
 
 
 # The choice
@@ -279,7 +279,9 @@ def test_an_engine_that_holds_no_limits_is_refused(change: dict[str, Any]) -> No
     about = {"MemoryLimit": True, "PidsLimit": True, "CgroupVersion": "1", "SecurityOptions": None}
     check_limits(about)
     check_limits({**about, "Rootless": True, "CgroupVersion": "2"})
-    with pytest.raises(SandboxUnavailableError, match="holds no box to its memory and processes: run its service as"):
+    with pytest.raises(
+        SandboxUnavailableError, match="holds no sandbox to its memory and processes: run its service as"
+    ):
         check_limits({**about, **change})
 
 

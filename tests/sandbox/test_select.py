@@ -33,12 +33,12 @@ def distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.bubblewrap
 @pytest.mark.parametrize("name", ["quiet", "quiet_boxes:QuietBackend"])
-async def test_a_box_of_a_backend_that_a_distribution_adds(distribution: None, name: str) -> None:
+async def test_a_sandbox_of_a_backend_that_a_distribution_adds(distribution: None, name: str) -> None:
     backend = open_backend(SandboxConfig(backend=name).backend, run_id="own-backend")
     try:
-        box = await backend.start(SandboxSpec())
+        sandbox = await backend.start(SandboxSpec())
         assert backend.name == "quiet"
-        assert (await box.exec("echo here", timeout=30)).stdout == b"here\n"
+        assert (await sandbox.exec("echo here", timeout=30)).stdout == b"here\n"
     finally:
         await backend.close()
 
@@ -56,7 +56,7 @@ def test_an_unknown_name_is_told_with_those_there_are() -> None:
 
 def test_a_path_that_does_not_import_is_told() -> None:
     with pytest.raises(SandboxUnavailableError, match="no_such_boxes does not import"):
-        open_backend("no_such_boxes:Boxes", run_id="x")
+        open_backend("no_such_boxes:Sandboxes", run_id="x")
 
 
 def test_bubblewrap_has_no_runtimes() -> None:
@@ -66,8 +66,8 @@ def test_bubblewrap_has_no_runtimes() -> None:
 
 
 @pytest.mark.parametrize("name", [pytest.param("docker", marks=pytest.mark.docker), "podman", "auto"])
-def test_a_runtime_that_the_engine_does_not_start_boxes_with_is_refused(name: str) -> None:
-    """Podman would start the box all the same, with another one."""
+def test_a_runtime_that_the_engine_does_not_start_sandboxes_with_is_refused(name: str) -> None:
+    """Podman would start the sandbox all the same, with another one."""
     try:
         asyncio.run(open_backend(name.replace("auto", "docker"), run_id="runtime").close())
     except SandboxUnavailableError as error:

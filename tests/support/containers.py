@@ -23,9 +23,11 @@ from sandbox.docker.engine import EngineClient
 
 
 def build(api: EngineClient, tag: str, files: Mapping[str, bytes], set_up: str) -> None:
-    """Build image ``tag``: the boxes' base image, ``files`` (absolute path -> content), then ``set_up`` run in bash.
+    """Build image ``tag``: the sandboxes' base image, ``files`` (absolute path -> content), then ``set_up`` run in
+    bash.
 
-    No two builds give one image: a process of the tests removes its images, and the boxes made of them, by their ids.
+    No two builds give one image: a process of the tests removes its images, and the sandboxes made of them, by their
+    ids.
     """
     if not api.images(DEFAULT_IMAGE):
         pytest.skip(f"the engine has no image {DEFAULT_IMAGE} (python -m sandbox.base_image)")
@@ -43,22 +45,23 @@ def build(api: EngineClient, tag: str, files: Mapping[str, bytes], set_up: str) 
 
 
 @contextmanager
-def registry(folder: Path) -> Iterator[str]:
-    """A registry that keeps its images in ``folder``; its address. Docker asks those on loopback without encryption."""
+def registry(directory: Path) -> Iterator[str]:
+    """A registry that keeps its images in ``directory``; its address. Docker asks those on loopback without
+    encryption."""
     program = shutil.which("docker-registry")
     if program is None:
         pytest.skip("no registry is installed: apt-get install docker-registry")
     with socket.create_server(("127.0.0.1", 0)) as probe:
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-    storage = {"filesystem": {"rootdirectory": str(folder / "data")}}
+    storage = {"filesystem": {"rootdirectory": str(directory / "data")}}
     config = {"version": "0.1", "log": {"level": "error"}, "storage": storage, "http": {"addr": address}}
-    (folder / "config.json").write_text(json.dumps(config))  # JSON is YAML
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen([program, "serve", folder / "config.json"], stdout=log, stderr=log)
+    (directory / "config.json").write_text(json.dumps(config))  # JSON is YAML
+    with (directory / "log").open("w") as log:
+        process = subprocess.Popen([program, "serve", directory / "config.json"], stdout=log, stderr=log)
     try:
         deadline = time.monotonic() + 30
         while not _reachable(address):
-            assert time.monotonic() < deadline, (folder / "log").read_text()
+            assert time.monotonic() < deadline, (directory / "log").read_text()
             time.sleep(0.01)
         yield address
     finally:

@@ -35,7 +35,7 @@ async def backend_of(name: str, *, images: ImagePolicy | None = None, **options:
 
 @asynccontextmanager
 async def used_backend_of(name: str, **options: Any) -> AsyncIterator[SandboxBackend]:
-    """The same, one whose boxes start."""
+    """The same, one whose sandboxes start."""
     async with backend_of(name, **options) as backend:
         try:
             await (await backend.start(SandboxSpec())).close()

@@ -24,16 +24,16 @@ TINY = {
 }  # fmt: skip
 
 
-def write_model(folder: Path, raw: Mapping[str, Any] = TINY, **changes: Any) -> Path:
-    """A folder with a config.json and no weights."""
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({**raw, **changes}))
-    return folder
+def write_model(directory: Path, raw: Mapping[str, Any] = TINY, **changes: Any) -> Path:
+    """A directory with a config.json and no weights."""
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps({**raw, **changes}))
+    return directory
 
 
-def write_30b(folder: Path, layers: int) -> Path:
+def write_30b(directory: Path, layers: int) -> Path:
     """Qwen3-30B-A3B, so many layers deep."""
-    return write_model(folder, CONFIGS["Qwen3-30B-A3B"], num_hidden_layers=layers)
+    return write_model(directory, CONFIGS["Qwen3-30B-A3B"], num_hidden_layers=layers)
 
 
 def config_of(
@@ -58,7 +58,8 @@ def config_of(
 
 
 def rehearsed(jobs: Sequence[tuple[str, RunConfig, int]]) -> list[RankRecord]:
-    """Of each (fault, config, rank) what the rank recorded, the fault put back; the model's folder says its depth."""
+    """Of each (fault, config, rank) what the rank recorded, the fault put back; the model's directory says its
+    depth."""
     library = build_guard()
     pairs = [(fault, RankJob(config, config.model, rank, 1.0, library)) for fault, config, rank in jobs]
     done = subprocess.run([sys.executable, str(WORKER)], input=pickle.dumps(pairs), capture_output=True, check=False)

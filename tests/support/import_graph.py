@@ -1,7 +1,7 @@
 """The structure of the packages in numbers.
 
 ``python tests/support/import_graph.py [COMMIT]`` prints it (default: the working tree). Counted are modules, imports
-between them, circles of modules, circles of the parts of ``agent_rl`` (its folders and files), settings that were
+between them, circles of modules, circles of the parts of ``agent_rl`` (its directories and files), settings that were
 declared in a copy of the config, files with a function or class that takes the config, a section of it or a copy of
 one, and files that name a model's ``config.json``. Imports inside of functions count. Needs the standard library alone.
 """
@@ -112,13 +112,13 @@ def figures(root: Path) -> dict[str, int]:
 
 
 def main(arguments: list[str]) -> None:
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as directory:
         root = ROOT
         if arguments:
             archive = subprocess.run(["git", "archive", *arguments], cwd=ROOT, capture_output=True, check=True).stdout
             with tarfile.open(fileobj=io.BytesIO(archive)) as files:
-                files.extractall(folder, filter="data")
-            root = Path(folder)
+                files.extractall(directory, filter="data")
+            root = Path(directory)
         for name, value in figures(root).items():
             print(f"{value:6} {name}")
         for circle in circles(import_graph(modules(root))):

@@ -14,10 +14,19 @@ TOP_K = 2
 
 
 def write_moe(
-    folder: Path, *, layers: int, hidden: int, heads: int, kv: int, head_dim: int, experts: int, inter: int, vocab: int
+    directory: Path,
+    *,
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv: int,
+    head_dim: int,
+    experts: int,
+    inter: int,
+    vocab: int,
 ) -> Path:
     """A Qwen3-MoE checkpoint with tied embeddings and seeded random weights."""
-    folder.mkdir(parents=True)
+    directory.mkdir(parents=True)
     generator = np.random.default_rng(0)
 
     def draw(*shape: int, std: float) -> NDArray[np.float32]:
@@ -41,7 +50,7 @@ def write_moe(
             weights[q + "down_proj.weight"] = draw(hidden, inter, std=0.1)
     # Tied, and still written: SGLang's Qwen3-MoE does not tie its output layer to the embedding.
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].copy()
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     config = {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
@@ -68,5 +77,5 @@ def write_moe(
         "bos_token_id": 0,
         "eos_token_id": 0,
     }
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory

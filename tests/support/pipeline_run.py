@@ -27,15 +27,15 @@ from agent_rl.controller.journal import EpisodeLog
 from agent_rl.controller.state import RunState
 from agent_rl.controller.train import TrainingRun
 from agent_rl.engine.fleet import Fleet
-from agent_rl.engine.generation_gate import TurnGate
+from agent_rl.engine.generation_gate import GenerationGate
 from agent_rl.engine.sleep import EngineSleep
 from agent_rl.engine.utilization import EngineLoad
 from agent_rl.monitoring.console import Display
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.rollout.turn_log import LoggedRunner, LoggedTurn, TurnLog
-from agent_rl.train.checkpoint import folder as checkpoint
-from agent_rl.train.checkpoint.folder import Manifest
+from agent_rl.train.checkpoint import directory as checkpoint
+from agent_rl.train.checkpoint.directory import Manifest
 from agent_rl.types import Completion, FinishReason, Sample, StopReason, Trajectory, Turn, VersionSpan
 from agent_rl.utils.http import AsyncHttp
 from envs import Task
@@ -71,7 +71,7 @@ def _raise(error: BaseException) -> None:
 
 
 class HashTrainer:
-    """Weights and metrics are hashes of what was trained on. Checkpoints are real folders that hold the weights."""
+    """Weights and metrics are hashes of what was trained on. Checkpoints are real directories that hold the weights."""
 
     def __init__(self, deaths: Deaths) -> None:
         self.weights, self.deaths, self.lags = "start", deaths, list[int]()
@@ -88,28 +88,28 @@ class HashTrainer:
         self.deaths.passed("trained")
         return {"train/updates": 1.0, "train/loss": int(self.weights[:8], 16) / 2**32}
 
-    async def begin_save(self, folder: Path, run: Mapping[str, object]) -> asyncio.Task[None]:
-        return asyncio.create_task(self._save(folder, {**run, "hash": self.weights}))
+    async def begin_save(self, directory: Path, run: Mapping[str, object]) -> asyncio.Task[None]:
+        return asyncio.create_task(self._save(directory, {**run, "hash": self.weights}))
 
-    async def _save(self, folder: Path, run: Mapping[str, object]) -> None:
-        checkpoint.begin(folder)
+    async def _save(self, directory: Path, run: Mapping[str, object]) -> None:
+        checkpoint.begin(directory)
         await asyncio.sleep(0)
         self.deaths.passed("checkpoint")
         layout = ParallelConfig().model_dump()
-        checkpoint.commit(folder, Manifest(checkpoint.FORMAT, 0, {}, layout, "float32", (), run))
+        checkpoint.commit(directory, Manifest(checkpoint.FORMAT, 0, {}, layout, "float32", (), run))
 
-    async def load(self, folder: Path) -> Manifest:
-        manifest = checkpoint.read_manifest(folder)
+    async def load(self, directory: Path) -> Manifest:
+        manifest = checkpoint.read_manifest(directory)
         run = dict(manifest.run)
         self.weights = str(run.pop("hash"))
         return Manifest(checkpoint.FORMAT, 0, {}, manifest.parallel, "float32", (), run)
 
-    async def export(self, folder: Path) -> None:
+    async def export(self, directory: Path) -> None:
         """Nobody reads it."""
 
 
 @dataclass
-class MemoryWorld:
+class MemoryRuntime:
     """Episodes of tasks whose groups end as their name says. ``given`` has every episode that ended, in all lives,
     ``sampled`` every turn. Those ``held`` end when their event comes; ``alike``: each task's that are in flight."""
 
@@ -126,13 +126,13 @@ class MemoryWorld:
 
     def __post_init__(self) -> None:
         self.limiter = Limiter(self.config.rollout.concurrency)
-        self.engine = SimpleNamespace(fleet=Fleet(), gate=TurnGate(), load=EngineLoad(), until=_never)
-        self.engine.sleep = EngineSleep(Fleet(), TurnGate(), {}, self.config.engine, AsyncHttp(1.0))
+        self.engine = SimpleNamespace(fleet=Fleet(), gate=GenerationGate(), load=EngineLoad(), until=_never)
+        self.engine.sleep = EngineSleep(Fleet(), GenerationGate(), {}, self.config.engine, AsyncHttp(1.0))
         self.engine.facts = SimpleNamespace(vocab_size=8)
         env = SimpleNamespace(prepare=_nothing)
         backend = SimpleNamespace(name="none")
         tasks = {"train": self.tasks, "heldout": HELD_OUT}
-        self.workshop = SimpleNamespace(env=env, tasks=tasks.__getitem__, backend=backend)
+        self.task_runtime = SimpleNamespace(env=env, tasks=tasks.__getitem__, backend=backend)
 
     def metrics(self) -> dict[str, float]:
         return {}
@@ -232,11 +232,11 @@ def run_config(
     return RunConfig.model_validate(
         {
             "name": "run", "runs_dir": runs, "model": "m", "eval": evaluation, "guard": {"action": "off"},
-            "pipeline": {"depth": depth, "max_staleness": staleness}, "observe": {"token_detail": False},
+            "async_rollout": {"depth": depth, "max_staleness": staleness}, "monitoring": {"token_detail": False},
             "rollout": {"group_size": 3, "tasks_per_step": 2, "concurrency": 5, **rollout},
             "train": {
                 "steps": steps, "checkpoint_every": 3, "replay": "off", "old_logprob": {"source": "rollout"},
-                "native_every": 0,
+                "measure_without_replay_every": 0,
             },
         }
     )  # fmt: skip
@@ -255,17 +255,17 @@ class Life:
     ) -> None:
         self.deaths = deaths or Deaths()
         self.trainer = HashTrainer(self.deaths)
-        self.world: Any = MemoryWorld(config, given, self.deaths, [] if sampled is None else sampled, tasks)
+        self.runtime: Any = MemoryRuntime(config, given, self.deaths, [] if sampled is None else sampled, tasks)
         self.notes = Console(quiet=True)
         display = Display(config.name, self.notes)
-        self.run = TrainingRun(config, RunState(config), display, self.world, self.trainer)  # type: ignore[arg-type]
+        self.run = TrainingRun(config, RunState(config), display, self.runtime, self.trainer)  # type: ignore[arg-type]
         self.run.sync = self  # type: ignore[assignment]
         self._wrap()
 
     async def publish(self, step: int) -> dict[str, float]:
         """As a weight sync."""
         await asyncio.sleep(0)
-        self.world.version = str(step)
+        self.runtime.version = str(step)
         self.deaths.passed("published")
         return {}
 
@@ -291,5 +291,5 @@ class Life:
             return False
         finally:
             await self.run.close()
-            assert self.world.running == 0, "an episode outlived the run"
+            assert self.runtime.running == 0, "an episode outlived the run"
         return True

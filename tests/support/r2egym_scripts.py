@@ -2,7 +2,7 @@
 
     PYTHONPATH=.:tests python -m support.r2egym_scripts CHECKOUT
 
-has them answer the turns of ``tests/support/r2egym_turns.py`` in boxes of bubblewrap, and writes that to
+has them answer the turns of ``tests/support/r2egym_turns.py`` in sandboxes of bubblewrap, and writes that to
 ``tests/tools/r2egym-recorded.json.xz``. A checkout (github.com/R2E-Gym/R2E-Gym, Apache-2.0) is needed, and its
 ``chardet`` (5.2.0, as of its time) beside this Python. None of its text is kept here but what a model reads.
 """
@@ -42,7 +42,7 @@ _TOOLS = ("file_editor", "search", "execute_bash", "finish")
 
 class Scripts:
     """What of a checkout answers: the parser and the observations are imported, two methods taken out of files that
-    import much more, and the scripts run by a Python in the box."""
+    import much more, and the scripts run by a Python in the sandbox."""
 
     def __init__(self, checkout: Path) -> None:
         sys.path.insert(0, str(checkout / "src"))
@@ -63,22 +63,22 @@ class Scripts:
 
     def answers(self, turns: Sequence[str], files: Mapping[str, bytes]) -> dict[str, Any]:
         """The observations of a sequence of turns, and what its files became: a digest by path."""
-        with tempfile.TemporaryDirectory() as folder, _box(Path(folder), self.tools, files) as box:
+        with tempfile.TemporaryDirectory() as directory, _sandbox(Path(directory), self.tools, files) as sandbox:
             log = logging.getLogger("r2egym")
-            runtime = SimpleNamespace(container=box, repo_path="/testbed", logger=log)
+            runtime = SimpleNamespace(container=sandbox, repo_path="/testbed", logger=log)
             observations = []
             for text in turns:
                 action = self.parse(None, text)[1]
                 named = action.function_name
                 output, code = self.run(runtime, action.to_bashcmd(), timeout=90) if named else ("", 0)
                 observations.append(str(self.observation(output, code, action)))
-            return {"turns": list(turns), "observations": observations, "files": digests(Path(folder) / "testbed")}
+            return {"turns": list(turns), "observations": observations, "files": digests(Path(directory) / "testbed")}
 
 
-def digests(folder: Path) -> dict[str, str]:
-    """A digest of each file below ``folder`` by its path, bytecode left out."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
-    return {str(path.relative_to(folder)): digest(path.read_bytes()) for path in files}
+def digests(directory: Path) -> dict[str, str]:
+    """A digest of each file below ``directory`` by its path, bytecode left out."""
+    files = sorted(path for path in directory.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return {str(path.relative_to(directory)): digest(path.read_bytes()) for path in files}
 
 
 def digest(data: bytes) -> str:
@@ -114,7 +114,7 @@ def _method(path: Path, owner: str, name: str, **names: Any) -> Callable[..., An
     return made
 
 
-class _Box:
+class _Sandbox:
     """Enough of a container for ``DockerRuntime.run``."""
 
     def __init__(self, argv: Sequence[str]) -> None:
@@ -127,29 +127,29 @@ class _Box:
 
 
 @contextmanager
-def _box(folder: Path, tools: Path, files: Mapping[str, bytes]) -> Iterator[_Box]:
+def _sandbox(directory: Path, tools: Path, files: Mapping[str, bytes]) -> Iterator[_Sandbox]:
     for path, data in files.items():
-        file = folder / "testbed" / path
+        file = directory / "testbed" / path
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(data)
     for name in ("bin", "python", "tmp"):
-        (folder / name).mkdir()
+        (directory / name).mkdir()
     for name in _TOOLS:
-        (folder / "bin" / name).write_bytes((tools / f"{name}.py").read_bytes())
-        (folder / "bin" / name).chmod(0o755)
+        (directory / "bin" / name).write_bytes((tools / f"{name}.py").read_bytes())
+        (directory / "bin" / name).chmod(0o755)
     chardet = importlib.import_module("chardet")
     assert chardet.__file__ is not None
     python, base = os.path.realpath(sys.executable), sys.base_prefix
-    (folder / "python/python").symlink_to(python)
+    (directory / "python/python").symlink_to(python)
     shared = ["--ro-bind", base, base, "--ro-bind", str(Path(chardet.__file__).parent.parent), "/opt/chardet"]
     argv = ["bwrap", "--die-with-parent", "--unshare-all", "--clearenv"]
     argv += ["--ro-bind", "/usr", "/usr", "--symlink", "usr/bin", "/bin", "--symlink", "usr/lib", "/lib"]
     argv += ["--symlink", "usr/lib64", "/lib64", "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", *shared]
-    argv += ["--ro-bind", f"{folder}/bin", "/opt/bin", "--ro-bind", f"{folder}/python", "/root/.venv/bin"]
-    argv += ["--bind", f"{folder}/testbed", "/testbed", "--bind", f"{folder}/tmp", "/var/tmp"]
+    argv += ["--ro-bind", f"{directory}/bin", "/opt/bin", "--ro-bind", f"{directory}/python", "/root/.venv/bin"]
+    argv += ["--bind", f"{directory}/testbed", "/testbed", "--bind", f"{directory}/tmp", "/var/tmp"]
     argv += ["--setenv", "PATH", "/opt/bin:/usr/local/bin:/usr/bin:/bin", "--setenv", "PYTHONPATH", "/opt/chardet"]
     argv += ["--setenv", "PYTHONDONTWRITEBYTECODE", "1"]
-    yield _Box(argv)
+    yield _Sandbox(argv)
 
 
 def main(checkout: Path) -> None:

@@ -18,11 +18,11 @@ _MARK = "AGENT_RL_TEST_NODE"
 
 @contextmanager
 def ray_node(
-    name: str, *, boxes: int = 0, cpus: int = 0, environment: dict[str, str] | None = None
+    name: str, *, sandboxes: int = 0, cpus: int = 0, environment: dict[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
     """One more node of the Ray that this process is connected to; its process, which ends with the block.
 
-    ``boxes``, ``cpus``: how many of the resources of these names it declares. ``environment`` is added to this
+    ``sandboxes``, ``cpus``: how many of the resources of these names it declares. ``environment`` is added to this
     process's.
     """
     import ray
@@ -35,7 +35,7 @@ def ray_node(
         f"--num-cpus={cpus}",
     ]
     command += [f"--address={ray.get_runtime_context().gcs_address}", f"--object-store-memory={_STORE_BYTES}"]
-    command += [f'--resources={{"boxes": {boxes}}}'] if boxes else []
+    command += [f'--resources={{"sandboxes": {sandboxes}}}'] if sandboxes else []
     whole = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", _MARK: f"{os.getpid()}-{name}", **(environment or {})}
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=whole)
     try:

@@ -11,12 +11,22 @@ import numpy as np
 import yaml
 
 from agent_rl.config.builtin import MODELS
+from agent_rl.evaluation.directory import EvaluationDirectory
 from agent_rl.evaluation.finished import report_path
-from agent_rl.evaluation.folder import EvalFolder
 from agent_rl.evaluation.report import EpisodeResult
 from agent_rl.monitoring.metrics_log import MetricsLog
 from agent_rl.rollout.records import evaluation_stem, write_records, write_trajectories
-from agent_rl.types import Branch, BranchCause, Fate, Group, TokenDetail, Trajectory, Turn, Verdict, VersionSpan
+from agent_rl.types import (
+    Branch,
+    BranchCause,
+    Group,
+    TokenDetail,
+    TrainingDecision,
+    TrainingStatus,
+    Trajectory,
+    Turn,
+    VersionSpan,
+)
 from r3.routing import Routing, Span, SpanKind
 from support.evaluations import eval_report
 from support.trajectories import trajectory
@@ -57,32 +67,42 @@ def detail(seed: int, *, routes: bool = True) -> TokenDetail:
     return TokenDetail(gaps[0], gaps[1], entropy, flags, LAYERS, np.zeros_like(bits), bits)
 
 
-def write_step(folder: Path, step: int, *, routes: bool = True, details: bool = True) -> None:
+def write_step(directory: Path, step: int, *, routes: bool = True, details: bool = True) -> None:
     """Three groups of two: one trained on, one uniform, one discarded."""
     groups = [Group(f"task-{at}", tuple(episode(2 * at + n, routes=routes) for n in (0, 1))) for at in range(GROUPS)]
-    fates = [Fate.TRAINED, Fate.TRAINED, Fate.UNIFORM, Fate.UNIFORM, Fate.DISCARDED, Fate.DISCARDED]
-    verdicts = [Verdict(fate, 0.5 if fate is Fate.TRAINED else None) for fate in fates]
+    fates = [
+        TrainingStatus.TRAINED,
+        TrainingStatus.TRAINED,
+        TrainingStatus.UNIFORM,
+        TrainingStatus.UNIFORM,
+        TrainingStatus.DISCARDED,
+        TrainingStatus.DISCARDED,
+    ]
+    verdicts = [
+        TrainingDecision(training_status, 0.5 if training_status is TrainingStatus.TRAINED else None)
+        for training_status in fates
+    ]
     kept = {(number, 0): detail(number, routes=routes) for number in (0, 1)} if details else None
-    write_trajectories(folder, step, groups, verdicts=verdicts, details=kept)
+    write_trajectories(directory, step, groups, verdicts=verdicts, details=kept)
 
 
-def write_run(folder: Path) -> Path:
+def write_run(directory: Path) -> Path:
     """A run of two steps, with an evaluation after the second."""
-    folder.mkdir()
+    directory.mkdir()
     config = {"name": "demo", "model": "m", "train": {"steps": 4}, "rollout": {"group_size": 2, "tasks_per_step": 3}}
-    (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    log = MetricsLog(folder)
+    (directory / "config.yaml").write_text(yaml.safe_dump(config))
+    log = MetricsLog(directory)
     for step in (1, 2):
-        write_step(folder, step)
+        write_step(directory, step)
         log.append(step, {"reward/mean": step / 4, "rollout/trajectories": 6, "rollout/sampled_tokens_mean": 7})
     log.close()
     report = {"pass_at_1": 0.5, "interval": [0.1, 0.9], "graded": 2, "tasks": 2, "stops": {"submitted": 2}}
     state = {"run_id": "x", "resumes": [1], "evaluations": {"step-2/sampled": report}}
-    (folder / "state.json").write_text(json.dumps(state))
-    stem = evaluation_stem(folder, "step-2/sampled")
+    (directory / "state.json").write_text(json.dumps(state))
+    stem = evaluation_stem(directory, "step-2/sampled")
     write_records(stem, [Group("a", (trajectory(1.0, task_id="a"),))])
-    eval_report(0.5).write(report_path(folder, "step-2/sampled"))
-    return folder
+    eval_report(0.5).write(report_path(directory, "step-2/sampled"))
+    return directory
 
 
 def damage(path: Path) -> None:
@@ -90,9 +110,9 @@ def damage(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2 - 9])
 
 
-def branched(folder: Path) -> Path:
-    """``folder`` with a step 1 of one trajectory of two branches, as an agent program leaves one that rewrote what it
-    had said. The second has the largest gap."""
+def branched(directory: Path) -> Path:
+    """``directory`` with a step 1 of one trajectory of two branches, as an agent program leaves one that rewrote
+    what it had said. The second has the largest gap."""
     first, mask = episode(0), np.arange(14) // 7 == 1
     assert first.routing is not None
     routing = replace(first.routing, experts=first.routing.experts[::-1].copy())
@@ -101,14 +121,14 @@ def branched(folder: Path) -> Path:
     turns = (*first.turns, replace(first.turns[0], text="again", prompt_tokens=7, completion_tokens=7))
     group = Group("t", (replace(first, further=(other,), turns=turns),))
     details = {(0, 0): detail(0), (0, 1): detail(9)}
-    shutil.copy(MODELS["tiny-moe"] / "tokenizer.json", folder)
-    write_trajectories(folder, 1, [group], verdicts=[Verdict(Fate.TRAINED, 0.5)], details=details)
-    return folder
+    shutil.copy(MODELS["tiny-moe"] / "tokenizer.json", directory)
+    write_trajectories(directory, 1, [group], verdicts=[TrainingDecision(TrainingStatus.TRAINED, 0.5)], details=details)
+    return directory
 
 
-def evaluation(folder: Path) -> Path:
-    results = EvalFolder(folder, {"env": "mini"})
+def evaluation(directory: Path) -> Path:
+    results = EvaluationDirectory(directory, {"env": "mini"})
     solved = EpisodeResult("a/b", 0, True, "submitted", 2, 1.0, patch="diff", suspected_hack=("x",))
     results.record(solved, episode(1))
     results.record(EpisodeResult("c", 0, None, "", 0, 0.0, failures=3, error="SandboxError: gone"), None)
-    return folder
+    return directory

@@ -58,14 +58,14 @@ class SampleRun:
             "tokens": np.full(len(rows), self.length),
             "sampled": np.full(len(rows), self.length // 2),
             "hacks": (rng.random(len(rows)) < 0.05).astype(int),
-            "fate": np.where(rng.random(len(rows)) < 0.8, "trained", "uniform"),
+            "training_status": np.where(rng.random(len(rows)) < 0.8, "trained", "uniform"),
             "advantage": np.where(resolved, 0.5, -0.5),
             "branches": np.ones(len(rows), int),
             "versions": np.ones(len(rows), int),
             "seconds": rng.random(len(rows)) * 4 + 1,
             "began": 1.7e9 + rows,
             "worst_gap": rng.random(len(rows)) * 0.01,
-            "worst_native_gap": rng.random(len(rows)),
+            "worst_gap_without_replay": rng.random(len(rows)),
         }
         return {name: np.asarray(column).tolist() for name, column in values.items()}
 
@@ -77,7 +77,7 @@ class SampleRun:
         return {
             "run": number,
             "name": self.name,
-            "folder": f"runs/{self.name}",
+            "directory": f"runs/{self.name}",
             "kind": "train",
             "steps": self.steps,
             "total": self.steps,
@@ -106,7 +106,9 @@ class SampleRun:
         ]
         return {
             **{
-                key: value for key, value in self.line(0).items() if key in ("name", "folder", "kind", "state", "steps")
+                key: value
+                for key, value in self.line(0).items()
+                if key in ("name", "directory", "kind", "state", "steps")
             },
             "total": self.steps,
             "model": "tiny-moe",
@@ -125,7 +127,7 @@ class SampleRun:
     def metrics_of(self) -> dict[str, Any]:
         rng = np.random.default_rng(hash_of(self.name))
         steps = np.arange(1, self.steps + 1)
-        names = ["reward/mean", "reward/pass_rate", "mismatch/k3_kl", "mismatch_native/k3_kl"]
+        names = ["reward/mean", "reward/pass_rate", "mismatch/k3_kl", "mismatch_without_replay/k3_kl"]
         names += [f"extra_{i // 12}/metric_{i}" for i in range(max(0, self.metrics - len(names)))]
         columns = {name: (rng.random(len(steps)) * 0.2 + 0.4 + 0.3 * steps / len(steps)).tolist() for name in names}
         columns["mismatch/k3_kl"][0] = None
@@ -174,7 +176,7 @@ class SampleRun:
             "siblings": self.columns["id"][first : first + GROUP],
             "env": "mini",
             "error": "",
-            "fate": "trained",
+            "training_status": "trained",
             "advantage": 0.5,
             "hacks": [],
             "patch": f"diff --git a/a.py b/a.py\n--- a/a.py\n+++ b/a.py\n@@ -1 +1 @@\n-x = 1\n+x = 2{self.hostile}\n",
@@ -234,11 +236,11 @@ class SampleRun:
             "logprobs": np.round(-rng.gamma(0.5, 1.0, n), 5).tolist(),
             "detail": {
                 "gap": np.round(rng.normal(0, 1e-4, n), 7).tolist(),
-                "native_gap": native.tolist(),
+                "gap_without_replay": native.tolist(),
                 "entropy": np.round(rng.gamma(1.0, 0.5, n), 4).tolist(),
                 "flags": (rng.random(n) < 0.02).astype(int).tolist(),
                 "differs": [0] * count,
-                "native_differs": np.bincount([row for row, _ in rows], minlength=count).tolist(),
+                "differs_without_replay": np.bincount([row for row, _ in rows], minlength=count).tolist(),
             },
         }
 
@@ -306,7 +308,7 @@ class SampleSource:
             "layers": LAYERS,
             "rows": run.length,
             "differs": [],
-            "native_differs": pairs,
+            "differs_without_replay": pairs,
             "notes": [],
         }
 

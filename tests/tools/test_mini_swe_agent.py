@@ -45,7 +45,7 @@ def test_any_other_number_of_blocks_is_answered_as_there(text: str, count: int) 
 
 
 @pytest.fixture
-async def box() -> AsyncIterator[Sandbox]:
+async def sandbox() -> AsyncIterator[Sandbox]:
     backend = open_backend("bubblewrap", run_id="tests-mini-swe-agent")
     try:
         yield await backend.start(SandboxSpec(workdir="/testbed"))
@@ -54,8 +54,8 @@ async def box() -> AsyncIterator[Sandbox]:
 
 
 @pytest.mark.bubblewrap
-async def test_answers_are_worded_as_there(box: Sandbox) -> None:
-    tools = mini_swe_agent_tools(box, timeout=20.0)
+async def test_answers_are_worded_as_there(sandbox: Sandbox) -> None:
+    tools = mini_swe_agent_tools(sandbox, timeout=20.0)
     for case in RECORDED["observations"]:
         result = await tools.call(ToolCall("bash", {"command": case["command"]}))
         assert result.text == case["text"]
@@ -64,7 +64,7 @@ async def test_answers_are_worded_as_there(box: Sandbox) -> None:
     assert result.text == (
         "<returncode>0</returncode>\n<output>\ncat -R\nbash: line 1: nothing-such: command not found\nafter\n</output>"
     )
-    late = await mini_swe_agent_tools(box, timeout=0.5).call(ToolCall("bash", {"command": "echo begun; sleep 60"}))
+    late = await mini_swe_agent_tools(sandbox, timeout=0.5).call(ToolCall("bash", {"command": "echo begun; sleep 60"}))
     named = "Command ['bash', '-c', 'echo begun; sleep 60'] timed out after 0.5 seconds"
     assert late.text == RECORDED["late"].replace("LATE", named)
 
@@ -79,14 +79,14 @@ async def test_answers_are_worded_as_there(box: Sandbox) -> None:
         ("echo well; echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT", False),
     ],
 )
-async def test_a_first_line_submits(box: Sandbox, command: str, submitted: bool) -> None:
-    assert (await mini_swe_agent_tools(box).call(ToolCall("bash", {"command": command}))).submitted is submitted
+async def test_a_first_line_submits(sandbox: Sandbox, command: str, submitted: bool) -> None:
+    assert (await mini_swe_agent_tools(sandbox).call(ToolCall("bash", {"command": command}))).submitted is submitted
 
 
 async def test_there_is_one_tool() -> None:
-    class NoBox:
+    class NoSandbox:
         id, spec = "none", SandboxSpec()
 
-    tools = mini_swe_agent_tools(NoBox())  # type: ignore[arg-type]
+    tools = mini_swe_agent_tools(NoSandbox())  # type: ignore[arg-type]
     result = await tools.call(ToolCall("python", {"command": "1"}))
     assert (result.failed, result.text) == (True, "there is one tool, bash, with the argument 'command'")

@@ -22,13 +22,13 @@ FORMAT = tool_format("openhands")
 
 @pytest.mark.parametrize("case", RECORDED["calls"])
 async def test_calls_are_read_as_there(case: dict[str, Any]) -> None:
-    class NoBox:
+    class NoSandbox:
         id, spec = "none", SandboxSpec()
 
     parsed = FORMAT.parse(case["text"])
     if "error" in case:
         assert isinstance(parsed, ToolCall)
-        answer = await openhands_tools(NoBox()).call(parsed)  # type: ignore[arg-type]
+        answer = await openhands_tools(NoSandbox()).call(parsed)  # type: ignore[arg-type]
         assert (answer.failed, answer.text) == (True, f"{case['error']}\n[Error occurred in processing last action]")
     elif "name" in case:
         assert isinstance(parsed, ToolCall)
@@ -39,7 +39,7 @@ async def test_calls_are_read_as_there(case: dict[str, Any]) -> None:
 
 
 @pytest.fixture
-async def box() -> AsyncIterator[Sandbox]:
+async def sandbox() -> AsyncIterator[Sandbox]:
     backend = open_backend("bubblewrap", run_id="tests-openhands")
     try:
         yield await backend.start(SandboxSpec(workdir="/testbed"))
@@ -48,9 +48,9 @@ async def box() -> AsyncIterator[Sandbox]:
 
 
 @pytest.mark.bubblewrap
-async def test_the_editor_answers_as_there(box: Sandbox) -> None:
-    await box.write_files({f"/testbed/{path}": text.encode() for path, text in RECORDED["files"].items()})
-    tools = openhands_tools(box, timeout=20.0)
+async def test_the_editor_answers_as_there(sandbox: Sandbox) -> None:
+    await sandbox.write_files({f"/testbed/{path}": text.encode() for path, text in RECORDED["files"].items()})
+    tools = openhands_tools(sandbox, timeout=20.0)
     for case in RECORDED["edits"]:
         text = (await tools.call(ToolCall("str_replace_editor", case["arguments"]))).text
         expected = f"EXECUTION RESULT of [str_replace_editor]:\n{case['text']}\n"
@@ -60,15 +60,15 @@ async def test_the_editor_answers_as_there(box: Sandbox) -> None:
 
 
 @pytest.mark.bubblewrap
-async def test_the_shell_goes_on_and_shows_its_prompt(box: Sandbox) -> None:
-    tools = openhands_tools(box, timeout=1.0)
+async def test_the_shell_goes_on_and_shows_its_prompt(sandbox: Sandbox) -> None:
+    tools = openhands_tools(sandbox, timeout=1.0)
 
     async def run(command: str) -> str:
         text = (await tools.call(ToolCall("execute_bash", {"command": command}))).text
         return re.sub(r"\[Python Interpreter: \S+\]|\r\n(?=\n\w+@)", "<python>", text)
 
     head, tail = "EXECUTION RESULT of [execute_bash]:\n", "@openhands-workspace:"
-    user = (await box.exec("id -un", timeout=10)).text.strip()
+    user = (await sandbox.exec("id -un", timeout=10)).text.strip()
     mark = "#" if user == "root" else "$"
     assert await run("printf 'a\\nb\\n'; false") == (
         f"{head}printf 'a\\nb\\n'; false\r\na\r\nb<python>\n{user}{tail}/testbed {mark} \n"

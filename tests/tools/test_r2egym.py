@@ -53,7 +53,7 @@ def test_a_call_is_written_as_in_the_turns_of_a_history() -> None:
 
 
 @pytest.fixture
-async def box() -> AsyncIterator[Sandbox]:
+async def sandbox() -> AsyncIterator[Sandbox]:
     backend = open_backend("bubblewrap", run_id="tests-r2egym")
     try:
         yield await backend.start(SandboxSpec(workdir="/testbed"))
@@ -66,9 +66,9 @@ async def say(tools: ToolSet, tool: str, **arguments: str) -> str:
 
 
 @pytest.mark.bubblewrap
-async def test_what_differs_on_purpose(box: Sandbox) -> None:
-    tools = r2egym_tools(box, timeout=1.0)
-    await box.write_files(
+async def test_what_differs_on_purpose(sandbox: Sandbox) -> None:
+    tools = r2egym_tools(sandbox, timeout=1.0)
+    await sandbox.write_files(
         {
             "/testbed/dos.py": b"one = 1\r\ntwo = 2\r\n",
             "/testbed/bom.py": b"\xef\xbb\xbfone = 1\n",
@@ -80,9 +80,9 @@ async def test_what_differs_on_purpose(box: Sandbox) -> None:
     for name in ("dos.py", "bom.py", "latin.py"):
         edit = {"command": "str_replace", "path": name, "old_str": "one = 1", "new_str": "one = 3"}
         assert "has been edited" in await say(tools, "file_editor", **edit)
-    assert await box.read_file("/testbed/dos.py") == b"one = 3\r\ntwo = 2\r\n"
-    assert await box.read_file("/testbed/bom.py") == b"\xef\xbb\xbfone = 3\n"
-    assert await box.read_file("/testbed/latin.py") == b"# caf\xe9\none = 3\n"
+    assert await sandbox.read_file("/testbed/dos.py") == b"one = 3\r\ntwo = 2\r\n"
+    assert await sandbox.read_file("/testbed/bom.py") == b"\xef\xbb\xbfone = 3\n"
+    assert await sandbox.read_file("/testbed/latin.py") == b"# caf\xe9\none = 3\n"
     assert "./a.py (1 matches)\n./b.py (1 matches)\n" in await say(tools, "search", search_term="one = 1")
     assert await say(tools, "execute_bash", cmd="echo \0") == "argument 'cmd' holds a NUL character; leave it out"
     assert "[STDOUT]\n\n\ufffd \n" in await say(tools, "execute_bash", cmd="printf '\\377'")
@@ -96,8 +96,8 @@ async def test_what_differs_on_purpose(box: Sandbox) -> None:
 
 
 async def test_finish_ends_whatever_its_arguments() -> None:
-    class NoBox:
+    class NoSandbox:
         id, spec = "none", SandboxSpec()
 
-    result = await r2egym_tools(NoBox()).call(ToolCall("finish", {"command": "done"}))  # type: ignore[arg-type]
+    result = await r2egym_tools(NoSandbox()).call(ToolCall("finish", {"command": "done"}))  # type: ignore[arg-type]
     assert (result.text, result.submitted) == ("<<< Finished >>>", True)

@@ -27,7 +27,7 @@ _LISTING = re.compile(r"(?<=excluding hidden:\n)[^<]*(?=\n)|(?<=:\n)(?:\./.* mat
 
 def as_listed(observation: str) -> str:
     """``observation`` up to the differences that docs/interfaces.md lists: a traceback without the lines of its source,
-    and folders' entries by name, where R2E-Gym's come as the file system has them."""
+    and directories' entries by name, where R2E-Gym's come as the file system has them."""
     plain = _SOURCE_LINES.sub("", observation)
     return _LISTING.sub(lambda found: "\n".join(sorted(found[0].split("\n"))), plain)
 
@@ -39,8 +39,8 @@ async def backend() -> AsyncIterator[SandboxBackend]:
     await backend.close()
 
 
-async def observations(box: Sandbox, turns: list[str]) -> list[str]:
-    fmt, tools = R2EGymFormat(), r2egym_tools(box)
+async def observations(sandbox: Sandbox, turns: list[str]) -> list[str]:
+    fmt, tools = R2EGymFormat(), r2egym_tools(sandbox)
     seen = []
     for text in turns:
         call = fmt.parse(text)
@@ -50,13 +50,13 @@ async def observations(box: Sandbox, turns: list[str]) -> list[str]:
 
 async def differences(backend: SandboxBackend, sequence: Mapping[str, Any]) -> list[str]:
     """What differs, a text each; none where all is as R2E-Gym's scripts have it."""
-    box = await backend.start(SandboxSpec(workdir="/testbed"))
+    sandbox = await backend.start(SandboxSpec(workdir="/testbed"))
     try:
-        await box.write_files({f"/testbed/{path}": data for path, data in r2egym_scripts.repository().items()})
-        ours = await observations(box, sequence["turns"])
-        tree = await box.read_tree("/testbed", skip={"__pycache__"})
+        await sandbox.write_files({f"/testbed/{path}": data for path, data in r2egym_scripts.repository().items()})
+        ours = await observations(sandbox, sequence["turns"])
+        tree = await sandbox.read_tree("/testbed", skip={"__pycache__"})
     finally:
-        await box.close()
+        await sandbox.close()
     wrong = [
         f"{text}\nR2E-Gym: {there!r}\nhere:    {here!r}"
         for text, there, here in zip(sequence["turns"], sequence["observations"], ours, strict=True)

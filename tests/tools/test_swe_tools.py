@@ -1,4 +1,4 @@
-"""The tools in a real box."""
+"""The tools in a real sandbox."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ INSERTS = [
 
 async def test_insert(full) -> None:
     for before, line, new, after in INSERTS:
-        await full.box.write_files({"/testbed/a": before})
+        await full.sandbox.write_files({"/testbed/a": before})
         assert not (await full.edit("insert", "a", insert_line=line, new_str=new)).failed
         assert await full.file("a") == after
 
@@ -138,13 +138,13 @@ REPLACED = [
 
 async def test_replaced_text_has_the_line_ends_of_its_file(full) -> None:
     for before, old, new, after in REPLACED:
-        await full.box.write_files({"/testbed/a": before})
+        await full.sandbox.write_files({"/testbed/a": before})
         assert not (await full.edit("str_replace", "a", old_str=old, new_str=new)).failed
         assert await full.file("a") == after
 
 
 async def test_an_edit_keeps_mode_links_line_ends_and_foreign_bytes(full) -> None:
-    await full.box.write_files({"/testbed/run.sh": b"one\r\ntwo\r\n\xff\xfe\r\n"})
+    await full.sandbox.write_files({"/testbed/run.sh": b"one\r\ntwo\r\n\xff\xfe\r\n"})
     await full.call("execute_bash", cmd="chmod 755 run.sh && ln -s run.sh link")
     assert not (await full.edit("str_replace", "link", old_str="one\ntwo", new_str="1\n2")).failed
     assert await full.file("run.sh") == b"1\r\n2\r\n\xff\xfe\r\n"
@@ -201,13 +201,13 @@ async def test_a_line_that_is_longer_than_an_answer_is_shown_by_its_ends(full) -
     assert "characters left out" in text
 
 
-async def test_no_tool_needs_a_python_in_the_box(full) -> None:
+async def test_no_tool_needs_a_python_in_the_sandbox(full) -> None:
     """A repository's own may be old, or broken by the agent: whatever its name, it is never started."""
     for name in ("python", "python3", "env"):
-        await full.box.write_files({f"/testbed/bin/{name}": f"#!/bin/bash\necho {name} >> /tmp/started\n".encode()})
+        await full.sandbox.write_files({f"/testbed/bin/{name}": f"#!/bin/bash\necho {name} >> /tmp/started\n".encode()})
     await full.call("execute_bash", cmd="chmod +x bin/*")
-    box = PathFirst(full.box, "/testbed/bin:/usr/local/bin:/usr/bin:/bin")
-    tools = swe_tools(box)  # type: ignore[arg-type]
+    sandbox = PathFirst(full.sandbox, "/testbed/bin:/usr/local/bin:/usr/bin:/bin")
+    tools = swe_tools(sandbox)  # type: ignore[arg-type]
     calls = [
         *(("execute_bash", {"cmd": "echo hi > a.py"}), ("search", {"search_term": "hi"})),
         ("file_editor", {"command": "view", "path": "a.py"}),
@@ -228,14 +228,19 @@ async def test_no_tool_needs_a_python_in_the_box(full) -> None:
 
 
 class PathFirst:
-    """A box whose commands find programs on ``path``."""
+    """A sandbox whose commands find programs on ``path``."""
 
-    def __init__(self, box: Any, path: str) -> None:
-        self._box, self._path = box, path
-        self.id, self.spec, self.read_file, self.write_files = box.id, box.spec, box.read_file, box.write_files
+    def __init__(self, sandbox: Any, path: str) -> None:
+        self._sandbox, self._path = sandbox, path
+        self.id, self.spec, self.read_file, self.write_files = (
+            sandbox.id,
+            sandbox.spec,
+            sandbox.read_file,
+            sandbox.write_files,
+        )
 
     async def exec(self, command: Any, *, env: Mapping[str, str] | None = None, **options: Any) -> Any:
-        return await self._box.exec(command, env={**(env or {}), "PATH": self._path}, **options)
+        return await self._sandbox.exec(command, env={**(env or {}), "PATH": self._path}, **options)
 
 
 async def test_bash_tells_exit_code_streams_and_place(full) -> None:
@@ -246,8 +251,8 @@ async def test_bash_tells_exit_code_streams_and_place(full) -> None:
     assert (quiet.text, quiet.failed) == ("(no output)", False)
 
 
-async def test_a_command_that_does_not_end_is_killed_and_told(box) -> None:
-    result = await swe_tools(box, timeout=0.5).call(ToolCall("execute_bash", {"cmd": "echo on; sleep 60"}))
+async def test_a_command_that_does_not_end_is_killed_and_told(sandbox) -> None:
+    result = await swe_tools(sandbox, timeout=0.5).call(ToolCall("execute_bash", {"cmd": "echo on; sleep 60"}))
     assert result.failed
     assert result.text == "on\n[killed: no end after 0.5 seconds]"
 
@@ -291,7 +296,7 @@ async def test_search(full) -> None:
 )
 async def test_in_a_file_a_search_takes_a_regular_expression_too(full, term: str, lines: list[int]) -> None:
     text = "def f(x):\n    return x[0]\ndef g(x):\n    return 2 * x \\\nclass f:\n"
-    await full.box.write_files({"/testbed/m.py": text.encode()})
+    await full.sandbox.write_files({"/testbed/m.py": text.encode()})
     expected = [f"m.py:{number}:{text.splitlines()[number - 1]}" for number in lines]
     answer = (await full.call("search", search_term=term, path="m.py")).text
     assert answer == ("\n".join(expected) or f"No line in m.py holds {term!r}.")

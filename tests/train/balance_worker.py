@@ -1,6 +1,6 @@
 """One rank of an expert group that plans: runs every case and saves what came of it.
 
-Arguments: rank, number of ranks, folder for the results. No Megatron: the experts are not there, only their plans.
+Arguments: rank, number of ranks, directory for the results. No Megatron: the experts are not there, only their plans.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One rank of the trainer, which does the same GRPO steps with balanced experts and without, on captured trajectories.
 
-Arguments: rank, folder for results, file of the plan: ``{world_size, model, cases: [{name, place, parallel, train}]}``,
-``place`` a port and rank 0's open socket on it. Results of a case are ``<name>-<rank>.pt``.
+Arguments: rank, directory for results, file of the plan: ``{world_size, model, cases: [{name, place, parallel,
+train}]}``, ``place`` a port and rank 0's open socket on it. Results of a case are ``<name>-<rank>.pt``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from agent_rl.controller.advantages import samples_of
 from agent_rl.rollout.records import read_trajectories
 from agent_rl.train.batching.mini_steps import split_step
 from agent_rl.train.batching.partition import lockstep_ranks
-from agent_rl.train.requests import OptimizerSpec, RankOrder, StepOrder
+from agent_rl.train.requests import OptimizerSpec, StepRequest, WorkerRequest
 from agent_rl.train.route_sharding import cut, without_routes
 from agent_rl.train.worker import TrainerRank
 from agent_rl.types import Sample
@@ -37,7 +37,7 @@ def run(case: dict[str, Any], model: Path, world_size: int, rank: int) -> dict[s
     settings = {"microbatch_tokens": 384, "mini_steps": 2, "lr": 3e-4, "device": "cpu", **case["train"]}
     config = RunConfig.model_validate({"name": "test", "model": model, "train": {**settings, "parallel": parallel}})
     port, listener = case["place"]
-    order = RankOrder(config, model, config.reference_folder, device="cpu", threads=1)
+    order = WorkerRequest(config, model, config.reference_dir, device="cpu", threads=1)
     meeting = {"master_addr": "127.0.0.1", "master_port": port, "listener": listener if rank == 0 else None}
     trainer = TrainerRank(order, OptimizerSpec.of(config.train), rank, **meeting)
     steps = [one_step(trainer, config, data) for data in (captured(1), captured(2)[:5])]
@@ -62,11 +62,11 @@ def one_step(trainer: TrainerRank, config: RunConfig, data: tuple[Sample, ...]) 
     batches = [ids for share in shares for ids in share.micro_batches]
     routes = [cut(data, ids, info.shard) for ids in batches]
     report, differs, balanced = trainer.grpo(
-        without_routes(data, batches), shares, StepOrder(config, measure_native=True), routes
+        without_routes(data, batches), shares, StepRequest(config, measure_without_replay=True), routes
     )
     return {
         "old": None if report is None else report.trainer_logprobs,
-        "native": None if report is None else report.native_logprobs,
+        "without_replay": None if report is None else report.logprobs_without_replay,
         "norms": [] if report is None else [done.update.grad_norm for done in report.updates],
         "differing": 0 if differs is None else sum(int(part.sum()) for part in differs.unpacked(differs.replayed)),
         "microbatches": [len(share.micro_batches) for share in shares],

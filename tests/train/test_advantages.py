@@ -129,19 +129,19 @@ def long(reward: float, sampled: int, stop: StopReason = StopReason.SUBMITTED) -
 
 
 def by_token(values: list[float], tokens: list[int]) -> list[float]:
-    """Normalised over tokens, one after another."""
+    """Normalized over tokens, one after another."""
     flat = np.repeat(values, tokens)
     return [(value - flat.mean()) / flat.std() for value in values]
 
 
 @pytest.mark.parametrize("baseline", ["mean", "leave_one_out", "batch"])
 def test_over_the_batch_is_over_its_sampled_tokens(baseline: Baseline) -> None:
-    """REINFORCE++, eq. 10: as when a KL in the reward, however small, made the ranks normalise."""
+    """REINFORCE++, eq. 10: as when a KL in the reward, however small, made the ranks normalize."""
     tokens = [1, 7]
     found = samples_of([Group("t", (long(0, 1), long(1, 7)))], baseline=baseline, scale="batch", eps=0).samples
     assert [sample.advantage for sample in found] == pytest.approx(by_token([-0.5, 0.5], tokens))
     assert found[0].advantage == pytest.approx(-(7**0.5))
-    left = samples_of([Group("t", (long(0, 1), long(1, 7)))], baseline="mean", scale="batch", normalised=False).samples
+    left = samples_of([Group("t", (long(0, 1), long(1, 7)))], baseline="mean", scale="batch", normalized=False).samples
     assert [sample.advantage for sample in left] == [-0.5, 0.5], "the ranks divide, after they took the KL"
 
 

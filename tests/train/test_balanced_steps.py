@@ -21,7 +21,7 @@ from agent_rl.models.builtin import install_model
 from agent_rl.monitoring.metrics import METRICS
 from agent_rl.train.expert_balancing.report import FILE, balance_metrics
 from agent_rl.train.ray_trainer import RayTrainer
-from r3.trace.check import check_folder
+from r3.trace.check import check_dir
 
 pytestmark = pytest.mark.megatron
 
@@ -32,7 +32,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ep4-balanced": ("ep4", {"balance": BALANCED}),
     "ep2": ("ep2", {}),
     "ep2-balanced": ("ep2", {"balance": BALANCED}),
-    "ep4-measured": ("ep4", {"balance": BALANCED | {"home": "measured", "ranks_per_machine": 2}}),
+    "ep4-measured": ("ep4", {"balance": BALANCED | {"expert_placement": "measured", "ranks_per_node": 2}}),
     "ep4-r2": ("ep4", {"replay": "r2"}),
     "ep4-r2-balanced": ("ep4", {"replay": "r2", "balance": BALANCED | {"transfer": {"update": "pool"}}}),
 }
@@ -43,18 +43,18 @@ WORLD = 4
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four processes run all cases one after another and leave their results here."""
-    folder, held = tmp_path_factory.mktemp("steps"), [socket.create_server(("127.0.0.1", 0)) for _ in CASES]
-    install_model(folder / "model")
+    directory, held = tmp_path_factory.mktemp("steps"), [socket.create_server(("127.0.0.1", 0)) for _ in CASES]
+    install_model(directory / "model")
     cases = [
         {"name": name, "place": [sock.getsockname()[1], sock.fileno()], "parallel": LAYOUTS[layout], "train": train}
         for (name, (layout, train)), sock in zip(CASES.items(), held, strict=True)
     ]
-    plan = folder / "plan.json"
-    plan.write_text(json.dumps({"world_size": WORLD, "model": str(folder / "model"), "cases": cases}))
+    plan = directory / "plan.json"
+    plan.write_text(json.dumps({"world_size": WORLD, "model": str(directory / "model"), "cases": cases}))
     command = [sys.executable, "-W", "ignore", worker.__file__]
     sockets = [sock.fileno() for sock in held]
     ranks = [
-        subprocess.Popen([*command, str(rank), str(folder), str(plan)], stderr=subprocess.PIPE, pass_fds=sockets)
+        subprocess.Popen([*command, str(rank), str(directory), str(plan)], stderr=subprocess.PIPE, pass_fds=sockets)
         for rank in range(WORLD)
     ]
     try:
@@ -65,7 +65,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
             rank.kill()
         for sock in held:
             sock.close()
-    return folder
+    return directory
 
 
 def loaded(results: Path, name: str) -> list[dict[str, Any]]:
@@ -77,7 +77,7 @@ def test_balanced_steps_equal_unbalanced_ones(results: Path, pair: str) -> None:
     plain, balanced = loaded(results, pair), loaded(results, f"{pair}-balanced")
     assert {0, 1} <= {count for rank in plain for count in rank["steps"][1]["microbatches"]}, "uneven data ranks"
     for before, after in zip(plain, balanced, strict=True):
-        for kind in ("old", "native"):
+        for kind in ("old", "without_replay"):
             np.testing.assert_array_equal(after["steps"][0][kind], before["steps"][0][kind])
         assert after["steps"][0]["norms"][:1] == pytest.approx(before["steps"][0]["norms"][:1], rel=3e-6)
         for step, other in zip(before["steps"], after["steps"], strict=True):
@@ -107,7 +107,7 @@ def test_the_work_is_evened(results: Path, pair: str) -> None:
 def test_measured_homes_change_nothing_but_where_experts_live(results: Path) -> None:
     plain, measured, balanced = (loaded(results, f"ep4{name}") for name in ("", "-measured", "-balanced"))
     for before, after in zip(plain, measured, strict=True):
-        for kind in ("old", "native"):
+        for kind in ("old", "without_replay"):
             np.testing.assert_allclose(after["steps"][0][kind], before["steps"][0][kind], atol=1e-6)
         for step, other in zip(before["steps"], after["steps"], strict=True):
             assert other["norms"] == pytest.approx(step["norms"], rel=3e-5)
@@ -142,21 +142,26 @@ async def test_a_run_is_balanced_from_any_checkpoint(tmp_path: Path) -> None:
 
     first, second = worker.captured(1), worker.captured(2)
     async with RayTrainer(config("plain")) as trainer:
-        plain = await trainer.step(first, measure_native=True, step=1)
+        plain = await trainer.step(first, measure_without_replay=True, step=1)
         await trainer.save(tmp_path / "checkpoint")
-        await trainer.step(second, measure_native=False, step=2)
+        await trainer.step(second, measure_without_replay=False, step=2)
         wanted = await trainer.logprobs(second, replay=True)
     async with RayTrainer(config("balanced", balance=BALANCED)) as trainer:
-        balanced = await trainer.step(first, measure_native=True, step=1)
+        balanced = await trainer.step(first, measure_without_replay=True, step=1)
         await trainer.load(tmp_path / "checkpoint")
-        await trainer.step(second, measure_native=False, step=2)
+        await trainer.step(second, measure_without_replay=False, step=2)
         found = await trainer.logprobs(second, replay=True)
-    for name in ("mismatch/k3_kl", "mismatch_native/k3_kl", "mismatch_native/router_mismatch", "r3/router_mismatch"):
+    for name in (
+        "mismatch/k3_kl",
+        "mismatch_without_replay/k3_kl",
+        "mismatch_without_replay/router_mismatch",
+        "r3/router_mismatch",
+    ):
         assert balanced[name] == plain[name], name
     assert balanced.keys() - plain.keys() == {metric.name for metric in METRICS if metric.group == "balance"}
     np.testing.assert_allclose(np.concatenate(found), np.concatenate(wanted), atol=1e-4)
     for name in ("plain", "balanced"):
-        report = check_folder(tmp_path / name / "r3_trace", require_forward_verify=True, require_shard_identity=True)
+        report = check_dir(tmp_path / name / "r3_trace", require_forward_verify=True, require_shard_identity=True)
         assert report.holds, report.breaks
     rows = [json.loads(line) for line in (tmp_path / "balanced" / FILE).read_text().splitlines()]
     assert {(row["step"], row["pass"], row["number"]) for row in rows} == {
@@ -172,7 +177,7 @@ async def test_checkpoints_move_between_measured_and_contiguous_homes(tmp_path: 
     install_model(tmp_path / "model")
     parallel = {"world_size": ranks, "expert": 2, "distributed_optimizer": True}
     settings = {"device": "cpu", "microbatch_tokens": 1024, "lr": 3e-4, "parallel": parallel}
-    home = BALANCED | {"home": "measured", "ranks_per_machine": 1}
+    home = BALANCED | {"expert_placement": "measured", "ranks_per_node": 1}
     first, second = worker.captured(1), worker.captured(2)
 
     def trainer(name: str, **train: Any) -> RayTrainer:
@@ -180,13 +185,13 @@ async def test_checkpoints_move_between_measured_and_contiguous_homes(tmp_path: 
         return RayTrainer(RunConfig.model_validate({**run, "train": {**settings, **train}}))
 
     async with trainer("plain") as run:
-        await run.step(first, measure_native=False, step=1)
+        await run.step(first, measure_without_replay=False, step=1)
         await run.save(tmp_path / "plain-checkpoint")
-        await run.step(second, measure_native=False, step=2)
+        await run.step(second, measure_without_replay=False, step=2)
         wanted = np.concatenate(await run.logprobs(second, replay=True))
     async with trainer("measured", balance=home) as run:
         await run.load(tmp_path / "plain-checkpoint")
-        await run.step(second, measure_native=False, step=2)
+        await run.step(second, measure_without_replay=False, step=2)
         measured = np.concatenate(await run.logprobs(second, replay=True))
         await run.save(tmp_path / "measured-checkpoint")
     async with trainer("plain") as run:

@@ -70,10 +70,10 @@ def test_expert_ranks_that_ray_did_not_group_are_refused(hosts: str) -> None:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank of one group found in every case."""
-    folder = tmp_path_factory.mktemp("balance")
+    directory = tmp_path_factory.mktemp("balance")
     command = [sys.executable, "-W", "ignore", worker.__file__]
     ranks = [
-        subprocess.Popen([*command, str(rank), str(RANKS), str(folder)], stderr=subprocess.PIPE)
+        subprocess.Popen([*command, str(rank), str(RANKS), str(directory)], stderr=subprocess.PIPE)
         for rank in range(RANKS)
     ]
     try:
@@ -83,7 +83,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     finally:
         for rank in ranks:
             rank.kill()
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
+    return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(RANKS)]
 
 
 def test_every_rank_has_the_counts_of_all(results: list[dict[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""A checkpoint folder appears whole or not at all."""
+"""A checkpoint directory appears whole or not at all."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from support.checkpoint_pieces import whole_part
 
 from agent_rl.config import ParallelConfig
 from agent_rl.errors import ConfigError, TrainerError, UserError
-from agent_rl.train.checkpoint import folder as checkpoint
-from agent_rl.train.checkpoint.folder import Manifest, latest_checkpoint, read_manifest
+from agent_rl.train.checkpoint import directory as checkpoint
+from agent_rl.train.checkpoint.directory import Manifest, latest_checkpoint, read_manifest
 from agent_rl.train.checkpoint.pieces import Part, write_pieces
 
 LAYOUT = ParallelConfig()
 RUN = {"run_id": "r", "step": 3, "position": 24}
 
 
-def written(folder: Path, value: float = 1.0) -> Path:
+def written(directory: Path, value: float = 1.0) -> Path:
     """A checkpoint of one rank with one parameter of four elements."""
-    partial = checkpoint.begin(folder)
+    partial = checkpoint.begin(directory)
     checksum = write(partial, value)
-    commit(folder, checksum)
-    return folder
+    commit(directory, checksum)
+    return directory
 
 
 def write(partial: Path, value: float) -> int:
@@ -37,25 +37,25 @@ def write(partial: Path, value: float) -> int:
         return write_pieces(file, [(stretch, "master")], np.full(4, value, np.float32))
 
 
-def commit(folder: Path, checksum: int) -> None:
+def commit(directory: Path, checksum: int) -> None:
     counts = {"updates": 3, "schedule": 3}
     manifest = Manifest(checkpoint.FORMAT, 3, counts, LAYOUT.model_dump(), "float32", (checksum,), RUN)
-    checkpoint.commit(folder, manifest)
+    checkpoint.commit(directory, manifest)
 
 
-def value(folder: Path) -> float:
-    reader = checkpoint.open_pieces(folder, read_manifest(folder))
+def value(directory: Path) -> float:
+    reader = checkpoint.open_pieces(directory, read_manifest(directory))
     return float(reader.read(whole_part(Part("w", (2, 2))), "master")[0])
 
 
 def test_commit_makes_it_appear_and_leaves_nothing_beside(tmp_path: Path) -> None:
-    folder = written(tmp_path / "step-000003")
+    directory = written(tmp_path / "step-000003")
     assert os.listdir(tmp_path) == ["step-000003"]
-    manifest = read_manifest(folder)
+    manifest = read_manifest(directory)
     assert (manifest.updates, manifest.counts["schedule"], dict(manifest.run)) == (3, 3, RUN)
     assert manifest.written_by(LAYOUT)
     assert not manifest.written_by(ParallelConfig(world_size=2))
-    checkpoint.verify(folder, manifest)
+    checkpoint.verify(directory, manifest)
 
 
 def test_a_killed_save_is_not_seen_and_its_rest_is_removed(tmp_path: Path) -> None:
@@ -63,15 +63,15 @@ def test_a_killed_save_is_not_seen_and_its_rest_is_removed(tmp_path: Path) -> No
     partial = checkpoint.begin(tmp_path / "step-000004")
     checkpoint.rank_file(partial, 0).write_text("half")
     assert latest_checkpoint(tmp_path) == tmp_path / "step-000002"
-    folder = written(tmp_path / "step-000004", 4.0)
-    assert value(folder) == 4
+    directory = written(tmp_path / "step-000004", 4.0)
+    assert value(directory) == 4
     assert sorted(os.listdir(tmp_path)) == ["step-000002", "step-000004"]
 
 
 def test_saving_again_replaces(tmp_path: Path) -> None:
     written(tmp_path / "step-000001", 1.0)
-    folder = written(tmp_path / "step-000001", 2.0)
-    assert value(folder) == 2
+    directory = written(tmp_path / "step-000001", 2.0)
+    assert value(directory) == 2
     assert os.listdir(tmp_path) == ["step-000001"]
 
 
@@ -80,8 +80,8 @@ def test_a_kill_at_any_rename_leaves_a_whole_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_at: int
 ) -> None:
     """Replacing takes two renames; whichever is the last, after tidying up there is the old one or the new one."""
-    folder = written(tmp_path / "step-000001", 1.0)
-    checksum = write(checkpoint.begin(folder), 2.0)
+    directory = written(tmp_path / "step-000001", 1.0)
+    checksum = write(checkpoint.begin(directory), 2.0)
     renames, rename = iter(range(3)), Path.rename
 
     def dying(self: Path, target: Path) -> Path:
@@ -91,18 +91,18 @@ def test_a_kill_at_any_rename_leaves_a_whole_checkpoint(
 
     monkeypatch.setattr(Path, "rename", dying)
     with suppress(KeyboardInterrupt):
-        commit(folder, checksum)
+        commit(directory, checksum)
     monkeypatch.undo()
     checkpoint.tidy(tmp_path)
     assert os.listdir(tmp_path) == ["step-000001"]
-    checkpoint.verify(folder, read_manifest(folder))
-    assert value(folder) == (1 if dies_at < 2 else 2)
+    checkpoint.verify(directory, read_manifest(directory))
+    assert value(directory) == (1 if dies_at < 2 else 2)
 
 
 def test_removing_is_never_half_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = written(tmp_path / "step-000001")
+    directory = written(tmp_path / "step-000001")
     monkeypatch.setattr(shutil, "rmtree", lambda path, ignore_errors=False: None)  # killed right after the rename
-    checkpoint.remove(folder)
+    checkpoint.remove(directory)
     monkeypatch.undo()
     assert latest_checkpoint(tmp_path) is None
     checkpoint.tidy(tmp_path)
@@ -128,30 +128,30 @@ def test_the_latest_is_the_highest_step(tmp_path: Path) -> None:
 
 
 def test_another_format_is_refused_in_one_line(tmp_path: Path) -> None:
-    folder = written(tmp_path / "step-000001")
-    manifest = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps({**manifest, "format": 1}))
+    directory = written(tmp_path / "step-000001")
+    manifest = json.loads((directory / "manifest.json").read_text())
+    (directory / "manifest.json").write_text(json.dumps({**manifest, "format": 1}))
     with pytest.raises(ConfigError, match=r"checkpoint format 1, this version reads 2: go on with the version"):
-        read_manifest(folder)
-    (folder / "manifest.json").write_text(json.dumps({"format": 2}))
+        read_manifest(directory)
+    (directory / "manifest.json").write_text(json.dumps({"format": 2}))
     with pytest.raises(ConfigError, match="not the manifest of a checkpoint"):
-        read_manifest(folder)
+        read_manifest(directory)
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
-    folder = written(tmp_path / "step-000001")
-    manifest, path = read_manifest(folder), checkpoint.rank_file(folder, 0)
+    directory = written(tmp_path / "step-000001")
+    manifest, path = read_manifest(directory), checkpoint.rank_file(directory, 0)
     data = path.read_bytes()
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     with pytest.raises(TrainerError, match=r"rank-00000\.safetensors: damaged.*remove .*step-000001 to go on before"):
-        checkpoint.verify(folder, manifest)
+        checkpoint.verify(directory, manifest)
     for broken in (data[:-1], data[:20], b"", b"not such a file"):
         path.write_bytes(broken)
         with pytest.raises(TrainerError, match=r"rank-00000\.safetensors: could not be read"):
-            checkpoint.open_pieces(folder, manifest)
+            checkpoint.open_pieces(directory, manifest)
     path.unlink()
     with pytest.raises(TrainerError, match=r"rank-00000\.safetensors: could not be read"):
-        checkpoint.verify(folder, manifest)
+        checkpoint.verify(directory, manifest)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")

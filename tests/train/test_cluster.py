@@ -60,10 +60,10 @@ KINDS = ("gcs_server", "raylet/raylet", "/monitor.py", "dashboard.py", "log_moni
 
 
 @pytest.fixture
-def short_folder() -> Iterator[Path]:
-    """pytest's own folders are too long for the paths of Ray's sockets."""
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:
-        yield Path(folder)
+def short_dir() -> Iterator[Path]:
+    """pytest's own directories are too long for the paths of Ray's sockets."""
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as directory:
+        yield Path(directory)
 
 
 def free_port() -> int:
@@ -106,16 +106,16 @@ async def test_the_trainers_start_asks_first(tiny_moe: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.megatron
-def test_a_local_rays_processes_are_few_and_die_with_a_killed_owner(short_folder: Path) -> None:
+def test_a_local_rays_processes_are_few_and_die_with_a_killed_owner(short_dir: Path) -> None:
     pytest.importorskip("ray", reason="needs the trainer environment")
-    environment = {**os.environ, "TMPDIR": str(short_folder)}
+    environment = {**os.environ, "TMPDIR": str(short_dir)}
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
     )
     try:
         assert owner.stdout is not None
         assert owner.stdout.readline() == "ready\n"
-        running = {pid: line for pid, line in processes(short_folder).items() if pid != owner.pid}
+        running = {pid: line for pid, line in processes(short_dir).items() if pid != owner.pid}
         guards = [pid for pid, line in running.items() if "ray_leftovers" in line]
         counted = Counter(kind_of(line) for pid, line in running.items() if pid not in guards)
         assert len(guards) == 1
@@ -124,18 +124,18 @@ def test_a_local_rays_processes_are_few_and_die_with_a_killed_owner(short_folder
         owner.send_signal(signal.SIGKILL)
         owner.communicate()
     deadline = time.monotonic() + 10
-    while processes(short_folder) and time.monotonic() < deadline:
+    while processes(short_dir) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not processes(short_folder)
-    assert not list(short_folder.iterdir())
+    assert not processes(short_dir)
+    assert not list(short_dir.iterdir())
 
 
 @pytest.mark.slow
 @pytest.mark.megatron
-def test_threads_that_outlive_a_session_put_under_ids_of_their_own_in_the_next(short_folder: Path) -> None:
+def test_threads_that_outlive_a_session_put_under_ids_of_their_own_in_the_next(short_dir: Path) -> None:
     """A rank was given what another thread had put, or none, when one process trained twice."""
     pytest.importorskip("ray", reason="needs the trainer environment")
-    environment = {**os.environ, "TMPDIR": str(short_folder)}
+    environment = {**os.environ, "TMPDIR": str(short_dir)}
     subprocess.run([sys.executable, "-c", SESSIONS], env=environment, check=True, timeout=120)
 
 
@@ -143,9 +143,9 @@ def kind_of(line: str) -> str:
     return next((kind for kind in KINDS if kind in line), line)
 
 
-def processes(folder: Path) -> dict[int, str]:
-    """The command lines of the living processes whose files for a while are in ``folder``."""
-    mark, lines = f"TMPDIR={folder}".encode(), {}
+def processes(directory: Path) -> dict[int, str]:
+    """The command lines of the living processes whose files for a while are in ``directory``."""
+    mark, lines = f"TMPDIR={directory}".encode(), {}
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             if mark in (entry / "environ").read_bytes().split(b"\0"):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from agent_rl.config import ParallelConfig
 from agent_rl.errors import TrainerError
-from agent_rl.models.spec import ModelFacts
+from agent_rl.models.spec import ModelSpec
 from agent_rl.train.batching.cost import TOKENS, SequenceCost, expert_loads, sequence_cost
 from agent_rl.train.batching.partition import Deal, deal, differencing, lockstep_ranks
 from r3.routing import Routing
@@ -160,7 +160,7 @@ def test_cost_is_the_operations_of_a_real_forward_pass() -> None:
     model, tokens = transformers.Qwen3MoeForCausalLM(config), 40
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(torch.arange(tokens)[None], use_cache=False)
-    cost = sequence_cost(ModelFacts.of({"model_type": "qwen3_moe", "max_position_embeddings": 64, **SHAPE}))
+    cost = sequence_cost(ModelSpec.of({"model_type": "qwen3_moe", "max_position_embeddings": 64, **SHAPE}))
     layers, queries = SHAPE["num_hidden_layers"], SHAPE["num_attention_heads"] * SHAPE["head_dim"]
     above_the_diagonal = layers * 2 * queries * (2 * tokens**2 - tokens * (tokens + 1))
     rotary = 2 * (SHAPE["head_dim"] // 2) * tokens  # the angles, which transformers makes by a matrix product

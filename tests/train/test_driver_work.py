@@ -52,18 +52,18 @@ async def test_the_loop_runs_on_while_a_step_is_dealt_out_and_counted(monkeypatc
 
         return waiting
 
-    names = ["split_step", "hand_out", "count_all_differing"]
+    names = ["split_step", "dispatch", "count_all_differing"]
     for name in names:
         monkeypatch.setattr(ray_trainer, name, answered_by_the_loop(name, getattr(ray_trainer, name)))
     samples = [sample_of(length) for length in (5, 9, 12, 20)]
-    await trainer_of(samples).step(samples, measure_native=True)
+    await trainer_of(samples).step(samples, measure_without_replay=True)
     assert waited == names
 
 
 async def test_what_ranks_report_is_counted() -> None:
     samples = [sample_of(length) for length in (5, 9, 12, 20)]
-    metrics = await trainer_of(samples).step(samples, measure_native=True)
-    assert metrics["r3/router_mismatch"] == metrics["mismatch_native/router_mismatch"] == 0.5
+    metrics = await trainer_of(samples).step(samples, measure_without_replay=True)
+    assert metrics["r3/router_mismatch"] == metrics["mismatch_without_replay/router_mismatch"] == 0.5
     assert metrics["r3/router_mismatch_worst_layer"] == metrics["r3/token_mismatch"] == 1
     assert metrics["r3/sequence_mismatch"] == LAYERS / 2
     assert metrics["r3/coverage"] == 1
@@ -73,14 +73,14 @@ async def test_what_ranks_report_is_counted() -> None:
 async def test_what_ranks_report_of_tokens_is_handed_on_by_sample() -> None:
     samples = [sample_of(length) for length in (5, 9, 12, 20)]
     details: dict[int, TokenDetail] = {}
-    metrics = await trainer_of(samples).step(samples, measure_native=True, on_detail=details.update)
-    assert metrics == await trainer_of(samples).step(samples, measure_native=True)
+    metrics = await trainer_of(samples).step(samples, measure_without_replay=True, on_detail=details.update)
+    assert metrics == await trainer_of(samples).step(samples, measure_without_replay=True)
     assert sorted(details) == [0, 1, 2, 3]
     for index, detail in details.items():
         sampled = int(samples[index].loss_mask[1:].sum())
         assert detail.gap.shape == detail.flags.shape == (sampled,)
-        assert detail.native_differs is not None
-        layers = np.unpackbits(detail.native_differs, axis=1, count=LAYERS)
+        assert detail.differs_without_replay is not None
+        layers = np.unpackbits(detail.differs_without_replay, axis=1, count=LAYERS)
         assert layers.sum(axis=1).tolist() == [LAYERS // 2] * (len(samples[index].tokens) - 1) + [0]
 
 
@@ -96,10 +96,10 @@ def test_a_token_keeps_its_sample() -> None:
         reports[rank] = RankReport(own * 0, own, own + 0.5, np.zeros(len(own), np.int32), (), 0, 0, 0, sampled=tokens)
     details = token_details(samples, micro_batches, reports, LayerBits(samples), LayerBits(samples))
     for index, detail in details.items():
-        assert detail.native_gap is not None
+        assert detail.gap_without_replay is not None
         assert detail.entropy is not None
         for values, wanted in zip(
-            (detail.gap, detail.native_gap, detail.entropy, detail.flags),
+            (detail.gap, detail.gap_without_replay, detail.entropy, detail.flags),
             (index, index + 0.5, index, index),
             strict=True,
         ):

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from agent_rl.cli import app
 from agent_rl.config import ParallelConfig, RunConfig
 from agent_rl.errors import ConfigError
-from agent_rl.models.spec import ModelFacts
+from agent_rl.models.spec import ModelSpec
 from agent_rl.train.parallel_checks import (
     check_layout,
     expert_copies,
@@ -107,8 +107,8 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any] | None, str]] = [
 ]
 
 
-def facts(model: dict[str, Any]) -> ModelFacts:
-    return ModelFacts.of({"model_type": "qwen3_moe" if "num_experts" in model else "qwen3", **model})
+def facts(model: dict[str, Any]) -> ModelSpec:
+    return ModelSpec.of({"model_type": "qwen3_moe" if "num_experts" in model else "qwen3", **model})
 
 
 def config(parallel: dict[str, Any], model: Path = Path("none"), **train: Any) -> RunConfig:
@@ -167,8 +167,8 @@ def test_experts_of_a_width_that_has_no_kernel_are_refused() -> None:
         ),
         (
             {"world_size": 4, "expert": 4},
-            {"balance": {"enabled": True, "ranks_per_machine": 3}},
-            "train.balance: ranks_per_machine 3 does not divide train.parallel.expert=4",
+            {"balance": {"enabled": True, "ranks_per_node": 3}},
+            "train.balance: ranks_per_node 3 does not divide train.parallel.expert=4",
         ),
         (
             {"world_size": 2, "expert": 2},
@@ -177,7 +177,7 @@ def test_experts_of_a_width_that_has_no_kernel_are_refused() -> None:
         ),
         (
             {"world_size": 2, "expert": 2},
-            {"replay": "r2", "balance": {"enabled": True, "home": "measured"}},
+            {"replay": "r2", "balance": {"enabled": True, "expert_placement": "measured"}},
             "train.balance: home measured needs routes before the first pass, and train.replay is r2; set it to r3",
         ),
     ],
@@ -251,7 +251,7 @@ def test_every_problem_is_told() -> None:
     assert len(layout_problems(config(wrong), facts(MODEL))) == 3
 
 
-def test_the_model_in_the_folder_is_looked_at(tiny_moe: Path) -> None:
+def test_the_model_in_the_directory_is_looked_at(tiny_moe: Path) -> None:
     model = json.loads((tiny_moe / "config.json").read_text())
     layers = model["num_hidden_layers"]
     refused = config({"world_size": layers + 1, "pipeline": layers + 1}, tiny_moe)

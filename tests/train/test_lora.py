@@ -39,12 +39,12 @@ async def test_several_ranks_learn_what_one_rank_learns(
     rows, exports = {}, {}
     for name, parallel in layouts.items():
         async with RayTrainer(run_config(lora=LORA, parallel=parallel, lr=1e-3)) as trainer:
-            rows[name] = [await trainer.step(data, measure_native=True)]
+            rows[name] = [await trainer.step(data, measure_without_replay=True)]
             if name == "one":
                 await trainer.save(saved)
             else:
                 await trainer.load(saved)
-            rows[name].append(await trainer.step(data, measure_native=True))
+            rows[name].append(await trainer.step(data, measure_without_replay=True))
             await trainer.export(tmp_path / name)
         exports[name] = load_file(tmp_path / name / "model.safetensors")
     base = load_file(tiny_moe / "model.safetensors")
@@ -71,10 +71,10 @@ async def test_adapters_from_a_checkpoint_go_on_bit_for_bit(
         for step in range(3):
             if step == 1:
                 await trainer.save(tmp_path / "step-000001")
-            straight.append(numbers(await trainer.step(data, measure_native=True)))
+            straight.append(numbers(await trainer.step(data, measure_without_replay=True)))
         final = await trainer.logprobs(data, replay=False)
         await trainer.load(tmp_path / "step-000001")
-        assert [numbers(await trainer.step(data, measure_native=True)) for _ in range(2)] == straight[1:]
+        assert [numbers(await trainer.step(data, measure_without_replay=True)) for _ in range(2)] == straight[1:]
         assert await trainer.logprobs(data, replay=False) == final
     assert straight[0]["train/kl_reference"] == 0
     assert straight[2]["train/kl_reference"] > 1e-4

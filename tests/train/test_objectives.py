@@ -20,7 +20,7 @@ from agent_rl.config import (  # noqa: E402
     KlEstimator,
     TrainConfig,
 )
-from agent_rl.config.objectives import OBJECTIVES, Aggregation, ObjectiveFacts, objective_facts  # noqa: E402
+from agent_rl.config.objectives import OBJECTIVES, Aggregation, ObjectiveSpec, objective_spec  # noqa: E402
 from agent_rl.train.loss.corrections import RATIOS, correction_factors, weight_moments  # noqa: E402
 from agent_rl.train.loss.objectives import (  # noqa: E402
     AGGREGATIONS,
@@ -213,16 +213,16 @@ def test_a_long_sequences_product_does_not_overflow() -> None:
 
 
 @pytest.mark.parametrize("weight", get_args(CorrectionWeight))
-def test_normalised_weights_have_the_mean_one_over_what_was_sampled(weight: CorrectionWeight) -> None:
+def test_normalized_weights_have_the_mean_one_over_what_was_sampled(weight: CorrectionWeight) -> None:
     """By moments of parts that add up, as micro-batches' and ranks' do; before the mask leaves anything out."""
-    data, bounds = draw(), CorrectionConfig(weight=weight, normalise=True)
+    data, bounds = draw(), CorrectionConfig(weight=weight, normalize=True)
     ratio, mask, sequence = data["new"] - data["old"], data["mask"], data["sequence"]
     parts = [weight_moments(bounds, *(v[part] for v in (ratio, mask, sequence))) for part in (slice(8), slice(8, 29))]
     count, total = torch.stack(parts).sum(0).tolist()
     assert count == int(mask.sum())
     factors = correction_factors(bounds, ratio, mask, sequence, mean=total / count)
     assert float(factors[mask].mean()) == pytest.approx(1.0, rel=1e-12)
-    masked = CorrectionConfig(weight=weight, normalise=True, mask="token", mask_low=0.8, mask_high=1.25)
+    masked = CorrectionConfig(weight=weight, normalize=True, mask="token", mask_low=0.8, mask_high=1.25)
     kept = correction_factors(masked, ratio, mask, sequence, mean=total / count)
     assert torch.equal(kept, torch.where((kept != 0), factors, torch.zeros(())))
     assert (kept == 0).any()
@@ -235,11 +235,11 @@ def test_the_configs_choices_are_what_the_losses_register() -> None:
 
 
 def test_every_objective_has_its_formula() -> None:
-    formulas = {name: OBJECTIVES.load(objective_facts(name).formula).__name__ for name in OBJECTIVES.built_in}
+    formulas = {name: OBJECTIVES.load(objective_spec(name).formula).__name__ for name in OBJECTIVES.built_in}
     assert formulas == {name: name for name in OBJECTIVES.built_in}
 
 
-HALVED = ObjectiveFacts("tests_halved:halved", clip=(0.1, 0.1))
+HALVED = ObjectiveSpec("tests_halved:halved", clip=(0.1, 0.1))
 """An objective as another package would bring it."""
 
 

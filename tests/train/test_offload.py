@@ -42,13 +42,13 @@ def world(megatron_shim: None) -> Iterator[Any]:
     destroy_parallel()
 
 
-def policy(folder: Path, ranks: Any, dtype: str, distributed: bool) -> Any:
-    """The model of ``folder``, wrapped for either optimizer."""
+def policy(directory: Path, ranks: Any, dtype: str, distributed: bool) -> Any:
+    """The model of ``directory``, wrapped for either optimizer."""
     from agent_rl.train.megatron.model import PolicyModel
 
     width = getattr(torch, dtype)
-    built = PolicyModel.build(folder, ParallelConfig(), device=torch.device("cpu"), dtype=width)
-    return PolicyModel(built.modules, built.facts, ranks, built.device, folder, distributed_optimizer=distributed)
+    built = PolicyModel.build(directory, ParallelConfig(), device=torch.device("cpu"), dtype=width)
+    return PolicyModel(built.modules, built.facts, ranks, built.device, directory, distributed_optimizer=distributed)
 
 
 def optimizer_of(model: Any, dtype: str, *, offload: bool, **changes: Any) -> Any:

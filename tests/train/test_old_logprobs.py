@@ -17,7 +17,7 @@ from agent_rl.controller.advantages import samples_of  # noqa: E402
 from agent_rl.controller.preflight import check_lengths  # noqa: E402
 from agent_rl.errors import TrainerError, UserError  # noqa: E402
 from agent_rl.models.builtin import install_model  # noqa: E402
-from agent_rl.models.spec import read_facts  # noqa: E402
+from agent_rl.models.spec import read_model_spec  # noqa: E402
 from agent_rl.train.batching.packing import MicroBatch, pack  # noqa: E402
 from agent_rl.train.loss.corrections import correction_factors  # noqa: E402
 from agent_rl.train.step import _training_input  # noqa: E402
@@ -132,7 +132,7 @@ def test_a_trajectory_that_may_fill_the_context_cannot_be_rescored(tmp_path: Pat
         )
 
     install_model(tmp_path / "model")
-    facts = read_facts(tmp_path / "model")
+    facts = read_model_spec(tmp_path / "model")
     positions = facts.max_positions
     check_lengths(chosen(positions, "recompute"), facts)
     check_lengths(chosen(positions - 1, "rescore"), facts)

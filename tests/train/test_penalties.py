@@ -1,4 +1,4 @@
-"""KL penalties: what each estimator's gradient is where it stands, the penalty in the reward, its normalisation."""
+"""KL penalties: what each estimator's gradient is where it stands, the penalty in the reward, its normalization."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ torch = pytest.importorskip("torch", reason="needs the trainer environment")
 from agent_rl.train.loss.objectives import (  # noqa: E402
     advantage_moments,
     kl_estimate,
-    normalised_advantages,
-    penalised_advantages,
+    normalized_advantages,
+    penalized_advantages,
 )
 
 LENGTHS = (7, 1, 12, 5)
@@ -33,20 +33,20 @@ def draw(lengths: tuple[int, ...] | list[int] = LENGTHS, seed: int = 0) -> dict[
     }
 
 
-def penalised(data: dict[str, Any], beta: float = 0.3) -> Any:
-    return penalised_advantages(data["advantages"], data["kl"], data["mask"], data["sequence"], beta)
+def penalized(data: dict[str, Any], beta: float = 0.3) -> Any:
+    return penalized_advantages(data["advantages"], data["kl"], data["mask"], data["sequence"], beta)
 
 
 def test_the_penalty_is_the_kl_still_to_come() -> None:
     data = draw()
-    found = penalised(data)
+    found = penalized(data)
     for t in range(sum(LENGTHS)):
         to_come = 0.0
         for i in range(t, sum(LENGTHS)):
             if data["sequence"][i] == data["sequence"][t] and data["mask"][i]:
                 to_come += data["kl"][i].item()
         assert found[t].item() == pytest.approx(data["advantages"][t].item() - 0.3 * to_come, rel=1e-12)
-    assert torch.equal(penalised(data, beta=0.0), data["advantages"])
+    assert torch.equal(penalized(data, beta=0.0), data["advantages"])
 
 
 @settings(deadline=None, max_examples=40)
@@ -54,21 +54,21 @@ def test_the_penalty_is_the_kl_still_to_come() -> None:
 def test_a_sequences_penalty_is_its_own(lengths: list[int], seed: int, random: Any) -> None:
     """Where it lies in a micro-batch, and beside which others, makes no difference; nor what is not sampled."""
     data = draw(lengths, seed)
-    whole = penalised(data)
+    whole = penalized(data)
     data["kl"][~data["mask"]] = torch.nan
     order = list(range(len(lengths)))
     random.shuffle(order)
     rows = [torch.nonzero(data["sequence"] == sequence)[:, 0] for sequence in order]
     shuffled = {name: values[torch.cat(rows)] for name, values in data.items()}
     shuffled["sequence"] = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor([len(r) for r in rows]))
-    torch.testing.assert_close(penalised(shuffled), whole[torch.cat(rows)], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(penalized(shuffled), whole[torch.cat(rows)], rtol=1e-12, atol=1e-12)
 
 
 def test_a_long_sequences_penalty_keeps_its_digits() -> None:
     """65,536 tokens in float32, packed behind others: the last token's penalty is its own KL alone."""
     kl = torch.rand(3 * 65_536, generator=torch.Generator().manual_seed(0))
     mask, sequence = torch.ones_like(kl, dtype=torch.bool), torch.arange(3).repeat_interleave(65_536)
-    found = penalised_advantages(torch.zeros_like(kl), kl, mask, sequence, 1.0)
+    found = penalized_advantages(torch.zeros_like(kl), kl, mask, sequence, 1.0)
     torch.testing.assert_close(found[65_535::65_536], -kl[65_535::65_536], rtol=1e-6, atol=0)
 
 
@@ -76,21 +76,21 @@ def test_a_long_sequences_penalty_keeps_its_digits() -> None:
 def test_a_neighbours_penalty_does_not_leak(huge: float) -> None:
     """A sequence's sum is its own: 1 - 0.5 (0.4 + 0.6), however large its neighbours' are."""
     kl, sequence = torch.tensor([huge, 0.4, 0.6, huge], dtype=torch.float64), torch.tensor([0, 1, 1, 2])
-    found = penalised_advantages(torch.ones_like(kl), kl, torch.ones_like(kl, dtype=torch.bool), sequence, 0.5)
+    found = penalized_advantages(torch.ones_like(kl), kl, torch.ones_like(kl, dtype=torch.bool), sequence, 0.5)
     assert found[1:3].tolist() == pytest.approx([0.5, 0.7])
 
 
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 2**31))
-def test_normalised_over_all_sampled_tokens(lengths: list[int], seed: int) -> None:
+def test_normalized_over_all_sampled_tokens(lengths: list[int], seed: int) -> None:
     """By moments that were summed up sequence by sequence, as micro-batches' and ranks' are."""
     data = draw(lengths, seed)
-    values = penalised(data)
+    values = penalized(data)
     parts = [
         advantage_moments(values[own], data["mask"][own])
         for own in (data["sequence"] == sequence for sequence in range(len(lengths)))
     ]
-    found = normalised_advantages(values, torch.stack(parts).sum(0)).numpy()
+    found = normalized_advantages(values, torch.stack(parts).sum(0)).numpy()
     sampled = values[data["mask"]].numpy()
     if len(sampled):
         np.testing.assert_allclose(found, (values.numpy() - sampled.mean()) / (sampled.std() + 1e-6), rtol=1e-6)

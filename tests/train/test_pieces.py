@@ -34,7 +34,7 @@ def stretches(part: Part, cuts: list[int]) -> list[Stretch]:
     return [Stretch(part, start, stop) for start, stop in itertools.pairwise(edges) if start < stop]
 
 
-def write(folder: Path, ranks: list[list[Stretch]], whole: Floats) -> list[Path]:
+def write(directory: Path, ranks: list[list[Stretch]], whole: Floats) -> list[Path]:
     """A file a rank, each of stretches of other parameters too."""
     files = []
     for rank, own in enumerate(ranks):
@@ -43,7 +43,7 @@ def write(folder: Path, ranks: list[list[Stretch]], whole: Floats) -> list[Path]
             for slot, factor in (("master", 1), ("exp_avg", 2)):
                 pieces.append((stretch, slot))
                 values.append(cut(whole, stretch.part)[stretch.start : stretch.stop] * factor)
-        files.append(folder / f"rank-{rank}.safetensors")
+        files.append(directory / f"rank-{rank}.safetensors")
         with files[-1].open("wb") as file:
             write_pieces(file, pieces, np.concatenate([np.empty(0, np.float32), *values]))
     return files

@@ -38,7 +38,7 @@ PENALTIES = (
     KlConfig(),
     KlConfig(coefficient=0.3, estimator="k2"),
     KlConfig(coefficient=0.3, estimator="k3"),
-    KlConfig(coefficient=0.3, estimator="k1", where="reward"),
+    KlConfig(coefficient=0.3, estimator="k1", apply_to="reward"),
 )
 CORRECTIONS = tuple(itertools.product((None, *get_args(CorrectionWeight)), (None, *get_args(CorrectionMask))))
 """Weights and masks."""
@@ -113,7 +113,7 @@ def direct(case: Case, chosen: TrainConfig, counts: Counts, frozen: np.ndarray |
         own = [t for t in range(len(case.mask)) if case.mask[t] and case.sequence[t] == sequence]
         for t in own:
             term = direct_correction(case, chosen, own, t) * direct_term(case, chosen, own, t, frozen)
-            if chosen.kl.coefficient and chosen.kl.where == "loss":
+            if chosen.kl.coefficient and chosen.kl.apply_to == "loss":
                 d = v["new"][t] - v["reference"][t]
                 term += chosen.kl.coefficient * {"k2": d * d / 2, "k3": direct_k3(d, chosen.kl)}[chosen.kl.estimator]
             term -= chosen.entropy_coefficient * v["entropy"][t]
@@ -288,8 +288,8 @@ def test_tokens_that_were_not_sampled_take_part_in_nothing(
     if not len(kept):
         return
     names = {sequence: place for place, sequence in enumerate(dict.fromkeys(case.sequence[kept].tolist()))}
-    bare = case.take(kept, np.array([names[s] for s in case.sequence[kept].tolist()]))
-    loss, slopes = gradient(bare, chosen, case.counts)
+    strip = case.take(kept, np.array([names[s] for s in case.sequence[kept].tolist()]))
+    loss, slopes = gradient(strip, chosen, case.counts)
     spoiled = {name: values.copy() for name, values in case.values.items()}
     for name, value in junk.items():
         spoiled[name][~case.mask] = value
@@ -327,7 +327,7 @@ PRESETS: dict[str, TrainConfig] = {
     "SAPO": TrainConfig(objective="sapo", tau_positive=1.0, tau_negative=1.05, aggregation="sequence"),
     "GMPO": TrainConfig(objective="gmpo", eps_low=0.4, eps_high=0.4, aggregation="sequence"),
     "REINFORCE++": TrainConfig(
-        **PAPER, baseline="batch", scale="batch", kl=KlConfig(coefficient=0.01, estimator="k1", where="reward")
+        **PAPER, baseline="batch", scale="batch", kl=KlConfig(coefficient=0.01, estimator="k1", apply_to="reward")
     ),
     "REINFORCE++ with baseline": TrainConfig(**PAPER, scale="batch", kl=KlConfig(coefficient=0.01, estimator="k2")),
     "REINFORCE, leave-one-out": TrainConfig(
@@ -358,7 +358,7 @@ def test_the_documented_config_lines_give_the_papers_losses() -> None:
     for name, wanted in PRESETS.items():
         train = RunConfig.model_validate({"name": "test", "model": ".", "train": found[name]}).train
         assert [getattr(train, key) for key in LOSS_KEYS] == [getattr(wanted, key) for key in LOSS_KEYS], name
-        assert train.normalises_penalised == (name == "REINFORCE++")
+        assert train.normalizes_penalized == (name == "REINFORCE++")
         case = draw(LENGTHS, seed=3)
         result, *_ = computed(case, train, case.counts)
         assert result.loss.item() == pytest.approx(direct(case, wanted, case.counts), rel=1e-10), name

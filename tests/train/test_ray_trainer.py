@@ -49,15 +49,15 @@ def samples(make_sample: Make, *, routes: bool = True) -> list[Sample]:
 
 
 def test_replayed_routes_are_used_and_reported(runner: asyncio.Runner, trainer: RayTrainer, make_sample: Make) -> None:
-    metrics = runner.run(trainer.step(samples(make_sample), measure_native=True))
+    metrics = runner.run(trainer.step(samples(make_sample), measure_without_replay=True))
     assert metrics["r3/router_mismatch"] == metrics["r3/token_mismatch"] == metrics["r3/sequence_mismatch"] == 0
-    assert metrics["mismatch_native/router_mismatch"] > 0.5, "random routes are not the model's own"
+    assert metrics["mismatch_without_replay/router_mismatch"] > 0.5, "random routes are not the model's own"
     assert metrics["r3/coverage"] == 1
     assert metrics["r3/fallback_token_fraction"] == 0
     assert metrics["r3/bytes_per_token"] == 4  # two layers of two experts, a byte each
     assert metrics["train/updates"] == 2
     assert metrics["train/sampled_tokens"] == sum(int(s.loss_mask.sum()) for s in samples(make_sample))
-    assert metrics["mismatch/k3_kl"] != metrics["mismatch_native/k3_kl"]
+    assert metrics["mismatch/k3_kl"] != metrics["mismatch_without_replay/k3_kl"]
     assert metrics["train/grad_norm"] > 0
 
 
@@ -69,7 +69,7 @@ def test_an_ablation_shows_in_what_the_routers_used(
     def mismatch(ablation: str) -> tuple[float, float]:
         r3 = trainer.config.r3.model_copy(update={"ablation": ablation})
         monkeypatch.setattr(trainer, "config", trainer.config.model_copy(update={"r3": r3}))
-        metrics = runner.run(trainer.step(samples(make_sample), measure_native=False))
+        metrics = runner.run(trainer.step(samples(make_sample), measure_without_replay=False))
         return metrics["r3/router_mismatch"], metrics["r3/router_mismatch_worst_layer"]
 
     assert mismatch("none") == mismatch("old_logprob_only") == (0, 0), "the old-log-prob pass is what is compared"
@@ -86,11 +86,11 @@ def test_missing_rows_fall_back_and_are_counted(runner: asyncio.Runner, trainer:
     present = sample.routing.present.copy()
     present[3:8] = False
     gappy = replace(sample, routing=replace(sample.routing, present=present))
-    metrics = runner.run(trainer.step([gappy], measure_native=False))
+    metrics = runner.run(trainer.step([gappy], measure_without_replay=False))
     assert metrics["r3/coverage"] == pytest.approx(15 / 20)
     assert metrics["r3/fallback_token_fraction"] == pytest.approx(5 / 20)
     assert metrics["r3/router_mismatch"] == 0
-    assert "mismatch_native/k3_kl" not in metrics
+    assert "mismatch_without_replay/k3_kl" not in metrics
 
 
 def test_routes_come_with_the_logprobs(runner: asyncio.Runner, trainer: RayTrainer, make_sample: Make) -> None:
@@ -139,14 +139,14 @@ def test_entropy_is_that_of_the_policy(runner: asyncio.Runner, trainer: RayTrain
             variants.append(Sample(tokens, base.loss_mask[kept], base.logprobs[kept], 0.0, routing))
     found = runner.run(trainer.logprobs(variants, replay=True))
     table = np.array([values[-1] for values in found], np.float64).reshape(-1, VOCAB)
-    metrics = runner.run(trainer.step([base], measure_native=False))
+    metrics = runner.run(trainer.step([base], measure_without_replay=False))
     assert metrics["train/entropy"] == pytest.approx(-(np.exp(table) * table).sum(axis=1).mean(), abs=1e-4)
 
 
 def test_nothing_to_learn_makes_no_update(runner: asyncio.Runner, trainer: RayTrainer, make_sample: Make) -> None:
     one = samples(make_sample)[:1]
     before = runner.run(trainer.logprobs(one, replay=True))
-    assert runner.run(trainer.step([], measure_native=True))["train/updates"] == 0
+    assert runner.run(trainer.step([], measure_without_replay=True))["train/updates"] == 0
     assert runner.run(trainer.logprobs(one, replay=True)) == before
 
 
@@ -172,7 +172,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_trainer_alive(
         subprocess.run(["umount", small], check=True)
     runner.run(trainer.save(tmp_path / "step-000001", {"run_id": "r"}))
     before = runner.run(trainer.logprobs(data, replay=True))
-    runner.run(trainer.step(data, measure_native=False))
+    runner.run(trainer.step(data, measure_without_replay=False))
     assert runner.run(trainer.load(tmp_path / "step-000001")).run == {"run_id": "r"}
     assert runner.run(trainer.logprobs(data, replay=True)) == before
 
@@ -180,7 +180,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_trainer_alive(
 def test_an_update_starts_from_clean_gradients(runner: asyncio.Runner, trainer: RayTrainer, make_sample: Make) -> None:
     """With a vanishing learning rate the same step has the same gradient again, whatever was left in the buffers."""
     runner.run(trainer.set_optimizer(OptimizerSpec(lr=1e-12)))
-    steps = [runner.run(trainer.step(samples(make_sample), measure_native=False)) for _ in range(2)]
+    steps = [runner.run(trainer.step(samples(make_sample), measure_without_replay=False)) for _ in range(2)]
     assert steps[1]["train/grad_norm"] == pytest.approx(steps[0]["train/grad_norm"], rel=1e-5)
 
 
@@ -188,12 +188,12 @@ def test_a_spike_is_scaled_to_its_limit(runner: asyncio.Runner, trainer: RayTrai
     """A gradient this small is lost in Adam's epsilon: nearly nothing moves, and unscaled much would."""
     runner.run(trainer.set_optimizer(OptimizerSpec(lr=1e-2)))
     before = runner.run(trainer.logprobs(samples(make_sample), replay=False))
-    spiked = runner.run(trainer.step(samples(make_sample), measure_native=False, spike_norm=1e-14))
+    spiked = runner.run(trainer.step(samples(make_sample), measure_without_replay=False, spike_norm=1e-14))
     assert (spiked["train/spikes"], spiked["train/updates"], spiked["train/skipped_updates"]) == (2, 2, 0)
     assert spiked["train/grad_norm"] > 1e-3, "the norm is told as it was"
     after = runner.run(trainer.logprobs(samples(make_sample), replay=False))
     assert all(new == pytest.approx(old, abs=1e-4) for old, new in zip(before, after, strict=True))
-    calm = runner.run(trainer.step(samples(make_sample), measure_native=False, spike_norm=1e6))
+    calm = runner.run(trainer.step(samples(make_sample), measure_without_replay=False, spike_norm=1e6))
     assert (calm["train/spikes"], calm["train/updates"]) == (0, 2)
     moved = runner.run(trainer.logprobs(samples(make_sample), replay=False))
     assert max(np.abs(np.subtract(new, old)).max() for old, new in zip(before, moved, strict=True)) > 1e-2

@@ -123,10 +123,10 @@ def test_counts_by_hand() -> None:
 
 def test_samples_travel_without_routes_and_only_where_needed() -> None:
     samples = [sample_of(5 + index, 2, index) for index in range(4)]
-    bare = without_routes(samples, [[3], [1]])
-    assert sorted(bare) == [1, 3]
-    assert all(sample.routing is None for sample in bare.values())
-    assert bare[3].tokens is samples[3].tokens
+    strip = without_routes(samples, [[3], [1]])
+    assert sorted(strip) == [1, 3]
+    assert all(sample.routing is None for sample in strip.values())
+    assert strip[3].tokens is samples[3].tokens
     assert samples[3].routing is not None, "the caller's samples stay as they were"
 
 

@@ -25,7 +25,7 @@ def test_tokens_of_older_weights_are_no_mismatch_and_are_told_apart_by_their_lag
     values = step_metrics([report([0, 0, 2, 1])], None, None, Clip(0.2, 0.2))
     fresh = mismatch_metrics(TRAINER[:2], ROLLOUT[:2])
     assert {name: values[f"mismatch/{name}"] for name in fresh} == fresh
-    assert {name: values[f"mismatch_native/{name}"] for name in fresh} == fresh
+    assert {name: values[f"mismatch_without_replay/{name}"] for name in fresh} == fresh
     assert (values["staleness/mean"], values["staleness/max"]) == (0.75, 2.0)
     assert [values[f"staleness/share_{lag}"] for lag in range(3)] == [0.5, 0.25, 0.25]
     assert values["off_policy/ratio_mean_lag_2"] == pytest.approx(np.exp(-0.5))
@@ -36,7 +36,7 @@ def test_tokens_of_older_weights_are_no_mismatch_and_are_told_apart_by_their_lag
 
 def test_a_step_without_a_fresh_token_has_no_mismatch() -> None:
     values = step_metrics(
-        [report([1, 1, 1, 1]), replace(report([1] * 4), native_logprobs=None)], None, None, Clip(0.2, 0.2)
+        [report([1, 1, 1, 1]), replace(report([1] * 4), logprobs_without_replay=None)], None, None, Clip(0.2, 0.2)
     )
     assert not [name for name in values if name.startswith("mismatch")]
     assert values["staleness/share_1"] == 1.0

@@ -14,15 +14,15 @@ import pytest
 
 from agent_rl.config import R3Config, RunConfig, TraceConfig, TrainConfig
 from agent_rl.errors import ConfigError, TrainerError
-from agent_rl.train import dispatch as hand_out
+from agent_rl.train import dispatch as dispatch
 from agent_rl.train.batching.mini_steps import split_step
 from agent_rl.train.ray_trainer import RayTrainer
-from agent_rl.train.requests import OptimizerSpec, RankOrder, StepOrder
+from agent_rl.train.requests import OptimizerSpec, StepRequest, WorkerRequest
 from agent_rl.train.route_sharding import cut, without_routes
 from agent_rl.train.route_trace import begin_trace
 from agent_rl.types import Sample
 from r3.shard import RouteShard, ShardSpec
-from r3.trace.check import CheckReport, HandOver, check_folder
+from r3.trace.check import CheckReport, HandOver, check_dir
 from r3.trace.events import STAGES
 
 if TYPE_CHECKING:
@@ -39,14 +39,14 @@ def samples(make_sample: Make) -> list[Sample]:
     return [make_sample(n, seed=n, advantage=(-1.0) ** n * n / 20) for n in LENGTHS]
 
 
-def traced(config: RunConfig, folder: Path, *steps: int) -> RunConfig:
+def traced(config: RunConfig, directory: Path, *steps: int) -> RunConfig:
     """``config`` with all micro-batches of ``steps`` traced."""
-    trace = TraceConfig(steps=steps, samples=64, microbatches=64, dir=folder)
+    trace = TraceConfig(steps=steps, samples=64, microbatches=64, dir=directory)
     return config.model_copy(update={"r3": R3Config(trace=trace)})
 
 
-def check(folder: Path) -> CheckReport:
-    return check_folder(folder, require_forward_verify=True, require_shard_identity=True)
+def check(directory: Path) -> CheckReport:
+    return check_dir(directory, require_forward_verify=True, require_shard_identity=True)
 
 
 def tally(report: CheckReport, hand_over: HandOver) -> dict[str | None, int]:
@@ -62,7 +62,7 @@ def rank(tiny_moe: Path) -> Iterator[TrainerRank]:
 
     threads, listener = torch.get_num_threads(), socket.create_server(("127.0.0.1", 0))
     config = RunConfig(name="test", model=tiny_moe, train=TrainConfig(recompute="full"))
-    order = RankOrder(config, tiny_moe, None, device="cpu", threads=1)
+    order = WorkerRequest(config, tiny_moe, None, device="cpu", threads=1)
     port = listener.getsockname()[1]
     optimizer = OptimizerSpec(lr=1e-3)
     ready = TrainerRank(order, optimizer, 0, master_addr="127.0.0.1", master_port=port, listener=listener.detach())
@@ -78,7 +78,7 @@ def traced_step(rank: TrainerRank, config: RunConfig, data: Sequence[Sample], st
     batches = [ids for share in shares[0] for ids in share.micro_batches]
     trace = begin_trace(config, step, data, [batches], [info])
     routes = [cut(data, ids, info.shard) for ids in batches]
-    order = StepOrder(config, measure_native=True, trace=trace)
+    order = StepRequest(config, measure_without_replay=True, trace=trace)
     rank.grpo(without_routes(data, batches), shares[0], order, routes)
 
 
@@ -199,15 +199,15 @@ async def test_spoiled_routes_are_found(
     data = samples(make_sample)
     faults = {"shifted": shifted_rows, "swapped": swapped_layers, "exchanged": exchanged_ranks}
     async with RayTrainer(traced(config, tmp_path, 1)) as trainer:
-        await trainer.step(data, measure_native=False, step=1)
+        await trainer.step(data, measure_without_replay=False, step=1)
         reports = {"sound": check(tmp_path)}
         for name, fault in faults.items():  # the same step again, each time: it forgets its earlier trace
-            monkeypatch.setattr(hand_out, "cut", fault(cut))
+            monkeypatch.setattr(dispatch, "cut", fault(cut))
             if name == "exchanged":
                 with pytest.raises(TrainerError, match="routes do not belong to the tokens they came with"):
-                    await trainer.step(data, measure_native=False, step=1)
+                    await trainer.step(data, measure_without_replay=False, step=1)
             else:
-                await trainer.step(data, measure_native=False, step=1)  # the trainer itself can't tell
+                await trainer.step(data, measure_without_replay=False, step=1)  # the trainer itself can't tell
             reports[name] = check(tmp_path)
     assert reports["sound"].holds, str(reports["sound"].breaks[0])
     assert tally(reports["sound"], HandOver.FETCH) == dict.fromkeys(STAGES, 4 * len(LENGTHS))

@@ -85,9 +85,11 @@ async def test_rewarded_tokens_become_likely(run_config: Config) -> None:
                 actions = generator.choice(VOCAB, size=16, p=p)
                 for a, value in zip(actions, group_advantages(rewarded[row, actions].astype(float)), strict=True):
                     batch.append(pair(int(c), int(a), float(value), float(np.log(p[a]))))
-            metrics = await trainer.step(batch, measure_native=True)
+            metrics = await trainer.step(batch, measure_without_replay=True)
             assert metrics["mismatch/k3_kl"] < 1e-6, "the rollout was the trainer's own policy"
-            assert metrics["mismatch_native/k3_kl"] == metrics["mismatch/k3_kl"], "an r2 recompute pass is native"
+            assert metrics["mismatch_without_replay/k3_kl"] == metrics["mismatch/k3_kl"], (
+                "an r2 recompute pass is native"
+            )
             probabilities = await policy(trainer)
         end = float((probabilities * rewarded).sum(axis=1).mean())
     assert start < 0.5
@@ -116,10 +118,10 @@ async def test_steps_from_a_checkpoint_are_bit_equal(run_config: Config, make_sa
             if step == 2:
                 await trainer.save(tmp_path / "step-000002")
             policy = np.concatenate(sampled(data, await trainer.logprobs(data, replay=True)))
-            straight.append(numbers(await trainer.step(data, measure_native=True)))
+            straight.append(numbers(await trainer.step(data, measure_without_replay=True)))
         final = await trainer.logprobs(data, replay=False)
         await trainer.load(tmp_path / "step-000002")
-        resumed = [numbers(await trainer.step(data, measure_native=True)) for _ in range(2)]
+        resumed = [numbers(await trainer.step(data, measure_without_replay=True)) for _ in range(2)]
         assert await trainer.logprobs(data, replay=False) == final
         with pytest.raises(ConfigError, match="not a complete checkpoint"):
             await trainer.load(tmp_path)
@@ -136,21 +138,21 @@ async def test_steps_from_a_checkpoint_are_bit_equal(run_config: Config, make_sa
     assert straight[0]["train/lr"] < straight[1]["train/lr"] < straight[2]["train/lr"] == straight[3]["train/lr"]
 
 
-async def assert_broken_updates_change_nothing(trainer: RayTrainer, data: list[Sample], folder: Path) -> None:
+async def assert_broken_updates_change_nothing(trainer: RayTrainer, data: list[Sample], directory: Path) -> None:
     """Infinite advantages, of which with two ranks each sees one, then spikes that are skipped: as if never tried."""
     broken = [replace(data[0], advantage=np.inf), *data[1:-1], replace(data[-1], advantage=-np.inf)]
-    await trainer.save(folder)
+    await trainer.save(directory)
     before = await trainer.logprobs(data, replay=True)
-    lost = await trainer.step(broken, measure_native=False)
+    lost = await trainer.step(broken, measure_without_replay=False)
     assert (lost["train/updates"], lost["train/skipped_updates"], lost["train/spikes"]) == (0, 2, 0)
     assert "train/grad_norm" not in lost
-    half = await trainer.step([*data[:-1], broken[-1]], measure_native=False, spike_norm=1e-9)
+    half = await trainer.step([*data[:-1], broken[-1]], measure_without_replay=False, spike_norm=1e-9)
     assert (half["train/updates"], half["train/skipped_updates"], half["train/spikes"]) == (0, 2, 1)
     assert np.isfinite(half["train/grad_norm"])
     assert await trainer.logprobs(data, replay=True) == before
-    following = await trainer.step(data, measure_native=False)
-    await trainer.load(folder)
-    again = await trainer.step(data, measure_native=False)
+    following = await trainer.step(data, measure_without_replay=False)
+    await trainer.load(directory)
+    again = await trainer.step(data, measure_without_replay=False)
     timeless = [{name: value for name, value in row.items() if "time/" not in name} for row in (following, again)]
     assert timeless[0] == timeless[1], "moments or schedule were touched"
     assert following["train/updates"] == 2
@@ -159,7 +161,7 @@ async def assert_broken_updates_change_nothing(trainer: RayTrainer, data: list[S
 async def test_two_data_ranks_equal_one(run_config: Config, make_sample: Make, tmp_path: Path) -> None:
     """With a KL in the reward, an entropy bonus and a mean over sequences."""
     data = samples(make_sample)
-    kl = {"coefficient": 0.05, "estimator": "k1", "where": "reward"}
+    kl = {"coefficient": 0.05, "estimator": "k1", "apply_to": "reward"}
     more = {"kl": kl, "entropy_coefficient": 0.02, "aggregation": "sequence"}
     results = []
     for world in (1, 2):
@@ -168,17 +170,17 @@ async def test_two_data_ranks_equal_one(run_config: Config, make_sample: Make, t
         async with RayTrainer(config) as trainer:
             assert trainer.data_size == world
             reference = sampled(data, await trainer.logprobs(data, replay=True))
-            metrics = [dict(await trainer.step(data, measure_native=True))]
+            metrics = [dict(await trainer.step(data, measure_without_replay=True))]
             policy = sampled(data, await trainer.logprobs(data, replay=True))
-            metrics.append(dict(await trainer.step(data, measure_native=True)))
+            metrics.append(dict(await trainer.step(data, measure_without_replay=True)))
             to_come = [np.cumsum((p - r)[::-1]) for p, r in zip(policy, reference, strict=True)]
             taken = 0.05 * np.concatenate(to_come).mean()
             assert abs(taken) > 1e-3
             assert metrics[0]["train/kl_penalty"] == 0, "the reference is the policy, along the same routes"
             assert metrics[1]["train/kl_penalty"] == pytest.approx(taken, rel=1e-3)
             results.append((metrics, await trainer.logprobs(data, replay=True)))
-            alone = await trainer.step(data[:1], measure_native=True)  # the second rank has nothing to do
-            assert alone["mismatch_native/router_mismatch"] > 0
+            alone = await trainer.step(data[:1], measure_without_replay=True)  # the second rank has nothing to do
+            assert alone["mismatch_without_replay/router_mismatch"] > 0
             assert alone["train/updates"] == 1
             await assert_broken_updates_change_nothing(trainer, data, tmp_path / f"step-{world:06d}")
     (one, logprobs_one), (two, logprobs_two) = results
@@ -198,15 +200,15 @@ async def test_ranks_replay_and_report_their_own_share_of_the_routes(run_config:
     async with RayTrainer(config) as trainer:
         replayed = await trainer.routes(data, replay=True)
         native = await trainer.routes(data, replay=False)
-        metrics = await trainer.step(data, measure_native=True)
+        metrics = await trainer.step(data, measure_without_replay=True)
     differ = []
     for routing, (_, used), (_, own) in zip(given, replayed, native, strict=True):
         np.testing.assert_array_equal(used[:-1], routing.experts[:-1])
         differ.append(differing_experts(routing, replace(routing, experts=own)))
     expected = route_mismatch(np.concatenate(differ), np.repeat(np.arange(len(differ)), [len(d) for d in differ]), 2)
-    assert metrics["mismatch_native/router_mismatch"] == pytest.approx(expected.router)
-    assert metrics["mismatch_native/token_mismatch"] == pytest.approx(expected.token)
-    assert metrics["mismatch_native/sequence_mismatch"] == pytest.approx(expected.sequence)
+    assert metrics["mismatch_without_replay/router_mismatch"] == pytest.approx(expected.router)
+    assert metrics["mismatch_without_replay/token_mismatch"] == pytest.approx(expected.token)
+    assert metrics["mismatch_without_replay/sequence_mismatch"] == pytest.approx(expected.sequence)
     assert metrics["r3/router_mismatch"] == 0
     assert metrics["r3/coverage"] == 1
     assert metrics["train/updates"] == 2
@@ -221,7 +223,7 @@ async def test_a_dead_rank_ends_the_trainer_with_a_reason(run_config: Config, ma
         os.kill(ranks[0], signal.SIGKILL)
         started = time.monotonic()
         with pytest.raises(TrainerDied, match="a trainer rank died"):
-            await trainer.step(samples(make_sample), measure_native=False)
+            await trainer.step(samples(make_sample), measure_without_replay=False)
         assert time.monotonic() - started < 60
         with pytest.raises(TrainerDied, match="a trainer rank died"):
             await trainer.logprobs(samples(make_sample), replay=False)
@@ -229,14 +231,14 @@ async def test_a_dead_rank_ends_the_trainer_with_a_reason(run_config: Config, ma
         await trainer.close()
     await trainer.close()
     with pytest.raises(TrainerError):
-        await trainer.step(samples(make_sample), measure_native=False)
+        await trainer.step(samples(make_sample), measure_without_replay=False)
     assert not descendants(os.getpid()) - before, "close left processes"
 
 
 async def test_samples_without_routes_are_refused_under_r3(run_config: Config, make_sample: Make) -> None:
     async with RayTrainer(run_config(replay="r3")) as trainer:
         with pytest.raises(TrainerError, match=r"train\.replay is r3 and the samples have no routes"):
-            await trainer.step(samples(make_sample, routes=False), measure_native=False)
+            await trainer.step(samples(make_sample, routes=False), measure_without_replay=False)
 
 
 async def test_a_cancelled_start_leaves_nothing(run_config: Config) -> None:

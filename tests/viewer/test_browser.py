@@ -32,7 +32,7 @@ CAPTURED = Path(__file__).parent.parent / "captured" / "quickstart"
 PAGES = {
     "curves": "#/",
     "trajectories": "#/trajectories/0",
-    "trajectory": "#/t/0/1-3?by=native_gap",
+    "trajectory": "#/t/0/1-3?by=gap_without_replay",
     "group": "#/group/0/1/0",
     "step": "#/step/0/1",
 }
@@ -40,7 +40,7 @@ PAGES = {
 
 CAPTURED_PAGES = {
     "curves": "#/",
-    "trajectories": "#/trajectories/0?sort=-worst_native_gap",
+    "trajectories": "#/trajectories/0?sort=-worst_gap_without_replay",
     "trajectory": "#/t/0/2-61?by=logprob&token=160",
     "group": "#/group/0/2/0",
     "step": "#/step/0/2",
@@ -63,7 +63,7 @@ def served() -> Iterator[Served]:
 @pytest.fixture(scope="module")
 def captured() -> Iterator[str]:
     """The address of a real run: two steps and an evaluation of a quickstart of six steps."""
-    with Served(Resources([Path(os.path.relpath(CAPTURED))])) as server:  # its pictures show no one's folders
+    with Served(Resources([Path(os.path.relpath(CAPTURED))])) as server:  # its pictures show no one's directories
         yield server.address
 
 
@@ -75,8 +75,8 @@ PAPER = {"light": "rgb(253, 253, 251)", "dark": "rgb(21, 23, 27)"}
 
 @pytest.mark.parametrize("name", CAPTURED_PAGES)
 def test_every_page_in_light_and_dark_with_names(page: Page, captured: str, name: str, tmp_path: Path) -> None:
-    folder = Path(os.environ.get("AGENT_RL_SCREENSHOTS", tmp_path))
-    folder.mkdir(parents=True, exist_ok=True)
+    directory = Path(os.environ.get("AGENT_RL_SCREENSHOTS", tmp_path))
+    directory.mkdir(parents=True, exist_ok=True)
     opened(page, captured, CAPTURED_PAGES[name])
     expect(page.locator("main :is(canvas, table, .text, article ol)").first).to_be_visible()
     expect(page.get_by_text("Reading …")).to_have_count(0)
@@ -87,16 +87,20 @@ def test_every_page_in_light_and_dark_with_names(page: Page, captured: str, name
     for scheme, paper in PAPER.items():
         page.emulate_media(color_scheme=scheme)
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") == paper
-        assert len(page.screenshot(path=folder / f"{name}-{scheme}.png")) > 10_000
+        assert len(page.screenshot(path=directory / f"{name}-{scheme}.png")) > 10_000
 
 
 def test_the_token_with_the_largest_gap_and_its_layer_in_four_clicks(page: Page, captured: str) -> None:
     details = {(step, k): read_detail(step_stem(CAPTURED, step), k) for step in (1, 2) for k in range(96)}
-    gaps = {at: np.abs(detail.native_gap) for at, detail in details.items() if detail and detail.native_gap is not None}
+    gaps = {
+        at: np.abs(detail.gap_without_replay)
+        for at, detail in details.items()
+        if detail and detail.gap_without_replay is not None
+    }
     step, k = max(gaps, key=lambda at: gaps[at].max())
     sampled = read_trajectories(CAPTURED, step)[k // 8].trajectories[k % 8].loss_mask.nonzero()[0]
     token = int(sampled[gaps[step, k].argmax()])
-    differs = details[step, k].native_differs
+    differs = details[step, k].differs_without_replay
     layers = differs.layers[token - 1].nonzero()[0]
 
     opened(page, captured)
@@ -106,10 +110,10 @@ def test_the_token_with_the_largest_gap_and_its_layer_in_four_clicks(page: Page,
     page.get_by_role("button", name="Largest gap without replay").click()
     panel = page.get_by_role("complementary", name="Token")
     expect(panel.locator("h2")).to_contain_text(f"Token {token} ")
-    expect(panel.locator("[data-value=native_layers]")).to_have_text(", ".join(map(str, layers)) or "none")
-    shown = float(panel.locator("[data-value=native_gap]").inner_text())
+    expect(panel.locator("[data-value=layers_without_replay]")).to_have_text(", ".join(map(str, layers)) or "none")
+    shown = float(panel.locator("[data-value=gap_without_replay]").inner_text())
     assert abs(shown) == pytest.approx(float(gaps[step, k].max()), rel=1e-3)
-    assert page.url.endswith(f"#/t/0/{step}-{k}?by=native_gap&token={token}")
+    assert page.url.endswith(f"#/t/0/{step}-{k}?by=gap_without_replay&token={token}")
 
 
 READ_TOKENS = """async (tokens) => {
@@ -118,7 +122,7 @@ READ_TOKENS = """async (tokens) => {
     for (const token of tokens) {
         location.hash = location.hash.replace(/[?].*/, `?token=${token}`);
         await new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
-        const names = ["sampled", "native_layers", "layers", "version", "logprob", "gap", "native_gap"];
+        const names = ["sampled", "layers_without_replay", "layers", "version", "logprob", "gap", "gap_without_replay"];
         rows.push([document.querySelector("aside h2").textContent.split(" ")[1], ...names.map(read)]);
     }
     return rows;
@@ -138,23 +142,23 @@ def test_a_hundred_tokens_are_what_the_files_hold(page: Page, captured: str) -> 
         tokens = [*sampled[places].tolist(), *rng.permutation(shown)[:5].tolist()]
         checked += len(places)
         opened(page, captured, f"#/t/0/2-{k}?token=1")
-        expect(page.locator("[data-value=native_layers]")).to_be_visible()
+        expect(page.locator("[data-value=layers_without_replay]")).to_be_visible()
         expect(page.get_by_text("Layers x tokens")).to_be_visible()
         rows = page.evaluate(READ_TOKENS, tokens)
-        differing = detail.native_differs.layers, detail.differs.layers
+        differing = detail.differs_without_replay.layers, detail.differs.layers
         for token, row in zip(tokens, rows, strict=True):
             layers = [", ".join(map(str, found[token - 1].nonzero()[0])) or "none" for found in differing]
             assert row[:4] == [f"{token}", "yes" if one.loss_mask[token] else "no", *layers]
         for place, row in zip(places, rows, strict=False):  # the sampled ones come first
             (version,) = {span.version for span in one.versions if span.start <= sampled[place] < span.stop}
             assert row[4] == version
-            values = one.logprobs[sampled[place]], detail.gap[place], detail.native_gap[place]
+            values = one.logprobs[sampled[place]], detail.gap[place], detail.gap_without_replay[place]
             assert [float(text) for text in row[5:]] == pytest.approx([float(value) for value in values], rel=6e-3)
         assert {tuple(row[4:]) for row in rows[len(places) :]} == {(None,) * 4}
 
 
 def test_tokens_are_coloured_without_an_element_each(page: Page, served: Served) -> None:
-    opened(page, served.address, "#/t/0/1-3?by=native_gap")
+    opened(page, served.address, "#/t/0/1-3?by=gap_without_replay")
     count = "[...CSS.highlights].filter(([name, h]) => name.startsWith('bin-') && h.size).length"
     eventually(page, f"{count} > 2")
     assert page.locator(".tokens .text *").count() == 0
@@ -202,10 +206,10 @@ def test_filters_and_order_stay_in_the_address(page: Page, served: Served) -> No
 
 @pytest.mark.parametrize("text", ["0.25..0.75", "0.1..", "..0.55", "-1..12", "0.75"])
 def test_a_filter_takes_numbers_of_any_length(page: Page, served: Served, text: str) -> None:
-    opened(page, served.address, f"#/trajectories/0?worst_native_gap={text}")
+    opened(page, served.address, f"#/trajectories/0?worst_gap_without_replay={text}")
     low, dots, high = text.partition("..")
     least, most = float(low or "-inf"), float(high or "inf") if dots else float(low)
-    kept = sum(least <= gap <= most for gap in SampleRun().columns["worst_native_gap"])
+    kept = sum(least <= gap <= most for gap in SampleRun().columns["worst_gap_without_replay"])
     expect(page.locator(".count")).to_have_text(f"{kept} of 48 trajectories")
     expect(page.get_by_role("textbox", name="worst gap without replay")).to_have_attribute("aria-invalid", "false")
 
@@ -334,7 +338,7 @@ def test_hostile_text_is_shown_and_does_nothing(page: Page, tmp_path: Path) -> N
 
 EXPORTED = {
     **CAPTURED_PAGES,
-    "trajectory": "#/t/0/2-61?by=native_gap",  # of a single token the lists of experts are left out
+    "trajectory": "#/t/0/2-61?by=gap_without_replay",  # of a single token the lists of experts are left out
     "group": "#/group/0/2/7",
 }
 OPENS = "; this export opens 16 of them"

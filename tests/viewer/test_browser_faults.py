@@ -21,7 +21,7 @@ from agent_rl.monitoring.metrics_log import MetricsLog
 from agent_rl.render import ChatRenderer
 from agent_rl.rollout.framed_log import as_frame
 from agent_rl.rollout.records import encode_trajectory, rows_path, step_stem, write_trajectories
-from agent_rl.types import Fate, Group, StopReason, Trajectory, Verdict, VersionSpan
+from agent_rl.types import Group, StopReason, TrainingDecision, TrainingStatus, Trajectory, VersionSpan
 from agent_rl.viewer.api import Resources
 from agent_rl.viewer.export import export
 
@@ -72,7 +72,9 @@ def holding(one: Trajectory) -> Make:
     def make(run: Path) -> None:
         run.mkdir()
         shutil.copy(MODELS["tiny-moe"] / "tokenizer.json", run)
-        write_trajectories(run, 1, [Group("t", (one,), 4)], verdicts=[Verdict(Fate.TRAINED, 0.5)], details={})
+        write_trajectories(
+            run, 1, [Group("t", (one,), 4)], verdicts=[TrainingDecision(TrainingStatus.TRAINED, 0.5)], details={}
+        )
 
     return make
 
@@ -102,7 +104,7 @@ NO_TURN = replace(trajectory(0.0), loss_mask=np.zeros(5, bool), logprobs=np.zero
 BROKEN = replace(trajectory(0.0, stop=StopReason.SANDBOX_FAILURE), reward=None)
 LONG = replace(episode(0), turns=(replace(episode(0).turns[0], observation="x" * LARGE), *episode(0).turns[1:]))
 TWO_VERSIONS = replace(episode(0), versions=(VersionSpan(5, 7, "6"), VersionSpan(7, 9, "7"), VersionSpan(11, 14, "7")))
-FOLDERS: dict[str, Make] = {
+DIRECTORIES: dict[str, Make] = {
     "half-a-step": half_a_step,
     "without-routes": rewritten(routes=False, details=True),
     "without-detail": rewritten(routes=True, details=False),
@@ -124,30 +126,33 @@ FOLDERS: dict[str, Make] = {
 SHOWN = {
     "half-a-step": {"trajectories": "13 of 13 trajectories", "trajectories/": "Step 3 was under way: 1 episode of 6"},
     "without-routes": {"step": "no loads were kept", "t": "Largest gap without replay"},
-    "without-detail": {"t": "observe.token_detail was off", "t?by=gap": "Not kept for this trajectory."},
+    "without-detail": {"t": "monitoring.token_detail was off", "t?by=gap": "Not kept for this trajectory."},
     "rows-cut-off": {"trajectories": "1: cannot be read", "t": "1: cannot be read"},
     "arrays-cut-off": {"t": "its tokens cannot be read", "trajectories": "13 of 13 trajectories"},
     "detail-cut-off": {"t": "step-000001.train.safetensors: damaged", "step": "train.safetensors: damaged"},
     "metrics-cut-off": {"": "metrics.jsonl, line 1: damaged; shown up to there"},
     "not-a-number": {"": "reward/mean: not a number in step 3"},
     "infrastructure-only": {"": "infrastructure failures only", "t": "sandbox_failure"},
-    "evaluation": {"t/eval-0": "the folder of an evaluation keeps no tokens", "eval/eval": "it is under way, or was"},
+    "evaluation": {
+        "t/eval-0": "the directory of an evaluation keeps no tokens",
+        "eval/eval": "it is under way, or was",
+    },
     "empty": {"": "no step has ended yet", "trajectories": "0 of 0 trajectories"},
     "no-turn": {"t": "Prompt", "group": "Group 0 of 1"},
     "long": {"t": "Turn 2: calls submit", "group": "x" * 500 + " …"},
     "long-without-texts": {"t": "Show all 10,000,000 characters"},
     "split-characters": {"t?token=5": "漢€"},
 }
-"""Of each folder, by the page: what it must show."""
+"""Of each directory, by the page: what it must show."""
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of all the folders, in their order, and of a run of format 2 behind them."""
+    """The address of all the directories, in their order, and of a run of format 2 behind them."""
     root = tmp_path_factory.mktemp("faults")
-    for name, make in FOLDERS.items():
+    for name, make in DIRECTORIES.items():
         make(root / name)
-    with Served(Resources([*(root / name for name in FOLDERS), FORMAT_2])) as server:
+    with Served(Resources([*(root / name for name in DIRECTORIES), FORMAT_2])) as server:
         yield server.address
 
 
@@ -160,21 +165,21 @@ def fragment(number: int, place: str) -> str:
 
 
 @pytest.mark.parametrize("name", SHOWN)
-def test_what_a_folder_lacks_is_a_line(page: Page, served: str, name: str) -> None:
+def test_what_a_directory_lacks_is_a_line(page: Page, served: str, name: str) -> None:
     for place, text in SHOWN[name].items():
-        opened(page, served, fragment(list(FOLDERS).index(name), place))
+        opened(page, served, fragment(list(DIRECTORIES).index(name), place))
         expect(page.get_by_text(text).first).to_be_visible()
 
 
 def test_a_run_of_format_2_is_shown(page: Page, served: str) -> None:
     opened(page, served)
     expect(page.get_by_text("captured: written in format 2")).to_be_visible()
-    opened(page, served, f"#/t/{len(FOLDERS)}/1-3")
+    opened(page, served, f"#/t/{len(DIRECTORIES)}/1-3")
     expect(page.get_by_role("definition").filter(has_text="177")).to_be_visible()
 
 
 def test_two_versions_within_a_turn_have_two_colours(page: Page, served: str) -> None:
-    opened(page, served, fragment(list(FOLDERS).index("two-versions"), "t?by=version"))
+    opened(page, served, fragment(list(DIRECTORIES).index("two-versions"), "t?by=version"))
     eventually(page, "CSS.highlights.get('bin-0')?.size === 1 && CSS.highlights.get('bin-1').size === 2")
 
 
@@ -182,11 +187,11 @@ def test_two_versions_within_a_turn_have_two_colours(page: Page, served: str) ->
 def test_each_branch_has_its_own_tokens_and_layers(page: Page, served: str, tmp_path: Path, exported: bool) -> None:
     """The largest gap is the second branch's, and is found from the first."""
     whole = detail(9)
-    assert whole.native_gap is not None
-    assert whole.native_differs is not None
-    token = 7 + int(np.abs(whole.native_gap).argmax())
-    layers = np.unpackbits(whole.native_differs[token - 1]).nonzero()[0]
-    number = list(FOLDERS).index("branches")
+    assert whole.gap_without_replay is not None
+    assert whole.differs_without_replay is not None
+    token = 7 + int(np.abs(whole.gap_without_replay).argmax())
+    layers = np.unpackbits(whole.differs_without_replay[token - 1]).nonzero()[0]
+    number = list(DIRECTORIES).index("branches")
     if exported:
         export(Resources([branched(tmp_path)]), tmp_path / "run.html", 1)
         served, number = (tmp_path / "run.html").as_uri(), 0
@@ -195,8 +200,10 @@ def test_each_branch_has_its_own_tokens_and_layers(page: Page, served: str, tmp_
     page.get_by_role("button", name="Largest gap without replay").click()
     expect(page.get_by_label("Branch")).to_have_value("1")
     expect(page.locator("aside h2")).to_contain_text(f"Token {token} ")
-    expect(page.locator("[data-value=native_layers]")).to_contain_text(", ".join(map(str, layers)) or "none")
-    expect(page.locator("[data-value=native_gap]")).to_have_text(str(np.float16(whole.native_gap[token - 7])))
+    expect(page.locator("[data-value=layers_without_replay]")).to_contain_text(", ".join(map(str, layers)) or "none")
+    expect(page.locator("[data-value=gap_without_replay]")).to_have_text(
+        str(np.float16(whole.gap_without_replay[token - 7]))
+    )
     expect(page.get_by_text("Turn 3: calls bash")).to_be_visible()
     expect(page.get_by_text("Turn 2:")).to_have_count(0)
 
@@ -240,7 +247,7 @@ def test_a_step_that_vanishes_and_returns(window: Page, tmp_path: Path) -> None:
         expect(page.get_by_role("alert")).to_have_count(0)
 
 
-def test_a_folder_that_is_deleted_while_it_is_viewed(window: Page, tmp_path: Path) -> None:
+def test_a_directory_that_is_deleted_while_it_is_viewed(window: Page, tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     with Served(Resources([run])) as server:
         page = opened(window, server.address, "#/trajectories/0")

@@ -30,10 +30,10 @@ def test_one_file_holds_every_resource_and_loads_nothing(tmp_path: Path) -> None
     assert "default-src 'none'" in text
 
 
-def test_a_folder_holds_the_same(tmp_path: Path) -> None:
+def test_a_directory_holds_the_same(tmp_path: Path) -> None:
     export(SOURCE, tmp_path / "out", 4)
     assert orjson.loads((tmp_path / "out/data/0/steps/2.json").read_bytes()) == SOURCE.read("0/steps/2")
-    assert 'content="folder"' in (tmp_path / "out/index.html").read_text()
+    assert 'content="directory"' in (tmp_path / "out/index.html").read_text()
     assert (tmp_path / "out/app.js").is_file()
     with pytest.raises(UserError, match="there is something already"):
         export(SOURCE, tmp_path / "out", 4)
@@ -41,7 +41,7 @@ def test_a_folder_holds_the_same(tmp_path: Path) -> None:
 
 def test_whole_groups_are_picked_the_largest_gap_first() -> None:
     columns = SOURCE.read("0/trajectories")["columns"]
-    worst = max(range(len(columns["id"])), key=lambda row: columns["worst_native_gap"][row])
+    worst = max(range(len(columns["id"])), key=lambda row: columns["worst_gap_without_replay"][row])
     ids = picked(SOURCE, 0, 5)
     assert len(ids) == 8
     assert columns["id"][worst] in ids[:4]
@@ -64,6 +64,6 @@ def test_the_command_exports_a_real_run(tmp_path: Path, capsys: pytest.CaptureFi
     assert {"2-61", "2-61/map"} <= set(held)
 
 
-def test_a_path_that_is_no_folder_is_one_line() -> None:
-    with pytest.raises(UserError, match=r"nowhere: no folder"):
+def test_a_path_that_is_no_directory_is_one_line() -> None:
+    with pytest.raises(UserError, match=r"nowhere: no directory"):
         run_view([Path("nowhere")], port=0, out=None, trajectories=0, open_browser=False)

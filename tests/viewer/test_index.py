@@ -30,12 +30,12 @@ def sidecar(step: int) -> bytes:
         "reward": wins.astype(float).tolist(),
         "resolved": wins.tolist(),
         "stop": np.where(random.random(A_STEP) < 0.8, "submitted", "max_turns").tolist(),
-        "fate": np.where(random.random(A_STEP) < 0.7, "trained", "uniform").tolist(),
+        "training_status": np.where(random.random(A_STEP) < 0.7, "trained", "uniform").tolist(),
         "advantage": random.normal(0, 1, A_STEP).tolist(),
         "seconds": random.random(A_STEP).tolist(),
         "began": [None] * A_STEP,
         "worst_gap": random.random(A_STEP).tolist(),
-        "worst_native_gap": [None if gap < 0.1 else gap for gap in random.random(A_STEP).tolist()],
+        "worst_gap_without_replay": [None if gap < 0.1 else gap for gap in random.random(A_STEP).tolist()],
     }
     counts = ("turns", "tokens", "sampled", "hacks", "branches", "versions", "failures", "format")
     columns |= {name: random.integers(0, 60, A_STEP).tolist() for name in counts}
@@ -43,19 +43,19 @@ def sidecar(step: int) -> bytes:
     return zstandard.ZstdCompressor(level=1).compress(orjson.dumps(found))
 
 
-def file_step(folder: Path, step: int) -> None:
-    (folder / "trajectories").mkdir(exist_ok=True)
-    stem = folder / "trajectories" / f"step-{step:06d}"
+def file_step(directory: Path, step: int) -> None:
+    (directory / "trajectories").mkdir(exist_ok=True)
+    stem = directory / "trajectories" / f"step-{step:06d}"
     Path(f"{stem}.jsonl.zst").touch()
     sidecar_path(stem).write_bytes(sidecar(step))
 
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory: pytest.TempPathFactory) -> Index:
-    folder = tmp_path_factory.mktemp("long")
+    directory = tmp_path_factory.mktemp("long")
     for step in range(1, STEPS + 1):
-        file_step(folder, step)
-    found = Index(folder)
+        file_step(directory, step)
+    found = Index(directory)
     found.refresh()
     assert len(found.table["id"]) == STEPS * A_STEP
     return found
@@ -65,8 +65,8 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Index:
     "query",
     [
         {"task": "project-31"},
-        {"stop": "max_turns", "fate": "trained", "resolved": "true"},
-        {"worst_native_gap": "0.999..", "sort": "-worst_native_gap", "limit": "200"},
+        {"stop": "max_turns", "training_status": "trained", "resolved": "true"},
+        {"worst_gap_without_replay": "0.999..", "sort": "-worst_gap_without_replay", "limit": "200"},
         {"step": "20..80", "turns": "50..", "reward": "1", "sort": "seconds", "limit": "200"},
         {"hacks": "59", "branches": "2..", "versions": "..30", "n": "1,2,3"},
     ],
@@ -83,12 +83,12 @@ def test_a_hundred_thousand_trajectories_are_filtered_at_once(index: Index, quer
 
 
 def test_what_has_no_value_is_never_within_a_range_and_sorts_last(index: Index) -> None:
-    rows, found = select(index.table, {"worst_native_gap": "..9", "sort": "worst_native_gap"})
-    values = index.table["worst_native_gap"][rows]
-    assert found == int(np.isfinite(index.table["worst_native_gap"]).sum())
+    rows, found = select(index.table, {"worst_gap_without_replay": "..9", "sort": "worst_gap_without_replay"})
+    values = index.table["worst_gap_without_replay"][rows]
+    assert found == int(np.isfinite(index.table["worst_gap_without_replay"]).sum())
     assert (np.diff(values) >= 0).all()
-    rows, _ = select(index.table, {"sort": "-worst_native_gap", "limit": "100"})
-    assert np.isfinite(index.table["worst_native_gap"][rows]).all()
+    rows, _ = select(index.table, {"sort": "-worst_gap_without_replay", "limit": "100"})
+    assert np.isfinite(index.table["worst_gap_without_replay"][rows]).all()
 
 
 def test_a_step_that_ends_while_the_table_is_made_is_in_the_next(

@@ -1,4 +1,4 @@
-"""What the viewer's page reads: right to the token, and one clear line for whatever a run's folder lacks."""
+"""What the viewer's page reads: right to the token, and one clear line for whatever a run's directory lacks."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from agent_rl.rollout.records import (
 from agent_rl.rollout.token_details import details_path, read_detail
 from agent_rl.types import (
     BranchCause,
-    Fate,
     Group,
     StopReason,
-    Verdict,
+    TrainingDecision,
+    TrainingStatus,
 )
 from agent_rl.viewer.api import Resources
 from agent_rl.viewer.index import Index
@@ -48,15 +48,15 @@ def run(tmp_path: Path) -> Path:
     return write_run(tmp_path / "demo")
 
 
-def read(folder: Path, path: str, **query: str) -> dict[str, Any]:
+def read(directory: Path, path: str, **query: str) -> dict[str, Any]:
     """A resource of the only run, through JSON."""
-    answer: dict[str, Any] = json.loads(Resources([folder]).body(f"0/{path}", query))
+    answer: dict[str, Any] = json.loads(Resources([directory]).body(f"0/{path}", query))
     assert isinstance(answer["notes"], list)
     return answer
 
 
-def error(folder: Path, path: str, **query: str) -> str:
-    found = read(folder, path, **query)["error"]
+def error(directory: Path, path: str, **query: str) -> str:
+    found = read(directory, path, **query)["error"]
     assert "\n" not in found["text"]
     return f"{found['kind']}: {found['text']}"
 
@@ -74,7 +74,7 @@ def test_a_run_is_told_as_a_whole(run: Path) -> None:
 def test_metrics_are_read_without_a_look_at_the_trajectories(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A look takes 10 ms for 1,000 steps, and the curves wait for it."""
     looks = list[Path]()
-    monkeypatch.setattr(Index, "refresh", lambda index: looks.append(index.folder))
+    monkeypatch.setattr(Index, "refresh", lambda index: looks.append(index.directory))
     resources = Resources([run])
     for path, count in (("0/metrics", 0), ("0/live", 0), ("runs", 1), ("0/run", 2)):
         resources.read(path)
@@ -114,17 +114,21 @@ def test_a_trajectory_is_right_to_the_token(run: Path) -> None:
         if number < 2:
             kept = read_detail(step_stem(run, 1), number)
             assert kept is not None
-            assert kept.native_differs is not None
-            for name, values in (("gap", kept.gap), ("native_gap", kept.native_gap), ("entropy", kept.entropy)):
+            assert kept.differs_without_replay is not None
+            for name, values in (
+                ("gap", kept.gap),
+                ("gap_without_replay", kept.gap_without_replay),
+                ("entropy", kept.entropy),
+            ):
                 assert np.array_equal(np.array(branch["detail"][name], np.float16), values)  # type: ignore[arg-type]
-            assert branch["detail"]["native_differs"] == kept.native_differs.numbers.tolist()
+            assert branch["detail"]["differs_without_replay"] == kept.differs_without_replay.numbers.tolist()
             assert branch["detail"]["differs"] == [0] * 14
             assert branch["detail"]["flags"] == kept.flags.tolist()
 
 
 def test_a_trajectory_tells_its_story(run: Path) -> None:
     found = read(run, "t/1-3")
-    assert (found["fate"], found["siblings"], found["task"]) == ("uniform", ["1-2", "1-3"], "task-1")
+    assert (found["training_status"], found["siblings"], found["task"]) == ("uniform", ["1-2", "1-3"], "task-1")
     assert found["messages"][2]["content"] == "a.py\n[1 turn left]"
     assert [(turn["message"], turn["observation_message"], turn["span"]) for turn in found["turns"]] == [
         (1, 2, [5, 9]),
@@ -142,12 +146,14 @@ def test_routes_are_those_of_the_records(run: Path) -> None:
     assert found["experts"] == routing.experts[3:9].tolist()
     kept = read_detail(step_stem(run, 2), 1)
     assert kept is not None
-    assert kept.native_differs is not None
-    assert kept.native_differs.layers is not None
-    assert found["native_differs"] == [np.flatnonzero(row).tolist() for row in kept.native_differs.layers[3:9]]
+    assert kept.differs_without_replay is not None
+    assert kept.differs_without_replay.layers is not None
+    assert found["differs_without_replay"] == [
+        np.flatnonzero(row).tolist() for row in kept.differs_without_replay.layers[3:9]
+    ]
     assert (found["spans"][0]["start"], found["spans"][0]["stop"], found["rows"]) == (3, 9, 14)
     mapped = read(run, "routes/2-1/map")
-    assert mapped["native_differs"] == np.argwhere(kept.native_differs.layers).tolist()
+    assert mapped["differs_without_replay"] == np.argwhere(kept.differs_without_replay.layers).tolist()
     assert (mapped["differs"], mapped["layers"], mapped["rows"]) == ([], LAYERS, 14)
     loads = np.array(read(run, "loads/2")["loads"])
     assert (loads.shape, loads.sum()) == ((LAYERS, EXPERTS), 6 * 13 * LAYERS * 2)
@@ -156,7 +162,7 @@ def test_routes_are_those_of_the_records(run: Path) -> None:
 @pytest.mark.parametrize(
     ("query", "found"),
     [
-        ({"n": "1"}, 6), ({"step": "2..9"}, 7), ({"task": "task-1"}, 4), ({"fate": "trained,uniform"}, 8),
+        ({"n": "1"}, 6), ({"step": "2..9"}, 7), ({"task": "task-1"}, 4), ({"training_status": "trained,uniform"}, 8),
         ({"resolved": "true"}, 7), ({"reward": "..0.5"}, 6), ({"turns": "2"}, 12), ({"worst_gap": "0.0.."}, 4),
         ({"worst_gap": "9.."}, 0), ({"stop": "max_turns"}, 0), ({"n": "1", "resolved": "false"}, 3),
     ],
@@ -168,10 +174,10 @@ def test_trajectories_are_filtered(run: Path, query: dict[str, str], found: int)
 
 
 def test_trajectories_are_sorted_and_cut(run: Path) -> None:
-    answer = read(run, "trajectories", sort="-worst_native_gap", limit="3", offset="1")
-    every = read(run, "trajectories")["columns"]["worst_native_gap"]
+    answer = read(run, "trajectories", sort="-worst_gap_without_replay", limit="3", offset="1")
+    every = read(run, "trajectories")["columns"]["worst_gap_without_replay"]
     wanted = sorted((gap for gap in every if gap is not None), reverse=True)
-    assert (answer["found"], answer["columns"]["worst_native_gap"]) == (13, wanted[1:4])
+    assert (answer["found"], answer["columns"]["worst_gap_without_replay"]) == (13, wanted[1:4])
     assert read(run, "trajectories", sort="task", limit="1")["columns"]["task"] == ["a"]
     for query in ({"color": "red"}, {"turns": "many"}, {"sort": "x"}, {"limit": "-1"}):
         assert error(run, "trajectories", **query).startswith("unknown: ")
@@ -237,7 +243,7 @@ def test_a_journal_is_read_on_from_where_it_was_read_to(run: Path) -> None:
     assert tasks() == ["task-1"]
 
 
-# What a folder may lack, or hold in a state that nobody wished for.
+# What a directory may lack, or hold in a state that nobody wished for.
 
 
 def test_a_run_killed_in_the_middle_shows_what_it_has(run: Path) -> None:
@@ -266,16 +272,16 @@ def test_a_run_without_routes_says_so(run: Path) -> None:
     assert any("no loads were kept" in note for note in read(run, "loads/1")["notes"])
     assert read(run, "run")["facts"]["moe_layers"] is None
     seen = read(run, "t/1-0")["branches"][0]["detail"]
-    assert len(seen["native_gap"]) == 7
-    assert (seen["differs"], seen["native_differs"]) == (None, None)
+    assert len(seen["gap_without_replay"]) == 7
+    assert (seen["differs"], seen["differs_without_replay"]) == (None, None)
 
 
 def test_a_run_without_detail_says_so(run: Path) -> None:
     write_step(run, 1, details=False)
     found = read(run, "t/1-0")
     assert found["branches"][0]["detail"] is None
-    assert any("observe.token_detail was off" in note for note in found["notes"])
-    assert read(run, "routes/1-0")["native_differs"] is None
+    assert any("monitoring.token_detail was off" in note for note in found["notes"])
+    assert read(run, "routes/1-0")["differs_without_replay"] is None
     assert "error" not in read(run, "routes/1-0/map")
 
 
@@ -358,25 +364,25 @@ def test_infrastructure_failures_only(tmp_path: Path) -> None:
     assert any("infrastructure failures only" in note for note in read(tmp_path, "run")["notes"])
 
 
-def test_the_folder_of_an_evaluation_is_shown(tmp_path: Path) -> None:
-    folder = evaluation(tmp_path)
-    found = read(folder, "run")
+def test_the_directory_of_an_evaluation_is_shown(tmp_path: Path) -> None:
+    directory = evaluation(tmp_path)
+    found = read(directory, "run")
     assert (found["kind"], found["state"], found["evaluations"][0]["pass_at_1"]) == ("eval", "stopped", 1.0)
-    assert read(folder, "trajectories", hacks="1..")["columns"]["task"] == ["a/b"]
-    solved, failed = read(folder, "t/eval-0"), read(folder, "t/eval-1")
+    assert read(directory, "trajectories", hacks="1..")["columns"]["task"] == ["a/b"]
+    solved, failed = read(directory, "t/eval-0"), read(directory, "t/eval-1")
     assert (solved["test_log"], len(solved["turns"]), solved["branches"]) == ("log\n", 2, [])
     assert (failed["error"], failed["turns"]) == ("SandboxError: gone", [])
-    assert [one["id"] for one in read(folder, "eval/eval")["outcomes"]] == ["eval-0", "eval-1"]
-    resources = Resources([folder])
+    assert [one["id"] for one in read(directory, "eval/eval")["outcomes"]] == ["eval-0", "eval-1"]
+    resources = Resources([directory])
     before = resources.stamps()
-    (folder / "report.json").write_text("{}")
+    (directory / "report.json").write_text("{}")
     after = resources.stamps()
     assert {path for path in after if after[path] != before[path]} == {"0/steps/eval", "0/eval/eval"}
-    (folder / "results.jsonl").write_text("nonsense\n")
-    assert any("no result of an evaluation" in note for note in read(folder, "run")["notes"])
+    (directory / "results.jsonl").write_text("nonsense\n")
+    assert any("no result of an evaluation" in note for note in read(directory, "run")["notes"])
 
 
-def test_a_folder_that_is_read_only_is_not_written_to(run: Path) -> None:
+def test_a_directory_that_is_read_only_is_not_written_to(run: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     everything = Resources([run])
     for page in everything.pages():
@@ -384,7 +390,7 @@ def test_a_folder_that_is_read_only_is_not_written_to(run: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
 
-def test_a_folder_that_is_deleted_while_it_is_viewed_is_one_line(run: Path) -> None:
+def test_a_directory_that_is_deleted_while_it_is_viewed_is_one_line(run: Path) -> None:
     resources = Resources([run])
     pages = [*resources.pages(), "0/t/1-0", "0/live"]
     shutil.rmtree(run)
@@ -394,11 +400,11 @@ def test_a_folder_that_is_deleted_while_it_is_viewed_is_one_line(run: Path) -> N
     assert resources.read("runs")["runs"][0]["state"] == "empty"
 
 
-def test_an_empty_folder_is_a_run_without_anything(tmp_path: Path) -> None:
+def test_an_empty_directory_is_a_run_without_anything(tmp_path: Path) -> None:
     found = read(tmp_path, "run")
     assert (found["kind"], found["state"], found["filed"]) == ("empty", "empty", [])
     assert read(tmp_path, "metrics")["notes"] == ["no step has ended yet"]
-    with pytest.raises(UserError, match="no folder"):
+    with pytest.raises(UserError, match="no directory"):
         Resources([tmp_path / "absent"])
 
 
@@ -423,31 +429,38 @@ def test_hostile_text_is_json(tmp_path: Path) -> None:
 
 def test_each_branch_has_its_own_turns_detail_and_routes(tmp_path: Path) -> None:
     """The second branch shares 5 tokens with the first, and samples other 7 after 7."""
-    folder = branched(tmp_path)
-    found = read(folder, "t/1-0")
+    directory = branched(tmp_path)
+    found = read(directory, "t/1-0")
     assert [turn["branch"] for turn in found["turns"]] == [0, 0, 1]
     root, retry = found["branches"]
     assert (root["parent"], root["cause"], len(root["tokens"])) == (None, "start", 14)
     assert (retry["parent"], retry["shared"], retry["cause"], retry["sampled"]) == (0, 5, "rewrite", [[7, 14]])
     assert retry["versions"] == [[7, 14, "7"]]
-    assert read(folder, "trajectories", branches="2..")["columns"]["tokens"] == [28]
-    (whole,) = read_trajectories(folder, 1)[0].trajectories
+    assert read(directory, "trajectories", branches="2..")["columns"]["tokens"] == [28]
+    (whole,) = read_trajectories(directory, 1)[0].trajectories
     for number, name in enumerate(("1-0", "1-0.1")):
-        kept, routing = read_detail(step_stem(folder, 1), 0, number), whole.branches[number].routing
+        kept, routing = read_detail(step_stem(directory, 1), 0, number), whole.branches[number].routing
         assert kept is not None
-        assert kept.native_differs is not None
-        assert kept.native_differs.layers is not None
+        assert kept.differs_without_replay is not None
+        assert kept.differs_without_replay.layers is not None
         assert routing is not None
-        assert np.array_equal(np.array(found["branches"][number]["detail"]["native_gap"], np.float16), kept.native_gap)  # type: ignore[arg-type]
-        assert read(folder, f"routes/{name}/map")["native_differs"] == np.argwhere(kept.native_differs.layers).tolist()
-        assert read(folder, f"routes/{name}")["experts"] == routing.experts.tolist()
+        assert np.array_equal(
+            np.array(found["branches"][number]["detail"]["gap_without_replay"], np.float16), kept.gap_without_replay
+        )  # type: ignore[arg-type]
+        assert (
+            read(directory, f"routes/{name}/map")["differs_without_replay"]
+            == np.argwhere(kept.differs_without_replay.layers).tolist()
+        )
+        assert read(directory, f"routes/{name}")["experts"] == routing.experts.tolist()
     for name in ("1-0.2", "1-0.x"):
-        assert error(folder, f"routes/{name}/map") == f"absent: {name}: 1-0 has 2 branches, numbered from 0"
+        assert error(directory, f"routes/{name}/map") == f"absent: {name}: 1-0 has 2 branches, numbered from 0"
 
 
 def test_a_trajectory_of_no_turn(tmp_path: Path) -> None:
-    bare = replace(trajectory(0.0), loss_mask=np.zeros(5, bool), logprobs=np.zeros(5, np.float32), versions=())
-    write_trajectories(tmp_path, 1, [Group("t", (bare,))], verdicts=[Verdict(Fate.EMPTY, 0.0)], details={})
+    strip = replace(trajectory(0.0), loss_mask=np.zeros(5, bool), logprobs=np.zeros(5, np.float32), versions=())
+    write_trajectories(
+        tmp_path, 1, [Group("t", (strip,))], verdicts=[TrainingDecision(TrainingStatus.EMPTY, 0.0)], details={}
+    )
     (branch,) = read(tmp_path, "t/1-0")["branches"]
     assert (branch["sampled"], branch["versions"], branch["logprobs"], branch["detail"]) == ([], [], [], None)
 
@@ -474,20 +487,20 @@ JSON = st.recursive(
 
 @pytest.fixture(scope="module")
 def row(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("fuzzed")
-    write_step(folder, 1)
-    return folder, next(read_rows(rows_path(step_stem(folder, 1))))
+    directory = tmp_path_factory.mktemp("fuzzed")
+    write_step(directory, 1)
+    return directory, next(read_rows(rows_path(step_stem(directory, 1))))
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_row_is_shown_or_is_one_line(row: tuple[Path, dict[str, Any]], data: st.DataObject) -> None:
-    folder, whole = row
+    directory, whole = row
     key = data.draw(st.sampled_from(sorted(whole)))
     changed = {**whole, key: data.draw(JSON)}
-    path = folder / "trajectories" / "step-000002.jsonl"
+    path = directory / "trajectories" / "step-000002.jsonl"
     path.write_text(json.dumps(changed) + "\n")
-    shutil.copy(folder / "trajectories" / "step-000001.safetensors", path.with_suffix(".safetensors"))
-    resources = Resources([folder])
+    shutil.copy(directory / "trajectories" / "step-000001.safetensors", path.with_suffix(".safetensors"))
+    resources = Resources([directory])
     for page in ("runs", "0/run", "0/trajectories", "0/steps/2", "0/t/2-0", "0/routes/2-0", "0/routes/2-0/map"):
         assert resources.body(page)

@@ -1,4 +1,4 @@
-"""``agent-rl runs``: every run below a folder in a line."""
+"""``agent-rl runs``: every run below a directory in a line."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typer.testing import CliRunner
 from agent_rl.cli import app
 
 
-def listed(*folders: Path, code: int = 0) -> str:
-    result = CliRunner().invoke(app, ["runs", *map(str, folders)], env={"COLUMNS": "200"})
+def listed(*directories: Path, code: int = 0) -> str:
+    result = CliRunner().invoke(app, ["runs", *map(str, directories)], env={"COLUMNS": "200"})
     assert (result.exit_code == 0) is (code == 0), result.output
     return " ".join((result.output or str(result.exception)).split())
 
 
-def make(folder: Path, *, steps: int, total: int, stopped: bool = False) -> None:
-    folder.mkdir(parents=True)
+def make(directory: Path, *, steps: int, total: int, stopped: bool = False) -> None:
+    directory.mkdir(parents=True)
     rows = [{"step": step, "reward/mean": 0.5} for step in range(1, steps + 1)]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "config.yaml").write_text(f"train: {{steps: {total}}}\n")
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (directory / "config.yaml").write_text(f"train: {{steps: {total}}}\n")
     report = {"pass_at_1": 0.75, "interval": [0.7, 0.8]}
-    (folder / "state.json").write_text(json.dumps({"evaluations": {"step-0/sampled": report}}))
+    (directory / "state.json").write_text(json.dumps({"evaluations": {"step-0/sampled": report}}))
     if steps == total:
-        (folder / "summary.json").write_text("{}")
+        (directory / "summary.json").write_text("{}")
     if stopped:
-        (folder / "guard.jsonl").write_text(json.dumps({"step": steps, "event": "stop", "text": "k3"}) + "\n")
+        (directory / "guard.jsonl").write_text(json.dumps({"step": steps, "event": "stop", "text": "k3"}) + "\n")
 
 
 def test_runs_are_listed_with_their_state(tmp_path: Path) -> None:
@@ -42,6 +42,6 @@ def test_runs_are_listed_with_their_state(tmp_path: Path) -> None:
     assert "20 of 20" in listed(tmp_path / "one")
 
 
-def test_a_folder_without_a_run_is_one_line(tmp_path: Path) -> None:
+def test_a_directory_without_a_run_is_one_line(tmp_path: Path) -> None:
     assert "no run there; right would be" in listed(tmp_path, code=2)
-    assert "no folder; right would be" in listed(tmp_path / "absent", code=2)
+    assert "no directory; right would be" in listed(tmp_path / "absent", code=2)

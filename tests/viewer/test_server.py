@@ -120,7 +120,7 @@ async def test_the_disk_is_looked_at_for_those_who_listen_alone(monkeypatch: pyt
 
 
 def test_a_step_changes_the_lists_that_it_is_in() -> None:
-    """That of the runs too: an evaluation's folder has its Pass@1 there, which each sample changes."""
+    """That of the runs too: an evaluation's directory has its Pass@1 there, which each sample changes."""
     assert affected({"0/steps/1": "a"}, {"0/steps/1": "a", "0/steps/2": "b"}) == [
         "0/loads/2",
         "0/run",

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sandbox import SandboxFileError
-from tools.box import ToolBox
+from tools.runtime import ToolRuntime
 
 _CONTEXT_LINES = 4
 _MOST_CHARS = 16_000
@@ -26,10 +26,10 @@ class EditorRefused(Exception):
 
 
 class StrReplaceEditor:
-    """The editor of one episode on one box; its history is by path."""
+    """The editor of one episode on one sandbox; its history is by path."""
 
-    def __init__(self, box: ToolBox) -> None:
-        self._box = box
+    def __init__(self, runtime: ToolRuntime) -> None:
+        self._runtime = runtime
         self._history: dict[str, list[str]] = {}
 
     async def run(self, command: str, path: str, **given: Any) -> str:
@@ -59,10 +59,10 @@ class StrReplaceEditor:
     async def _text(self, command: str, path: str) -> str | None:
         """The file's text; None for a folder, and for what is to be created."""
         try:
-            data = await self._box.sandbox.read_file(path, max_bytes=_MOST_BYTES)
+            data = await self._runtime.sandbox.read_file(path, max_bytes=_MOST_BYTES)
             kind = b"file"
         except SandboxFileError:
-            data, kind = b"", (await self._box.run("bash", "-c", _KIND, "-", path)).stdout.strip()
+            data, kind = b"", (await self._runtime.run("bash", "-c", _KIND, "-", path)).stdout.strip()
         if command == "create":
             if kind != b"nothing":
                 hint = f"File already exists at: {path}. Cannot overwrite files using command `create`."
@@ -76,7 +76,7 @@ class StrReplaceEditor:
         if span := given.get("view_range"):
             hint = "The `view_range` parameter is not allowed when `path` points to a directory."
             raise _invalid("view_range", span, hint)
-        result = await self._box.run("find", path, "-maxdepth", "2", "-not", "-path", "*/.*")
+        result = await self._runtime.run("find", path, "-maxdepth", "2", "-not", "-path", "*/.*")
         if problem := result.stderr.decode("utf-8", errors="replace"):
             raise EditorRefused(problem)
         names = "".join(sorted(result.stdout.decode("utf-8", errors="replace").splitlines(keepends=True)))
@@ -135,7 +135,7 @@ class StrReplaceEditor:
 
     async def _write(self, path: str, text: str) -> None:
         data = text.encode("utf-8", errors="surrogateescape")
-        result = await self._box.run("bash", "-c", _WRITE, "-", path, stdin=data)
+        result = await self._runtime.run("bash", "-c", _WRITE, "-", path, stdin=data)
         if not result.ok:
             reason = result.text.strip().rpartition(": ")[2]
             raise EditorRefused(f"Ran into {reason}: '{path}' while trying to write to {path}")

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sandbox import Sandbox
-from tools.box import ToolBox
 from tools.errors import ToolError
 from tools.openhands.editor import EditorRefused, StrReplaceEditor
 from tools.openhands.shell import Shell
+from tools.runtime import ToolRuntime
 from tools.schema import ToolOutline, check_text, outlined
 from tools.text import Style
 from tools.types import ToolCall, ToolResult, ToolSet
@@ -38,14 +38,14 @@ def openhands_tools(sandbox: Sandbox, *, style: Style = "full", timeout: float =
 
     ``timeout`` is in seconds for each command. There is one style of answer, OpenHands' own.
     """
-    return OpenHandsTools(ToolBox(sandbox, style, timeout))
+    return OpenHandsTools(ToolRuntime(sandbox, style, timeout))
 
 
 class OpenHandsTools:
     """Implements :class:`tools.types.ToolSet`. The shell's state and the editor's history live in it."""
 
-    def __init__(self, box: ToolBox) -> None:
-        self._shell, self._editor = Shell(box), StrReplaceEditor(box)
+    def __init__(self, runtime: ToolRuntime) -> None:
+        self._shell, self._editor = Shell(runtime), StrReplaceEditor(runtime)
 
     def schemas(self) -> Sequence[Mapping[str, Any]]:
         """What the tools take, in short; the interface's prompt has OpenHands' own description of them."""

@@ -1,7 +1,7 @@
 """The command lines of R2E-Gym's tools, ``src/r2egym/agenthub/tools/*.py``: a call becomes the words of a command.
 
 Mistakes are answered with argparse's own usage and error, as the scripts do. The usage is as wide as where there is no
-terminal; its wording is that of the Python which runs this, where R2E-Gym's is that of the box.
+terminal; its wording is that of the Python which runs this, where R2E-Gym's is that of the sandbox.
 """
 
 from __future__ import annotations
@@ -85,10 +85,10 @@ def _search() -> argparse.ArgumentParser:
 
 def _view_range(text: str) -> Sequence[int]:
     """``[2, 4]``, ``(2, 4)``, ``2, 4`` or ``2 4``."""
-    bare = text.strip().strip("[]()")
-    parts = bare.replace(",", " ").split()
+    strip = text.strip().strip("[]()")
+    parts = strip.replace(",", " ").split()
     if len(parts) != 2:
-        raise argparse.ArgumentTypeError(f"Expected two numbers, got: {bare}")
+        raise argparse.ArgumentTypeError(f"Expected two numbers, got: {strip}")
     try:
         return [int(part) for part in parts]
     except ValueError:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tools.box import ToolBox
 from tools.r2egym.arguments import parse
 from tools.r2egym.output import Output, crash
+from tools.runtime import ToolRuntime
 
 _BLOCKED = ("cd", "ipython", "jupyter", "pip", "nohup")
 
@@ -15,8 +15,8 @@ _BLOCKED = ("cd", "ipython", "jupyter", "pip", "nohup")
 class Bash:
     """One round trip a call; every call is a new ``/bin/sh`` in the working directory."""
 
-    def __init__(self, box: ToolBox) -> None:
-        self._box = box
+    def __init__(self, runtime: ToolRuntime) -> None:
+        self._runtime = runtime
 
     async def run(self, arguments: Mapping[str, Any]) -> Output:
         command: str = parse("execute_bash", arguments).cmd
@@ -25,7 +25,7 @@ class Bash:
         first = command.split()[0]
         if first in _BLOCKED:
             return Output(f"Bash command '{first}' is not allowed. Please use a different command or tool.\n", 1)
-        result = await self._box.run("/bin/sh", "-c", command)
+        result = await self._runtime.run("/bin/sh", "-c", command)
         failed = "" if result.exit_code == 0 else "Error executing command:\n\n"
         stdout, stderr = _text(result.stdout), _text(result.stderr)
         text = f"{failed}[STDOUT]\n\n{stdout} \n\n[STDERR]\n\n{stderr}\n"
@@ -38,5 +38,5 @@ def _text(data: bytes) -> str:
 
 def _exit_code(code: int) -> int:
     """Where a signal ended the shell, a Python that exits with ``-signal``, as R2E-Gym's script does, exits with this
-    (the box says 128 + signal)."""
+    (the sandbox says 128 + signal)."""
     return 384 - code if 128 < code <= 192 else code

@@ -1,7 +1,7 @@
 """R2E-Gym's ``file_editor``: ``src/r2egym/agenthub/tools/file_editor.py``.
 
 Only Python files are shown, long ones condensed; a file is known to the history by the path as it was written. A view
-costs one round trip to the box, a creation one, an edit two.
+costs one round trip to the sandbox, a creation one, an edit two.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from sandbox import SandboxFileError
-from tools.box import ToolBox
 from tools.r2egym.arguments import parse
 from tools.r2egym.condensed import condensed
 from tools.r2egym.output import Output, crash
+from tools.runtime import ToolRuntime
 
 _CONTEXT_LINES = 4
 _MOST_LINES = 110  # a longer Python file is condensed, asked for or not
@@ -74,10 +74,10 @@ class _Text:
 
 
 class FileEditor:
-    """The editor of one episode on one box."""
+    """The editor of one episode on one sandbox."""
 
-    def __init__(self, box: ToolBox) -> None:
-        self._box = box
+    def __init__(self, runtime: ToolRuntime) -> None:
+        self._runtime = runtime
         self._history: dict[str, list[str]] = {}
 
     async def run(self, arguments: Mapping[str, Any]) -> Output:
@@ -112,9 +112,9 @@ class FileEditor:
         """The file at ``path``; None for a folder. Raises ``_Refused`` where nothing is there."""
         where = self._where(path)
         try:
-            return _Text.of(await self._box.sandbox.read_file(where, max_bytes=_MOST_BYTES))
+            return _Text.of(await self._runtime.sandbox.read_file(where, max_bytes=_MOST_BYTES))
         except SandboxFileError:
-            kind = (await self._box.run("bash", "-c", _KIND, "-", where)).stdout.strip()
+            kind = (await self._runtime.run("bash", "-c", _KIND, "-", where)).stdout.strip()
         if kind == b"nothing":
             raise _Refused(f"The path '{path}' does not exist.")
         if kind == b"file":
@@ -144,7 +144,7 @@ class FileEditor:
 
     async def _list(self, path: PurePosixPath) -> str:
         filters = ["-maxdepth", "2", "-not", "-path", "*/.*", "(", "-type", "d", "-o", "-name", "*.py", ")"]
-        result = await self._box.run("find", str(path), *filters)
+        result = await self._runtime.run("find", str(path), *filters)
         if problem := result.stderr.decode("utf-8", errors="replace").strip():
             raise _Refused(problem, shown=True)
         names = sorted(result.stdout.decode("utf-8", errors="surrogateescape").splitlines(keepends=True))
@@ -152,14 +152,16 @@ class FileEditor:
         return _clipped(head + "".join(names))
 
     async def _create(self, path: PurePosixPath, text: str | None, lint: bool) -> str:
-        kind = None if text is not None else (await self._box.run("bash", "-c", _KIND, "-", self._where(path))).stdout
+        kind = (
+            None if text is not None else (await self._runtime.run("bash", "-c", _KIND, "-", self._where(path))).stdout
+        )
         exists = f"File already exists at: {path}. Cannot overwrite with 'create'."
         if text is None:
             missing = "Cannot create file without 'file_text' parameter."
             raise _Refused(missing if kind == b"nothing\n" else exists)
         if lint and path.suffix == ".py":
             _check_syntax(path, text)
-        result = await self._box.run("bash", "-c", _CREATE, "-", self._where(path), stdin=_Text("").encode(text))
+        result = await self._runtime.run("bash", "-c", _CREATE, "-", self._where(path), stdin=_Text("").encode(text))
         if result.exit_code in (3, 4):
             raise _Refused(exists)
         if not result.ok:
@@ -223,12 +225,12 @@ class FileEditor:
         await self._write(path, file.encode(edited))
 
     async def _write(self, path: PurePosixPath, data: bytes) -> None:
-        result = await self._box.run("bash", "-c", _OVERWRITE, "-", self._where(path), stdin=data)
+        result = await self._runtime.run("bash", "-c", _OVERWRITE, "-", self._where(path), stdin=data)
         if not result.ok:
             raise _Refused(f"Failed to write file {path}: {_os_error(result.text, path)}")
 
     def _where(self, path: PurePosixPath) -> str:
-        return posixpath.join(self._box.sandbox.spec.workdir, str(path))
+        return posixpath.join(self._runtime.sandbox.spec.workdir, str(path))
 
 
 def _between(lines: list[tuple[int, str]], span: Sequence[int] | None) -> list[tuple[int, str]]:

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from sandbox import ExecResult
-from tools.box import ToolBox
 from tools.r2egym.arguments import parse
 from tools.r2egym.output import Output
+from tools.runtime import ToolRuntime
 from tools.text import split_lines
 
 _MOST_FILES = 100
@@ -32,36 +32,39 @@ printf 'nothing\\n%s\\n' "$(realpath -m -- "$2")"
 class Search:
     """In a file the lines that grep finds; in a folder how many lines of which Python files hold the term."""
 
-    def __init__(self, box: ToolBox) -> None:
-        self._box = box
+    def __init__(self, runtime: ToolRuntime) -> None:
+        self._runtime = runtime
 
     async def run(self, arguments: Mapping[str, Any]) -> Output:
         given = parse("search", arguments)
         names = "*.py" if given.python_only else "*"
-        result = await self._box.run("sh", "-c", _SEARCH, "search", given.search_term, given.path or ".", names)
+        result = await self._runtime.run("sh", "-c", _SEARCH, "search", given.search_term, given.path or ".", names)
         if result.timed_out:
             return Output("", timed_out=True)
         kind, where, *rest = result.stdout.decode("utf-8", errors="replace").split("\n", 2)
         if kind == "file":
             return _in_file(given.search_term, where, "".join(rest), result)
         if kind == "folder":
-            return self._in_folder(given.search_term, where, split_lines("".join(rest)))
+            return self._in_directory(given.search_term, where, split_lines("".join(rest)))
         return Output(f"Directory '{where}' not found or not a directory.\n", 1)
 
-    def _in_folder(self, term: str, folder: str, counted: list[str]) -> Output:
+    def _in_directory(self, term: str, directory: str, counted: list[str]) -> Output:
         if not counted or "\n" in term or "\r" in term:  # a line never holds its end
-            return Output(f'No matches found for "{term}" in {folder}\n')
+            return Output(f'No matches found for "{term}" in {directory}\n')
         if len(counted) > _MOST_FILES:
-            text = f'More than {len(counted)} files matched for "{term}" in {folder}. Please narrow your search.\n'
+            text = f'More than {len(counted)} files matched for "{term}" in {directory}. Please narrow your search.\n'
             return Output(text)
         found = [(name, int(count)) for name, _, count in (line.rpartition(":") for line in counted)]
-        lines = [f"{self._shown(posixpath.join(folder, name))} ({count} matches)\n" for name, count in found]
+        lines = [f"{self._shown(posixpath.join(directory, name))} ({count} matches)\n" for name, count in found]
         total = sum(count for _, count in found)
-        head, foot = f'Found {total} matches for "{term}" in {folder}:\n', f'End of matches for "{term}" in {folder}\n'
+        head, foot = (
+            f'Found {total} matches for "{term}" in {directory}:\n',
+            f'End of matches for "{term}" in {directory}\n',
+        )
         return Output(f"{head}{''.join(lines)}{foot}")
 
     def _shown(self, path: str) -> str:
-        relative = posixpath.relpath(path, self._box.sandbox.spec.workdir)
+        relative = posixpath.relpath(path, self._runtime.sandbox.spec.workdir)
         return relative if relative.startswith("./") else f"./{relative}"
 
 

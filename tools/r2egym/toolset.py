@@ -6,13 +6,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from sandbox import Sandbox
-from tools.box import ToolBox
 from tools.errors import ToolError
 from tools.r2egym.arguments import Stopped
 from tools.r2egym.bash import Bash
 from tools.r2egym.editor import FileEditor
 from tools.r2egym.output import Output
 from tools.r2egym.search import Search
+from tools.runtime import ToolRuntime
 from tools.schema import ToolOutline, check_text, outlined
 from tools.text import Style
 from tools.types import ToolCall, ToolResult, ToolSet
@@ -36,18 +36,18 @@ def r2egym_tools(sandbox: Sandbox, *, style: Style = "full", timeout: float = 90
 
     ``timeout`` is in seconds for each command. There is one style of answer, R2E-Gym's own, which caps each as it does.
     """
-    return R2EGymTools(ToolBox(sandbox, style, timeout))
+    return R2EGymTools(ToolRuntime(sandbox, style, timeout))
 
 
 class R2EGymTools:
     """Implements :class:`tools.types.ToolSet`. The editor's history lives in it."""
 
-    def __init__(self, box: ToolBox) -> None:
-        self._timeout = box.timeout
+    def __init__(self, runtime: ToolRuntime) -> None:
+        self._timeout = runtime.timeout
         self._tools: Mapping[str, Callable[[Mapping[str, Any]], Awaitable[Output]]] = {
-            "file_editor": FileEditor(box).run,
-            "search": Search(box).run,
-            "execute_bash": Bash(box).run,
+            "file_editor": FileEditor(runtime).run,
+            "search": Search(runtime).run,
+            "execute_bash": Bash(runtime).run,
         }
 
     def schemas(self) -> Sequence[Mapping[str, Any]]:

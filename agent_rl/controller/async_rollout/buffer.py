@@ -1,6 +1,7 @@
 """How far sampling may run ahead, and which positions make a batch: by construction no trained token is too old.
 
-S is ``pipeline.depth``, K ``max_staleness``, P ``tasks_per_step``; ``released`` batches are trained and published::
+S is ``async_rollout.depth``, K ``max_staleness``, P ``tasks_per_step``; ``released`` batches are trained and
+published::
 
     admit    while the batch that the next position would fall into, were all that run kept, is at most released + S + 1
     take     the oldest that ended, until P are filled; a position that still runs is overtaken by (K - S) P at most
@@ -90,7 +91,7 @@ def next_batch(ledger: Ledger, rules: BufferRules) -> tuple[int, ...]:
     return ()
 
 
-class WorkBuffer:
+class RolloutBuffer:
     """The open positions of a run whose first ``done`` batches are trained and published."""
 
     def __init__(self, rules: BufferRules, ledger: Ledger, done: int = 0) -> None:

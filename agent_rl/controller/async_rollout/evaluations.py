@@ -11,8 +11,8 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 from agent_rl.config import RunConfig
-from agent_rl.controller.engine_admission import Newcomers
-from agent_rl.controller.rollout_runtime import World
+from agent_rl.controller.engine_admission import EngineAdmission
+from agent_rl.controller.rollout_runtime import RolloutRuntime
 from agent_rl.controller.state import RunState
 from agent_rl.evaluation.evaluate import evaluate
 from agent_rl.evaluation.quarantine import Quarantine
@@ -33,14 +33,14 @@ class Evaluations:
         config: RunConfig,
         state: RunState,
         display: Display,
-        world: World,
-        newcomers: Newcomers,
+        runtime: RolloutRuntime,
+        newcomers: EngineAdmission,
         left_out: Quarantine,
         on_event: Callable[[RolloutEvent], None],
     ) -> None:
-        self._config, self._state, self._display, self._world = config, state, display, world
+        self._config, self._state, self._display, self._runtime = config, state, display, runtime
         self._newcomers, self._left_out, self._on_event = newcomers, left_out, on_event
-        self._beside = config.pipeline.depth > 0
+        self._beside = config.async_rollout.depth > 0
         self._lane = "evaluation" if self._beside else ""
         self._going_on: asyncio.Task[None] | None = None
 
@@ -75,7 +75,7 @@ class Evaluations:
             self._display.end(self._lane)
 
     async def _once(self, key: str, what: str, *, greedy: bool) -> EvalReport:
-        chosen = self._world.workshop.tasks(self._config.eval.split)[: self._config.eval.tasks]
+        chosen = self._runtime.task_runtime.tasks(self._config.eval.split)[: self._config.eval.tasks]
         tasks = [task for task in chosen if task.id not in self._left_out]
         self._display.stage(what, total=len(tasks), lane=self._lane)
         ended: dict[str, Group] = {}
@@ -86,12 +86,12 @@ class Evaluations:
             self._on_event(event)
 
         # Beside training the trainer's weights are not those that a newcomer would have to get.
-        async with nullcontext() if self._beside else self._newcomers.welcomed():
+        async with nullcontext() if self._beside else self._newcomers.admit():
             report = await evaluate(
                 tasks,
-                self._world.runner(EpisodeRules.of(self._config).for_evaluation(greedy=greedy)),
+                self._runtime.runner(EpisodeRules.of(self._config).for_evaluation(greedy=greedy)),
                 policy="engine",
-                limiter=self._world.limiter,
+                limiter=self._runtime.limiter,
                 on_event=on_event,
             )
         groups = [ended[task.id] for task in tasks if task.id in ended]

@@ -2,10 +2,10 @@
 
 ::
 
-    WorkBuffer.admit ── position ──▶ task_at ──▶ n episodes (Limiter) ──▶ journal ──▶ group ──▶ WorkBuffer.end
+    RolloutBuffer.admit ── position ──▶ task_at ──▶ n episodes (Limiter) ──▶ journal ──▶ group ──▶ RolloutBuffer.end
                                         └── left out: the next position is drawn in its place
 
-All groups of a run run under one TaskGroup, so leaving :meth:`RolloutPump.running` by any way leaves no episode.
+All groups of a run run under one TaskGroup, so leaving :meth:`RolloutProducer.running` by any way leaves no episode.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterat
 from contextlib import asynccontextmanager, contextmanager
 
 from agent_rl.config import RunConfig
-from agent_rl.controller.async_rollout.buffer import WorkBuffer
-from agent_rl.controller.async_rollout.spill import filled, shelving
+from agent_rl.controller.async_rollout.buffer import RolloutBuffer
+from agent_rl.controller.async_rollout.spill import restore, spill
 from agent_rl.controller.async_rollout.task_ledger import Outcome
 from agent_rl.controller.journal import Journal
 from agent_rl.controller.task_sampler import task_at
@@ -42,7 +42,7 @@ JUDGED_BATCHES = 4
 """Groups that the infrastructure failed are judged over so many batches, undecidable ones over one."""
 
 
-class RolloutPump:
+class RolloutProducer:
     """Fills ``buffer`` with the groups of ``tasks``, in the order of the data, but for those whose id is ``left_out``
     by the time. ``last_episode``: when the last episode ended."""
 
@@ -50,7 +50,7 @@ class RolloutPump:
         self,
         config: RunConfig,
         tasks: Sequence[Task],
-        buffer: WorkBuffer,
+        buffer: RolloutBuffer,
         journal: Journal,
         run: LoggedRunner,
         *,
@@ -70,13 +70,13 @@ class RolloutPump:
         self._groups: set[asyncio.Task[None]] = set()
         self._running = 0
         self._busy_since = self._busy = 0.0
-        self._asked = time.perf_counter() if config.pipeline.depth else 0.0
+        self._asked = time.perf_counter() if config.async_rollout.depth else 0.0
         self.last_episode = time.perf_counter()
 
     def seconds(self) -> float:
         """The time that sampling took since this was last asked: all of it where it runs beside training, else that in
         which any group ran."""
-        spent = time.perf_counter() if self._config.pipeline.depth else self._busy_seconds
+        spent = time.perf_counter() if self._config.async_rollout.depth else self._busy_seconds
         before, self._asked = self._asked, spent
         return spent - before
 
@@ -108,9 +108,9 @@ class RolloutPump:
 
     async def _whole(self, position: int, ended: Group | DroppedGroup) -> Group | DroppedGroup:
         journaled = self._journal.finished(position)
-        if not self._config.pipeline.depth or isinstance(ended, DroppedGroup):
+        if not self._config.async_rollout.depth or isinstance(ended, DroppedGroup):
             return ended
-        return await asyncio.to_thread(filled, ended, journaled)
+        return await asyncio.to_thread(restore, ended, journaled)
 
     async def _feed(self, scope: asyncio.TaskGroup) -> None:
         while True:
@@ -129,7 +129,7 @@ class RolloutPump:
         await self._journal.settled(position)
         with self._timed():
             run = self._journal.runner(position, self._run, self._buffer.oldest(position))
-            ended = await self._former.form(task, shelving(run) if self._config.pipeline.depth else run)
+            ended = await self._former.form(task, spill(run) if self._config.async_rollout.depth else run)
         self._end(position, ended)
 
     @contextmanager

@@ -13,24 +13,24 @@ from agent_rl.types import Group, Trajectory
 from envs import Task
 
 
-def shelving(run: EpisodeRunner) -> EpisodeRunner:
-    """``run``, whose trajectories are journaled, giving them :func:`bare` as they end: a group may wait long for its
+def spill(run: EpisodeRunner) -> EpisodeRunner:
+    """``run``, whose trajectories are journaled, giving them :func:`strip` as they end: a group may wait long for its
     last one."""
 
     async def shelved(task: Task) -> Trajectory:
         trajectory = await run(task)
-        return trajectory if trajectory.stop.infrastructure else bare(trajectory)
+        return trajectory if trajectory.stop.infrastructure else strip(trajectory)
 
     return shelved
 
 
-def filled(group: Group, journaled: Iterable[Trajectory]) -> Group:
-    """A group of :func:`bare` trajectories with all that was ``journaled`` of each, in the order of the group."""
+def restore(group: Group, journaled: Iterable[Trajectory]) -> Group:
+    """A group of :func:`strip` trajectories with all that was ``journaled`` of each, in the order of the group."""
     pairs = zip(group.trajectories, journaled, strict=True)
-    return replace(group, trajectories=tuple(_dressed(each, whole) for each, whole in pairs))
+    return replace(group, trajectories=tuple(_restored(each, whole) for each, whole in pairs))
 
 
-def bare(trajectory: Trajectory) -> Trajectory:
+def strip(trajectory: Trajectory) -> Trajectory:
     """What is asked of a trajectory until its batch is taken: its ending, its reward, and what no journal has. Of its
     tokens there is one, where any was sampled."""
     tokens = min(1, trajectory.sampled_tokens)
@@ -41,8 +41,8 @@ def bare(trajectory: Trajectory) -> Trajectory:
     )  # fmt: skip
 
 
-def _dressed(bare: Trajectory, whole: Trajectory) -> Trajectory:
+def _restored(strip: Trajectory, whole: Trajectory) -> Trajectory:
     return replace(
-        whole, queue_seconds=bare.queue_seconds, recovered=bare.recovered, replayed_turns=bare.replayed_turns,
-        audit=bare.audit,
+        whole, queue_seconds=strip.queue_seconds, recovered=strip.recovered, replayed_turns=strip.replayed_turns,
+        audit=strip.audit,
     )  # fmt: skip

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agent_rl.engine.route_probe.requests import RawAnswer
-from agent_rl.models.spec import ModelFacts
+from agent_rl.models.spec import ModelSpec
 from r3.payload import narrow
 from r3.routing import RoutingError
 
@@ -93,7 +93,7 @@ _ADVICE = {
 _COUNT_ADVICE = "row counts must be prompt + completion - 1 - start: nothing can be aligned otherwise"
 
 
-def check_all(answers: Answers, facts: ModelFacts) -> tuple[Check, ...]:
+def check_all(answers: Answers, facts: ModelSpec) -> tuple[Check, ...]:
     """Every check, in the table's order. None raises."""
     moe = list(facts.moe_layer_ids)
     checks: dict[str, Callable[[], Outcome]] = {
@@ -266,7 +266,7 @@ def _siblings(answers: Answers, moe: Sequence[int]) -> Outcome:
     return verdict, finding
 
 
-def _zero_layers(answers: Answers, facts: ModelFacts) -> tuple[list[Rows], list[int]]:
+def _zero_layers(answers: Answers, facts: ModelSpec) -> tuple[list[Rows], list[int]]:
     """The rows of every usable answer, MoE layers only, and the ids of the layers that are zero in all of them."""
     moe = list(facts.moe_layer_ids)
     rows = [answer.wire_TLK[:, moe] for answer in answers.every if answer.wire_TLK is not None]
@@ -276,7 +276,7 @@ def _zero_layers(answers: Answers, facts: ModelFacts) -> tuple[list[Rows], list[
     return rows, [layer for layer, used in zip(moe, used_L, strict=True) if not used]
 
 
-def _ids(answers: Answers, facts: ModelFacts) -> Outcome:
+def _ids(answers: Answers, facts: ModelSpec) -> Outcome:
     rows, zero = _zero_layers(answers, facts)
     kept = [index for index, layer in enumerate(facts.moe_layer_ids) if layer not in zero]
     if not rows or not kept:
@@ -289,7 +289,7 @@ def _ids(answers: Answers, facts: ModelFacts) -> Outcome:
     return Verdict.OK, f"top-{facts.top_k} of {facts.num_experts} in {len(together)} rows"
 
 
-def _layers(answers: Answers, facts: ModelFacts) -> Outcome:
+def _layers(answers: Answers, facts: ModelSpec) -> Outcome:
     rows, zero = _zero_layers(answers, facts)
     if not rows:
         return Verdict.SKIPPED, "no routes to look at"

@@ -17,7 +17,7 @@ import pybase64
 from numpy.typing import NDArray
 
 from agent_rl.errors import EngineRejected
-from agent_rl.models.spec import ModelFacts
+from agent_rl.models.spec import ModelSpec
 from agent_rl.utils.concurrency import shielded
 from agent_rl.utils.http import AsyncHttp
 
@@ -70,7 +70,7 @@ class RawServer:
     async def ask(
         self,
         prompt: Sequence[int],
-        facts: ModelFacts,
+        facts: ModelSpec,
         *,
         new_tokens: int,
         start: int = 0,
@@ -83,7 +83,7 @@ class RawServer:
         return _read(self.url, body, await self._http.post(f"{self.url}/generate", body), facts)
 
     async def interrupt(
-        self, prompt: Sequence[int], facts: ModelFacts, *, new_tokens: int, do: Callable[[str], Awaitable[None]]
+        self, prompt: Sequence[int], facts: ModelSpec, *, new_tokens: int, do: Callable[[str], Awaitable[None]]
     ) -> RawAnswer:
         """Sample in a stream, and call ``do`` with the request's id once its first token is there; the last answer."""
         self.requests += 1
@@ -126,7 +126,7 @@ class RawServer:
         return None if flag is None else bool(flag)
 
     async def model_path(self) -> str:
-        """The folder of the model it serves, as it names it; empty where it names none."""
+        """The directory of the model it serves, as it names it; empty where it names none."""
         try:
             return str((await self._http.get_json(f"{self.url}/model_info")).get("model_path") or "")
         except (EngineRejected, ValueError):
@@ -148,7 +148,7 @@ def _body(
     }
 
 
-def _read(url: str, body: Mapping[str, Any], reply: bytes, facts: ModelFacts) -> RawAnswer:
+def _read(url: str, body: Mapping[str, Any], reply: bytes, facts: ModelSpec) -> RawAnswer:
     try:
         answer = orjson.loads(reply)
         meta = answer["meta_info"]
@@ -171,7 +171,7 @@ def _read(url: str, body: Mapping[str, Any], reply: bytes, facts: ModelFacts) ->
         raise EngineRejected(f"{url}: not an answer of SGLang's /generate ({error!r})") from None
 
 
-def _wire(payload: str, facts: ModelFacts) -> tuple[int, NDArray[np.int32] | None]:
+def _wire(payload: str, facts: ModelSpec) -> tuple[int, NDArray[np.int32] | None]:
     try:
         raw = pybase64.b64decode(payload, validate=True)
     except (binascii.Error, ValueError):

@@ -21,7 +21,7 @@ from rich.table import Table
 from agent_rl.engine.route_probe.checks import CAPTURE, KEY, Answers, Check, Verdict, check_all
 from agent_rl.engine.route_probe.requests import RawAnswer, RawServer
 from agent_rl.errors import ConfigError, EngineUnreachable
-from agent_rl.models.spec import ModelFacts, read_routed_facts
+from agent_rl.models.spec import ModelSpec, read_moe_spec
 from agent_rl.monitoring.console import cell
 
 PROMPT = 160
@@ -84,12 +84,12 @@ def table(report: ProbeReport) -> Table:
 
 async def probe(
     url: str,
-    facts: ModelFacts | None = None,
+    facts: ModelSpec | None = None,
     *,
     retract: bool = False,
     headers: Mapping[str, str] | None = None,
 ) -> ProbeReport:
-    """Probe the server at ``url``, which serves the model of ``facts`` (by default what its own folder says).
+    """Probe the server at ``url``, which serves the model of ``facts`` (by default what its own directory says).
 
     ``headers`` go with every request.
     With ``retract`` every running request of the server is put back once: only for an engine that is the caller's
@@ -110,19 +110,19 @@ async def probe(
         raise EngineUnreachable(f"{url}: the probe was not answered within {PROBE_SECONDS:g} s") from None
 
 
-def _facts_of(url: str, folder: str) -> ModelFacts:
-    if not folder or not Path(folder).is_dir():
+def _facts_of(url: str, directory: str) -> ModelSpec:
+    if not directory or not Path(directory).is_dir():
         raise ConfigError(
-            f"{url} serves {folder or 'a model it does not name'}, which is no folder of this machine: "
+            f"{url} serves {directory or 'a model it does not name'}, which is no directory of this machine: "
             "name one that has the model's config.json by --model"
         )
-    return read_routed_facts(Path(folder))
+    return read_moe_spec(Path(directory))
 
 
 class _Questions:
     """The requests of one probe."""
 
-    def __init__(self, server: RawServer, facts: ModelFacts, retract: bool) -> None:
+    def __init__(self, server: RawServer, facts: ModelSpec, retract: bool) -> None:
         self._server, self._facts, self._may_retract = server, facts, retract
         self._rng = np.random.default_rng()
         self._length = min(PROMPT, facts.max_positions // 4)

@@ -3,9 +3,9 @@
 SGLang 0.5.23 multiplies experts' adapters by Triton kernels, of which a CPU has none, and serving adapters costs every
 token products that merged weights don't. So :func:`install` teaches ``/update_weights_from_distributed`` one more kind
 of tensor: under a weight's name with ``.lora`` behind it comes its change, A beside the transpose of the scaled B
-(:func:`pack`). What is loaded is the weight of the checkpoint that the server was started with, read from its folder,
-plus that change. So no base is kept in memory, no update builds on the one before, and whoever has folder and change
-can tell every bit.
+(:func:`pack`). What is loaded is the weight of the checkpoint that the server was started with, read from its
+directory, plus that change. So no base is kept in memory, no update builds on the one before, and whoever has
+directory and change can tell every bit.
 
 Run in the engine's environment, which has nothing of this project; the trainer uses it too.
 """
@@ -42,12 +42,12 @@ def merge(weight: Tensor, change: Tensor) -> Tensor:
 
 
 class BaseWeights:
-    """The tensors of the checkpoint in ``folder``, by name, mapped and not held."""
+    """The tensors of the checkpoint in ``directory``, by name, mapped and not held."""
 
-    def __init__(self, folder: Path) -> None:
-        index = folder / "model.safetensors.index.json"
+    def __init__(self, directory: Path) -> None:
+        index = directory / "model.safetensors.index.json"
         names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else None
-        files = [file for file in sorted(folder.glob("*.safetensors")) if names is None or file.name in names]
+        files = [file for file in sorted(directory.glob("*.safetensors")) if names is None or file.name in names]
         opened: list[Any] = [safe_open(file, framework="pt") for file in files]
         self._files = {name: file for file in opened for name in file.keys()}  # noqa: SIM118 (no mapping)
 
@@ -66,8 +66,8 @@ class BaseWeights:
             yield weight, tensor if weight == name else merge(self[weight], tensor)
 
 
-def install(folder: Path) -> None:
-    """Let this process's SGLang take changes of the checkpoint in ``folder``."""
+def install(directory: Path) -> None:
+    """Let this process's SGLang take changes of the checkpoint in ``directory``."""
     module: Any = importlib.import_module("sglang.srt.model_executor.model_runner_components.weight_updater")
     load = module.WeightUpdater.load_weights_from_distributed
     opened: list[BaseWeights] = []
@@ -77,7 +77,7 @@ def install(folder: Path) -> None:
             found: tuple[bool, str] = load(updater, tensors)
             return found
         if not opened:
-            opened.append(BaseWeights(folder))
+            opened.append(BaseWeights(directory))
         found = load(updater, opened[0].merged(tensors))  # SGLang answers for what raises while it loads
         return found
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from agent_rl.models.spec import ModelFacts
+from agent_rl.models.spec import ModelSpec
 from r3.routing import Routing
 
 SAMPLED_ROWS = 16
@@ -62,7 +62,7 @@ class PartCosts:
     logprobs: int
 
     @classmethod
-    def of(cls, model: ModelFacts) -> PartCosts:
+    def of(cls, model: ModelSpec) -> PartCosts:
         hidden = model.hidden
         return cls(
             projections=2 * hidden * (2 * model.q_width + 2 * model.kv_width),
@@ -74,7 +74,7 @@ class PartCosts:
         )
 
 
-def sequence_cost(model: ModelFacts) -> SequenceCost:
+def sequence_cost(model: ModelSpec) -> SequenceCost:
     """The cost on ``model``, its experts evenly loaded."""
     layers, moe, parts = model.num_layers, len(model.moe_layer_ids), PartCosts.of(model)
     linear = layers * parts.projections + (layers - moe) * parts.dense + parts.logprobs

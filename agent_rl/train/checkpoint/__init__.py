@@ -1,1 +1,1 @@
-"""The trainer's state on disk: folders, pieces, and the ranks' writing of them."""
+"""The trainer's state on disk: directories, pieces, and the ranks' writing of them."""

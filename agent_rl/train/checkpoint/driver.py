@@ -8,37 +8,39 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from agent_rl.config import TrainConfig
-from agent_rl.train.checkpoint import folder as checkpoint
+from agent_rl.train.checkpoint import directory as checkpoint
 from agent_rl.train.worker_group import Ranks
 from agent_rl.utils.concurrency import shielded
 
 
 class CheckpointDriver:
-    """Saves and loads the state of ``ranks``, one checkpoint at a time. All ranks must see its folder."""
+    """Saves and loads the state of ``ranks``, one checkpoint at a time. All ranks must see its directory."""
 
     def __init__(self, ranks: Ranks, train: TrainConfig) -> None:
         self._ranks, self._train = ranks, train
         self._saving: asyncio.Task[None] | None = None
 
-    async def begin(self, folder: Path, run: Mapping[str, object]) -> asyncio.Task[None]:
+    async def begin(self, directory: Path, run: Mapping[str, object]) -> asyncio.Task[None]:
         """See :meth:`agent_rl.train.ray_trainer.RayTrainer.begin_save`."""
         if self._saving is not None:
             await asyncio.wait([self._saving])
-        folder = absolute(folder)
-        partial = await asyncio.to_thread(checkpoint.begin, folder)
+        directory = absolute(directory)
+        partial = await asyncio.to_thread(checkpoint.begin, directory)
         try:
             (updates, counts), *_ = await self._ranks.call(lambda actor: actor.save.remote(partial))
         except BaseException:
-            checkpoint.abandon(folder)
+            checkpoint.abandon(directory)
             raise
-        self._saving = asyncio.create_task(self._finish(folder, updates, counts, run))
+        self._saving = asyncio.create_task(self._finish(directory, updates, counts, run))
         return self._saving
 
-    async def _finish(self, folder: Path, updates: int, counts: Mapping[str, int], run: Mapping[str, object]) -> None:
+    async def _finish(
+        self, directory: Path, updates: int, counts: Mapping[str, int], run: Mapping[str, object]
+    ) -> None:
         try:
             checksums = await self._ranks.written()
         except BaseException:
-            checkpoint.abandon(folder)
+            checkpoint.abandon(directory)
             raise
         manifest = checkpoint.Manifest(
             format=checkpoint.FORMAT,
@@ -50,13 +52,13 @@ class CheckpointDriver:
             run=dict(run),
         )
         # Shielded: a thread can't be cancelled, and must not find its files gone.
-        await shielded(asyncio.to_thread(checkpoint.commit, folder, manifest))
+        await shielded(asyncio.to_thread(checkpoint.commit, directory, manifest))
 
-    async def load(self, folder: Path) -> checkpoint.Manifest:
+    async def load(self, directory: Path) -> checkpoint.Manifest:
         """See :meth:`agent_rl.train.ray_trainer.RayTrainer.load`."""
-        folder = absolute(folder)
-        manifest = checkpoint.read_manifest(folder)
-        await self._ranks.call(lambda actor: actor.load.remote(folder, manifest))
+        directory = absolute(directory)
+        manifest = checkpoint.read_manifest(directory)
+        await self._ranks.call(lambda actor: actor.load.remote(directory, manifest))
         return manifest
 
     async def stop(self) -> None:
@@ -66,6 +68,6 @@ class CheckpointDriver:
             await asyncio.wait([self._saving])
 
 
-def absolute(folder: Path) -> Path:
+def absolute(directory: Path) -> Path:
     """Ranks may run in another working directory."""
-    return Path(os.path.abspath(folder))
+    return Path(os.path.abspath(directory))

@@ -123,7 +123,7 @@ class PieceReader:
         """``wanted`` put together from parts that were cut into another number."""
         out = np.empty(wanted.shape, np.float32)
         width = wanted.shape[wanted.axis]
-        low, filled = wanted.index * width, 0
+        low, restore = wanted.index * width, 0
         for part in sorted({stretch.part for stretch, _ in held}, key=lambda part: part.index):
             _check_fits(part, wanted)
             own_width = part.shape[part.axis]
@@ -134,9 +134,9 @@ class PieceReader:
             _fill(flat, 0, [(s, slots[slot]) for s, slots in held if s.part == part], part.name)
             source = _along(part.axis, start - part.index * own_width, stop - part.index * own_width)
             out[_along(wanted.axis, start - low, stop - low)] = flat.reshape(part.shape)[source]
-            filled += stop - start
-        if filled != width:
-            raise TrainerError(f"the checkpoint holds {filled} of {width} rows or columns of {wanted.name}")
+            restore += stop - start
+        if restore != width:
+            raise TrainerError(f"the checkpoint holds {restore} of {width} rows or columns of {wanted.name}")
         return out
 
 

@@ -17,7 +17,7 @@ from typing import IO, Any
 import torch
 
 from agent_rl.errors import TrainerError
-from agent_rl.train.checkpoint.folder import rank_file, rng_file
+from agent_rl.train.checkpoint.directory import rank_file, rng_file
 from agent_rl.train.checkpoint.pieces import Snapshot, write_pieces
 from agent_rl.utils.run_files import disk_error
 
@@ -52,14 +52,14 @@ class RankSaver:
         self._thread.shutdown()
 
 
-def write_rank(folder: Path, rank: int, snapshot: Snapshot, rng: bytes) -> int:
+def write_rank(directory: Path, rank: int, snapshot: Snapshot, rng: bytes) -> int:
     """Write and sync one rank's files; the checksum of its state. Raises as :func:`disk_error`."""
-    path = rank_file(folder, rank)
+    path = rank_file(directory, rank)
     try:
         with path.open("wb", buffering=0) as file:
             checksum = write_pieces(file, snapshot.pieces, snapshot.values)
             os.fsync(file.fileno())
-        with rng_file(folder, rank).open("wb") as file:
+        with rng_file(directory, rank).open("wb") as file:
             file.write(rng)
             _sync(file)
         return checksum
@@ -67,9 +67,9 @@ def write_rank(folder: Path, rank: int, snapshot: Snapshot, rng: bytes) -> int:
         raise disk_error(path, error) from error
 
 
-def read_rng(folder: Path, rank: int) -> dict[str, Any]:
+def read_rng(directory: Path, rank: int) -> dict[str, Any]:
     """One rank's random state. Raises TrainerError where its file is missing or damaged."""
-    path = rng_file(folder, rank)
+    path = rng_file(directory, rank)
     try:
         return dict(torch.load(path, map_location="cpu", weights_only=True))
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:

@@ -99,14 +99,14 @@ class Rows:
 
     def __init__(self, counts: Tensor, least: Tensor) -> None:
         """``counts`` and ``least`` int64 ``[experts]`` on the CPU; an expert without rows gets none."""
-        self.filled = torch.where(counts > 0, counts.maximum(least), counts)
-        self._place = None if torch.equal(self.filled, counts) else _places(counts, self.filled)
+        self.restore = torch.where(counts > 0, counts.maximum(least), counts)
+        self._place = None if torch.equal(self.restore, counts) else _places(counts, self.restore)
 
     def fill(self, rows: Tensor) -> Tensor:
         """``rows`` with those of zeros between them."""
         if self._place is None:
             return rows
-        wide = rows.new_zeros(int(self.filled.sum()), *rows.shape[1:])
+        wide = rows.new_zeros(int(self.restore.sum()), *rows.shape[1:])
         return wide.index_copy(0, self._place.to(rows.device), rows)
 
     def cut(self, rows: Tensor) -> Tensor:
@@ -114,9 +114,9 @@ class Rows:
         return rows if self._place is None else rows.index_select(0, self._place.to(rows.device))
 
 
-def _places(counts: Tensor, filled: Tensor) -> Tensor:
-    """For each row its place when every expert has its ``filled`` rows."""
-    shift = (filled.cumsum(0) - filled) - (counts.cumsum(0) - counts)
+def _places(counts: Tensor, restore: Tensor) -> Tensor:
+    """For each row its place when every expert has its ``restore`` rows."""
+    shift = (restore.cumsum(0) - restore) - (counts.cumsum(0) - counts)
     return torch.arange(int(counts.sum())) + shift.repeat_interleave(counts)
 
 
@@ -134,7 +134,7 @@ class BalancedExperts(Experts):
         split = (int(counts[:homes].sum()), int(counts[homes:].sum()))
         (tokens, foreign), (probs, foreign_probs) = tokens.split(split), probs.split(split)
         rows, live = Rows(counts[:homes], least[:homes]), self.work.held[homes:]
-        own, _ = super().forward(rows.fill(tokens), rows.filled, rows.fill(probs))
+        own, _ = super().forward(rows.fill(tokens), rows.restore, rows.fill(probs))
         lent = Rows(counts[homes:][live], least[homes:][live])
         borrowed: Tensor = _Borrowed.apply(foreign, foreign_probs, lent, self.work, self.again)
         return torch.cat((rows.cut(own), borrowed)), None
@@ -150,7 +150,7 @@ class _Borrowed(torch.autograd.Function):
     def forward(ctx: Any, tokens: Tensor, probs: Tensor, rows: Rows, work: Work, again: bool) -> Tensor:
         weights = work.fetch(ahead=not again)
         tokens, probs = rows.fill(tokens), rows.fill(probs)
-        ends = rows.filled.cumsum(0).to(tokens.device, torch.int32)
+        ends = rows.restore.cumsum(0).to(tokens.device, torch.int32)
         hidden = F.grouped_mm(tokens, weights[0].transpose(1, 2), offs=ends)
         output = F.grouped_mm(gated(hidden, probs), weights[1].transpose(1, 2), offs=ends)
         ctx.save_for_backward(tokens, probs, hidden, ends)

@@ -196,7 +196,7 @@ def expert_group() -> ExpertGroup:
 
 def expert_grid(config: BalanceConfig, group: ExpertGroup, experts: int) -> Grid:
     """Where experts live and how many can be borrowed. Collective. Raises TrainerError as :func:`machines_of`."""
-    machine = machines_of(group.hosts(), group.ranks, config.ranks_per_machine)
+    machine = machines_of(group.hosts(), group.ranks, config.ranks_per_node)
     return Grid(experts, len(group.ranks), config.slots, machine)
 
 
@@ -339,9 +339,9 @@ class RankBalance:
         """All ranks' counts ``[M, C, R, E]``, M the most micro-batches of any. What a rank without one brings
         instead, a filler of a few tokens that are routed natively, is not foreseen."""
         most = int(self._group.gather(np.array([len(counts)])).max())
-        filled = np.zeros((most, *counts.shape[1:]), np.int32)
-        filled[: len(counts)] = counts
-        return np.ascontiguousarray(self._group.gather(filled).transpose(1, 2, 0, 3))
+        restore = np.zeros((most, *counts.shape[1:]), np.int32)
+        restore[: len(counts)] = counts
+        return np.ascontiguousarray(self._group.gather(restore).transpose(1, 2, 0, 3))
 
     def _agreed(self, counts: Counts, kind: BalancedPass) -> Plans:
         """Plans that are the same on all ranks. A rank that fails tells the others, which would wait for it."""
@@ -360,8 +360,8 @@ class RankBalance:
 
     def _options(self, kind: BalancedPass) -> Options:
         config = self._config
-        within_machine = config.within_machine and kind == "update"
-        return Options(config.planner, config.link_slots, within_machine, self._last_loads)
+        within_node = config.within_node and kind == "update"
+        return Options(config.planner, config.link_slots, within_node, self._last_loads)
 
     def _check(self, sums: NDArray[np.int64], failure: Exception | None) -> None:
         if len(failed := np.flatnonzero(sums[:, 0])):

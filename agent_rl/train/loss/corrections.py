@@ -25,7 +25,7 @@ into one around the sampling policy: it is the old probability over q, whatever 
 that rho times the weight is the whole importance ratio, once. (With the rollout's own as the old ones it is 1.)
 
 ``veto`` joins any of them: a sequence that has a token of r_t < veto is left out whole. What is left out stays in the
-loss' denominator: its factor is 0, as if its advantage were. ``normalise`` divides weights by their mean over the
+loss' denominator: its factor is 0, as if its advantage were. ``normalize`` divides weights by their mean over the
 step (before anything is left out), so that a correction does not change the size of the update.
 """
 
@@ -54,7 +54,7 @@ def correction_factors(
 
     ``log_ratio_T``: the trainer's log-prob before the update minus the rollout's; ``log_weight_T``: the old log-prob
     minus the rollout's, None where the old ones are the trainer's; ``mask_T`` bool; ``sequence_T`` int64; ``mean``:
-    what weights are divided by, the mean of the step's where they are normalised.
+    what weights are divided by, the mean of the step's where they are normalized.
     """
     log_T = _sampled(log_ratio_T, mask_T)
     old_T = log_T if log_weight_T is None else _sampled(log_weight_T, mask_T)

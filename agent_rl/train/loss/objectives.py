@@ -20,7 +20,7 @@ gmpo       -s_i A, s_i the geometric mean of the sequence's    GMPO, arXiv 2507.
 ========== =================================================== =======================================================
 
 Dr.GRPO (arXiv 2503.20783) is grpo with the aggregation ``constant`` and advantages that are not divided by their std;
-REINFORCE++ (arXiv 2501.03262) is grpo with advantages that are normalised over the batch. docs/trainer.md has the
+REINFORCE++ (arXiv 2501.03262) is grpo with advantages that are normalized over the batch. docs/trainer.md has the
 config lines of each.
 """
 
@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from agent_rl.config import Clip, KlConfig, KlEstimator
-from agent_rl.config.objectives import OBJECTIVES, Aggregation, objective_facts
+from agent_rl.config.objectives import OBJECTIVES, Aggregation, objective_spec
 
 LOG_LIMIT = 20.0
 """Log-ratios are cut to +-20 before exp. Beyond it float32 soon overflows, and the gradient of what is then left out or
@@ -80,7 +80,7 @@ def objective_terms(
 
 @cache
 def _formula(objective: str) -> Formula:
-    formula: Formula = OBJECTIVES.load(objective_facts(objective).formula)
+    formula: Formula = OBJECTIVES.load(objective_spec(objective).formula)
     return formula
 
 
@@ -237,7 +237,7 @@ KL_ESTIMATORS: Mapping[KlEstimator, Callable[[Tensor], Tensor]] = {
 """Each as a function of log pi - log reference."""
 
 
-def penalised_advantages(
+def penalized_advantages(
     advantages_T: Tensor, kl_T: Tensor, mask_T: Tensor, sequence_T: Tensor, coefficient: float
 ) -> Tensor:
     """Advantages less the KL of the tokens from each one on, ``[T]`` (REINFORCE++, arXiv 2501.03262, eq. 8)::
@@ -260,7 +260,7 @@ def advantage_moments(advantages_T: Tensor, mask_T: Tensor) -> Tensor:
     return torch.stack((torch.ones_like(values).sum(), values.sum(), values.square().sum()))
 
 
-def normalised_advantages(advantages_T: Tensor, moments_3: Tensor, *, eps: float = 1e-6) -> Tensor:
+def normalized_advantages(advantages_T: Tensor, moments_3: Tensor, *, eps: float = 1e-6) -> Tensor:
     """``(A - mean) / (std + eps)``, ``[T]``, by the moments of all the step's sampled tokens (REINFORCE++, eq. 10)."""
     count, total, squares = moments_3.unbind()
     mean = total / count.clamp(min=1.0)

@@ -110,7 +110,7 @@ def policy_loss(
 def _terms(loss_T: Tensor, factors_T: Tensor, penalty_T: Tensor, entropy_T: Tensor, train: TrainConfig) -> Tensor:
     """``c l + beta k - eta H``, ``[T]``; what a correction leaves out is 0 whatever its ``l`` is."""
     terms_T = torch.where(factors_T == 0, torch.zeros_like(factors_T), loss_T * factors_T)
-    if train.kl.coefficient and train.kl.where == "loss":
+    if train.kl.coefficient and train.kl.apply_to == "loss":
         terms_T = terms_T + train.kl.coefficient * penalty_T
     if train.entropy_coefficient:
         terms_T = terms_T - train.entropy_coefficient * entropy_T

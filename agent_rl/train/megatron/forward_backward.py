@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from agent_rl.errors import TrainerError
-from agent_rl.models.spec import ModelFacts
+from agent_rl.models.spec import ModelSpec
 from agent_rl.train.expert_balancing.plan_feed import ExpertBalancer
 from agent_rl.train.megatron.attention import PackedAttention
 from agent_rl.train.megatron.logprobs import token_logprobs
@@ -55,7 +55,7 @@ class Passes:
     def __init__(
         self,
         chunks: Sequence[Any],
-        facts: ModelFacts,
+        facts: ModelSpec,
         ranks: Ranks,
         device: torch.device,
         replayer: RouterReplayer,
@@ -287,10 +287,10 @@ class Passes:
         if self.ranks.pipeline_size == 1:
             return data
         group = parallel_state.get_pipeline_model_parallel_group()
-        box = [data if self.ranks.last_stage else None]
+        sandbox = [data if self.ranks.last_stage else None]
         source = parallel_state.get_pipeline_model_parallel_last_rank()
-        torch.distributed.broadcast_object_list(box, src=source, group=group)
-        return box[0] or []
+        torch.distributed.broadcast_object_list(sandbox, src=source, group=group)
+        return sandbox[0] or []
 
 
 class _SumOverContext(torch.autograd.Function):

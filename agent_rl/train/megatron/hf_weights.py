@@ -23,7 +23,7 @@ from torch import Tensor
 
 from agent_rl.config import LoraConfig
 from agent_rl.errors import ConfigError
-from agent_rl.models.spec import ModelFacts
+from agent_rl.models.spec import ModelSpec
 from agent_rl.train.hf_index import LoadProgress
 from agent_rl.train.megatron.parallel import Ranks
 from agent_rl.train.megatron.safetensors_slices import Piece, SliceReader
@@ -70,7 +70,7 @@ Homes = Mapping[int, Sequence[int]]
 """By layer (from 0) the expert in each place over the expert ranks; a layer that is not there has them in order."""
 
 
-def slots(models: Sequence[Any], facts: ModelFacts, homes: Homes) -> Iterator[Slot]:
+def slots(models: Sequence[Any], facts: ModelSpec, homes: Homes) -> Iterator[Slot]:
     """The slots of this rank's (bare) GPT model chunks. A tied output copy has the embedding's name."""
     for model, name, parameter in ((m, *named) for m in models for named in m.named_parameters()):
         if name.startswith("decoder.layers."):
@@ -109,7 +109,7 @@ _LAYER_SLOTS: dict[str, tuple[tuple[str, ...], Cut]] = {
 }
 
 
-def _layer_slot(name: str, facts: ModelFacts) -> tuple[tuple[str, ...], Cut]:
+def _layer_slot(name: str, facts: ModelSpec) -> tuple[tuple[str, ...], Cut]:
     if ".lora." in name:
         module, _, half = name.partition(".lora.")
         return _adapter_slot(half.endswith(".a"), *_layer_slot(f"{module}.{half[:-2]}", facts))
@@ -140,13 +140,13 @@ def _adapter_slot(first: bool, names: tuple[str, ...], cut: Cut) -> tuple[tuple[
 
 @torch.no_grad()
 def load_weights(
-    models: Sequence[Any], facts: ModelFacts, folder: Path, ranks: Ranks, homes: Homes, progress: LoadProgress
+    models: Sequence[Any], facts: ModelSpec, directory: Path, ranks: Ranks, homes: Homes, progress: LoadProgress
 ) -> None:
-    """Fill this rank's parameters from the safetensors in ``folder``; ``progress`` grows meanwhile.
+    """Fill this rank's parameters from the safetensors in ``directory``; ``progress`` grows meanwhile.
 
     Raises ConfigError naming a tensor that is missing or has another shape, before anything is read.
     """
-    with SliceReader(folder) as reader:
+    with SliceReader(directory) as reader:
         weights = (slot for slot in slots(models, facts, homes) if not slot.adapter)
         pieces = [piece for slot in weights for piece in pieces_of(slot, facts, ranks)]
         for piece in pieces:
@@ -156,7 +156,7 @@ def load_weights(
             reader.fill(piece, progress)
 
 
-def pieces_of(slot: Slot, facts: ModelFacts, ranks: Ranks) -> Iterator[Piece]:
+def pieces_of(slot: Slot, facts: ModelSpec, ranks: Ranks) -> Iterator[Piece]:
     """What this rank reads of the Hugging Face tensors of a slot, each with its place in the slot's parameter."""
     parameter, names, cut = slot.parameter.detach(), slot.names, (ranks.tensor_rank, ranks.tensor_size)
     match slot.cut:
@@ -180,7 +180,7 @@ def pieces_of(slot: Slot, facts: ModelFacts, ranks: Ranks) -> Iterator[Piece]:
                 yield Piece.share(names[expert], weight)
 
 
-def _qkv_pieces(names: tuple[str, ...], parameter: Tensor, facts: ModelFacts, ranks: Ranks) -> Iterator[Piece]:
+def _qkv_pieces(names: tuple[str, ...], parameter: Tensor, facts: ModelSpec, ranks: Ranks) -> Iterator[Piece]:
     """Of each of this rank's key-value groups its queries, its key and its value."""
     groups = facts.kv_heads // ranks.tensor_size
     widths = _group_widths(facts)
@@ -189,7 +189,7 @@ def _qkv_pieces(names: tuple[str, ...], parameter: Tensor, facts: ModelFacts, ra
             yield Piece(name, part, 0, number * width, facts.kv_heads * width)
 
 
-def _group_widths(facts: ModelFacts) -> list[int]:
+def _group_widths(facts: ModelSpec) -> list[int]:
     """Rows of the queries, the key and the value of a key-value group."""
     return [width * facts.head_dim for width in (facts.heads // facts.kv_heads, 1, 1)]
 
@@ -200,9 +200,7 @@ def own_experts(slot: Slot, ranks: Ranks) -> tuple[int, ...]:
     return slot.home[ranks.expert_rank * size : (ranks.expert_rank + 1) * size]
 
 
-def export_weights(
-    models: Sequence[Any], facts: ModelFacts, ranks: Ranks, homes: Homes
-) -> Iterator[tuple[str, Tensor]]:
+def export_weights(models: Sequence[Any], facts: ModelSpec, ranks: Ranks, homes: Homes) -> Iterator[tuple[str, Tensor]]:
     """Every Hugging Face name with its full tensor, without adapters. Collective; tensors are yielded on rank 0 alone.
 
     A tied output projection is written out as ``lm_head.weight``: SGLang's Qwen3-MoE never ties, and without it would
@@ -216,7 +214,7 @@ def export_weights(
 
 
 def export_adapters(
-    models: Sequence[Any], facts: ModelFacts, ranks: Ranks, homes: Homes
+    models: Sequence[Any], facts: ModelSpec, ranks: Ranks, homes: Homes
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """The Hugging Face name of every weight that has an adapter, its A ``[r, in]`` and its B ``[out, r]``. Collective;
     tensors are yielded on rank 0 alone."""
@@ -290,7 +288,7 @@ def _gather(local: Tensor, group: Any) -> list[Tensor]:
     return parts
 
 
-def _split(names: tuple[str, ...], full: Tensor, facts: ModelFacts) -> Iterable[Tensor]:
+def _split(names: tuple[str, ...], full: Tensor, facts: ModelSpec) -> Iterable[Tensor]:
     """The Hugging Face tensors, in the order of ``names``, out of a full parameter."""
     parts = [name.rsplit(".", 2)[1] for name in names[:3]]
     if parts == ["q_proj", "k_proj", "v_proj"]:
@@ -301,26 +299,29 @@ def _split(names: tuple[str, ...], full: Tensor, facts: ModelFacts) -> Iterable[
     return full.chunk(len(names))
 
 
-def write_checkpoint(weights: Iterable[tuple[str, Tensor]], source: Path, folder: Path, dtype: torch.dtype) -> None:
-    """Write ``weights`` as safetensors beside the other files of ``source``; the folder appears whole or not at all."""
-    partial = folder.with_name(f".{folder.name}.partial")
+def write_checkpoint(weights: Iterable[tuple[str, Tensor]], source: Path, directory: Path, dtype: torch.dtype) -> None:
+    """Write ``weights`` as safetensors beside the other files of ``source``; the directory appears whole or not at
+    all."""
+    partial = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     for file in source.iterdir():
         if file.is_file() and ".safetensors" not in file.name and file.suffix not in (".bin", ".pt"):
             shutil.copy2(file, partial / file.name)
     _write_shards(weights, partial, dtype)
-    if folder.exists():
-        old = folder.with_name(f".{folder.name}.old")
+    if directory.exists():
+        old = directory.with_name(f".{directory.name}.old")
         shutil.rmtree(old, ignore_errors=True)
-        os.rename(folder, old)
-        os.rename(partial, folder)
+        os.rename(directory, old)
+        os.rename(partial, directory)
         shutil.rmtree(old)
     else:
-        os.rename(partial, folder)
+        os.rename(partial, directory)
 
 
-def write_adapter(adapters: Sequence[tuple[str, Tensor, Tensor]], base: Path, folder: Path, lora: LoraConfig) -> None:
+def write_adapter(
+    adapters: Sequence[tuple[str, Tensor, Tensor]], base: Path, directory: Path, lora: LoraConfig
+) -> None:
     """Write what :func:`export_adapters` gives in PEFT's format, beside the name of the checkpoint ``base``."""
     tensors: dict[str, Tensor] = {}
     for name, a, b in adapters:
@@ -337,22 +338,22 @@ def write_adapter(adapters: Sequence[tuple[str, Tensor, Tensor]], base: Path, fo
         "bias": "none",
         "inference_mode": True,
     }
-    folder.mkdir(parents=True)
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
+    directory.mkdir(parents=True)
+    save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    (directory / "adapter_config.json").write_text(json.dumps(config, indent=2))
 
 
 def _stored(tensor: Tensor) -> Tensor:
     return tensor.detach().to(device="cpu", copy=True).contiguous()
 
 
-def _write_shards(weights: Iterable[tuple[str, Tensor]], folder: Path, dtype: torch.dtype) -> None:
+def _write_shards(weights: Iterable[tuple[str, Tensor]], directory: Path, dtype: torch.dtype) -> None:
     shards: list[list[str]] = []
     held: dict[str, Tensor] = {}
     total = size = 0
 
     def flush() -> None:
-        save_file(held, folder / f"part-{len(shards)}.safetensors", metadata={"format": "pt"})
+        save_file(held, directory / f"part-{len(shards)}.safetensors", metadata={"format": "pt"})
         shards.append(list(held))
         held.clear()
 
@@ -365,17 +366,17 @@ def _write_shards(weights: Iterable[tuple[str, Tensor]], folder: Path, dtype: to
             size = 0
     if held:
         flush()
-    _name_shards(folder, shards, total)
+    _name_shards(directory, shards, total)
 
 
-def _name_shards(folder: Path, shards: list[list[str]], total: int) -> None:
+def _name_shards(directory: Path, shards: list[list[str]], total: int) -> None:
     if len(shards) == 1:
-        os.rename(folder / "part-0.safetensors", folder / "model.safetensors")
+        os.rename(directory / "part-0.safetensors", directory / "model.safetensors")
         return
     index: dict[str, str] = {}
     for number, names in enumerate(shards):
         file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
-        os.rename(folder / f"part-{number}.safetensors", folder / file)
+        os.rename(directory / f"part-{number}.safetensors", directory / file)
         index |= dict.fromkeys(names, file)
     text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2)
-    (folder / "model.safetensors.index.json").write_text(text)
+    (directory / "model.safetensors.index.json").write_text(text)

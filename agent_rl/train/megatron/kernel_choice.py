@@ -25,7 +25,7 @@ from torch import Tensor
 
 from agent_rl.config import ParallelConfig
 from agent_rl.errors import TrainerError
-from agent_rl.models.spec import ModelFacts
+from agent_rl.models.spec import ModelSpec
 from agent_rl.train.megatron import varlen
 from agent_rl.train.megatron.moe import Product, grouped_product, one_product_an_expert
 from agent_rl.train.megatron.varlen import Attend, Runs
@@ -92,7 +92,7 @@ class Case:
 
 
 def choose_kernels(
-    facts: ModelFacts, parallel: ParallelConfig, dtype: torch.dtype, device: torch.device, *, balanced: bool
+    facts: ModelSpec, parallel: ParallelConfig, dtype: torch.dtype, device: torch.device, *, balanced: bool
 ) -> Kernels:
     """Collective. ``balanced``: experts may be borrowed, which is written for the grouped product and for Megatron's
     own permutation alone.
@@ -194,7 +194,7 @@ def attentions(dtype: torch.dtype, device: torch.device) -> list[Candidate[Atten
     return [*found, last] if device.type == "cuda" and dtype != torch.float32 else [last]
 
 
-def attention_exam(facts: ModelFacts, parallel: ParallelConfig, dtype: torch.dtype) -> Exam[Attend]:
+def attention_exam(facts: ModelSpec, parallel: ParallelConfig, dtype: torch.dtype) -> Exam[Attend]:
     """A rank's own numbers of heads."""
     keys, scale = _MORE_KEYS if parallel.context > 1 else _QUERIES, facts.head_dim**-0.5
     heads, shared = facts.heads // parallel.tensor, facts.kv_heads // parallel.tensor
@@ -222,7 +222,7 @@ _WIDEST = 256
 """Inner and hidden widths of a small case are the model's, up to this."""
 
 
-def product_exam(facts: ModelFacts, dtype: torch.dtype) -> Exam[Product]:
+def product_exam(facts: ModelSpec, dtype: torch.dtype) -> Exam[Product]:
     """An expert's first product."""
     hidden, inner = min(facts.hidden, _WIDEST), min(2 * facts.expert_inner, _WIDEST)
 
@@ -248,7 +248,7 @@ def _own_permutation() -> Candidate[bool]:
 PERMUTATIONS = (_fused_permutation, _own_permutation)
 
 
-def permutation_exam(facts: ModelFacts, dtype: torch.dtype) -> Exam[bool]:
+def permutation_exam(facts: ModelSpec, dtype: torch.dtype) -> Exam[bool]:
     """Two experts of five for each of 33 tokens, one of them chosen by none."""
     shapes = [(33, min(facts.hidden, _WIDEST)), (33, 5)]
     return Exam(lambda: Case.of(partial(_there_and_back, False), shapes, dtype), _there_and_back, dtype)
@@ -288,7 +288,7 @@ ALL_TO_ALL: Candidate[Dispatcher] = Candidate("Megatron's all-to-all", "alltoall
 
 
 def choose_exchange(
-    facts: ModelFacts,
+    facts: ModelSpec,
     parallel: ParallelConfig,
     dtype: torch.dtype,
     device: torch.device,
@@ -307,7 +307,7 @@ def choose_exchange(
     return choose(what, [DEEP_EP, ALL_TO_ALL], exam, device, notes)
 
 
-def exchange_exam(facts: ModelFacts, parallel: ParallelConfig, dtype: torch.dtype, *, fused: bool) -> Exam[Dispatcher]:
+def exchange_exam(facts: ModelSpec, parallel: ParallelConfig, dtype: torch.dtype, *, fused: bool) -> Exam[Dispatcher]:
     """A few tokens of the model's own width, other ones on each rank, whose experts multiply by a number each."""
     from megatron.core import parallel_state
 
@@ -345,7 +345,7 @@ def _factors(experts: int) -> Tensor:
 
 
 def _dispatcher(
-    facts: ModelFacts, parallel: ParallelConfig, dtype: torch.dtype, kind: Dispatcher, *, fused: bool
+    facts: ModelSpec, parallel: ParallelConfig, dtype: torch.dtype, kind: Dispatcher, *, fused: bool
 ) -> Any:
     """Megatron's, as a layer has it."""
     from megatron.core.transformer.moe import token_dispatcher

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agent_rl.config import LoraConfig, ParallelConfig, Recompute
-from agent_rl.models.spec import ModelFacts, read_facts
+from agent_rl.models.spec import ModelSpec, read_model_spec
 from agent_rl.train.expert_balancing.plan_feed import Balancing, ExpertBalancer
 from agent_rl.train.hf_index import LoadProgress
 from agent_rl.train.megatron import hf_weights as hf
@@ -61,10 +61,10 @@ class PolicyModel:
     def __init__(
         self,
         modules: Sequence[HiddenGPT],
-        facts: ModelFacts,
+        facts: ModelSpec,
         ranks: Ranks,
         device: torch.device,
-        folder: Path,
+        directory: Path,
         *,
         distributed_optimizer: bool = False,
         balance: Balancing | None = None,
@@ -72,7 +72,7 @@ class PolicyModel:
         notes: Sequence[str] = (),
     ) -> None:
         self.notes = tuple(notes)
-        self.facts, self.ranks, self.device, self.folder = facts, ranks, device, folder
+        self.facts, self.ranks, self.device, self.directory = facts, ranks, device, directory
         self._homes: hf.Homes = {}
         self.lora = lora
         if lora:
@@ -88,7 +88,7 @@ class PolicyModel:
     @classmethod
     def build(
         cls,
-        hf_folder: Path,
+        hf_dir: Path,
         parallel: ParallelConfig,
         *,
         device: torch.device,
@@ -101,13 +101,13 @@ class PolicyModel:
         seed: int = 0,
         progress: LoadProgress | None = None,
     ) -> PolicyModel:
-        """Make the model of ``hf_folder`` on this rank (after ``init_parallel``) and load its weights.
+        """Make the model of ``hf_dir`` on this rank (after ``init_parallel``) and load its weights.
 
         ``load=False`` draws random weights. ``balance``: experts can be borrowed, where a pass is given plans.
         ``lora``: only adapters are trained, drawn by ``seed``.
-        ``progress`` grows while weights are read. Raises ConfigError where the folder or the layout does not fit.
+        ``progress`` grows while weights are read. Raises ConfigError where the directory or the layout does not fit.
         """
-        facts, ranks = read_facts(hf_folder), current_ranks()
+        facts, ranks = read_model_spec(hf_dir), current_ranks()
         config = transformer_config(facts, parallel, dtype, recompute, recompute_modules)
         kernels = choose_kernels(facts, parallel, dtype, device, balanced=balance is not None)
         config.moe_permute_fusion = kernels.fused_permutation
@@ -140,7 +140,7 @@ class PolicyModel:
             facts,
             ranks,
             device,
-            hf_folder,
+            hf_dir,
             distributed_optimizer=shares_optimizer(parallel),
             balance=balance,
             lora=lora,
@@ -148,7 +148,7 @@ class PolicyModel:
         )
         draw((slot for slot in model.slots() if slot.adapter), ranks, seed)
         if load:
-            model.load_hf(hf_folder, progress)
+            model.load_hf(hf_dir, progress)
         return model
 
     @property
@@ -215,7 +215,7 @@ class PolicyModel:
     ) -> list[dict[str, Any]]:
         """Zero the gradients, run all micro-batches forward and backward, reduce the gradients over data ranks.
 
-        The gradient is that of the *sum* of the losses over all micro-batches and data ranks, so ``loss_fn`` normalises
+        The gradient is that of the *sum* of the losses over all micro-batches and data ranks, so ``loss_fn`` normalizes
         by global counts. The entropy it is given is detached unless ``entropy_gradient``. Returns its metrics, one dict
         a batch. Raises as :meth:`forward_logprobs`.
         """
@@ -246,10 +246,10 @@ class PolicyModel:
         self._homes = dict(zip(self.facts.moe_layer_ids, homes.tolist(), strict=True))
         self.balancer.rehome({layer + 1: home for layer, home in self._homes.items()}, self.device)
 
-    def load_hf(self, folder: Path, progress: LoadProgress | None = None) -> None:
+    def load_hf(self, directory: Path, progress: LoadProgress | None = None) -> None:
         """Load the weights of a Hugging Face checkpoint; ``progress`` grows. Raises ConfigError naming what is missing,
         TrainerError where a file can't be read."""
-        hf.load_weights(self.modules, self.facts, folder, self.ranks, self._homes, progress or LoadProgress())
+        hf.load_weights(self.modules, self.facts, directory, self.ranks, self._homes, progress or LoadProgress())
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and full tensors, adapters merged, on rank 0 alone; every rank must exhaust the
@@ -266,25 +266,25 @@ class PolicyModel:
         for name, a, b in hf.export_adapters(self.modules, self.facts, self.ranks, self._homes):
             yield name + SUFFIX, pack(a, b, self.lora.scale)
 
-    def save_hf(self, folder: Path, *, dtype: torch.dtype | None = None) -> None:
-        """Write a Hugging Face checkpoint with the config and tokenizer files of the folder this model came from.
+    def save_hf(self, directory: Path, *, dtype: torch.dtype | None = None) -> None:
+        """Write a Hugging Face checkpoint with the config and tokenizer files of the directory this model came from.
 
-        The folder appears whole or not at all; ``dtype`` None keeps the weights' own.
+        The directory appears whole or not at all; ``dtype`` None keeps the weights' own.
         """
         weights = self.export_weights()
         if self.ranks.rank == 0:
-            hf.write_checkpoint(weights, self.folder, folder, dtype or self.config.params_dtype)
+            hf.write_checkpoint(weights, self.directory, directory, dtype or self.config.params_dtype)
         else:
             for _ in weights:
                 pass
         torch.distributed.barrier()
 
-    def save_adapter(self, folder: Path) -> None:
+    def save_adapter(self, directory: Path) -> None:
         """Write the adapters alone, as PEFT reads them."""
         assert self.lora is not None
         adapters = list(hf.export_adapters(self.modules, self.facts, self.ranks, self._homes))
         if self.ranks.rank == 0:
-            hf.write_adapter(adapters, self.folder, folder, self.lora)
+            hf.write_adapter(adapters, self.directory, directory, self.lora)
         torch.distributed.barrier()
 
 

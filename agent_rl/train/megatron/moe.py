@@ -109,8 +109,8 @@ class EvenMoELayer(ReleasingMoELayer):
         most = torch.tensor(self._tokens, device=hidden_states.device)
         torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, self.token_dispatcher.tp_ep_group)
         missing = int(most) - self._tokens
-        filled = (torch.cat((x, x.new_zeros(missing, *x.shape[1:]))) for x in (hidden_states, probs, routing_map))
-        return super().preprocess(*filled)
+        restore = (torch.cat((x, x.new_zeros(missing, *x.shape[1:]))) for x in (hidden_states, probs, routing_map))
+        return super().preprocess(*restore)
 
     def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
         whole: Tensor = super().postprocess(output, None)[: self._tokens]

@@ -61,11 +61,11 @@ class _Grid:
 
 
 class SliceReader:
-    """The checkpoint in a folder, open for reading. A context manager."""
+    """The checkpoint in a directory, open for reading. A context manager."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, directory: Path) -> None:
         """Raises ConfigError, one line, where it is no whole checkpoint."""
-        self._folder, self._entries = folder, read_heads(folder)
+        self._directory, self._entries = directory, read_heads(directory)
         self._files: dict[Path, int] = {}
         self._open = ExitStack()
         self._block = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
@@ -79,7 +79,7 @@ class SliceReader:
     def check(self, piece: Piece) -> None:
         """Raises ConfigError where the checkpoint lacks the tensor, or has it in another shape or a dtype that is not
         read."""
-        check_tensor(self._entries, piece.name, piece.full_shape, str(self._folder))
+        check_tensor(self._entries, piece.name, piece.full_shape, str(self._directory))
 
     def place(self, piece: Piece) -> tuple[str, int]:
         """File and byte at which a piece begins: read in this order, a disk is read forwards."""

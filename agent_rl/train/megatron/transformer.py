@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from agent_rl.config import ParallelConfig, Recompute
-from agent_rl.models.spec import ModelFacts
+from agent_rl.models.spec import ModelSpec
 from agent_rl.train.parallel_checks import expert_problems, model_problems, recompute_problems, refuse
 
 
 def transformer_config(
-    facts: ModelFacts,
+    facts: ModelSpec,
     parallel: ParallelConfig,
     dtype: torch.dtype,
     recompute: Recompute,
@@ -68,7 +68,7 @@ def transformer_config(
         # Without it the interleaved schedule exchanges activations and gradients in one call, and between two
         # stages, where the next is also the previous, each takes the other's lengths.
         overlap_p2p_comm=virtual,
-        # The loss function normalises by global counts, so gradients are summed and never averaged.
+        # The loss function normalizes by global counts, so gradients are summed and never averaged.
         calculate_per_token_loss=True,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
@@ -86,7 +86,7 @@ def transformer_config(
     )
 
 
-def _moe_options(facts: ModelFacts) -> dict[str, Any]:
+def _moe_options(facts: ModelSpec) -> dict[str, Any]:
     if not any(facts.moe):
         return {}
     shared = facts.shared_inner or None
@@ -97,7 +97,7 @@ def _moe_options(facts: ModelFacts) -> dict[str, Any]:
         "moe_layer_freq": [int(moe) for moe in facts.moe],
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        # Gates that are not normalised over the top k are the softmax over all experts.
+        # Gates that are not normalized over the top k are the softmax over all experts.
         "moe_router_pre_softmax": not facts.norm_topk_prob,
         "moe_shared_expert_intermediate_size": shared,
         "moe_shared_expert_gate": shared is not None,

@@ -1,9 +1,9 @@
-"""Hidden tests in one box, the code that they test in another: what a record with ``isolated`` asks for.
+"""Hidden tests in one sandbox, the code that they test in another: what a record with ``isolated`` asks for.
 
-Two named pipes of a folder that both boxes see, read-only, are all that they share. In the tests' box proxies stand for
-what the tests import of the repository (:mod:`.tests_side`), in the other box a program does what these ask for
-(:mod:`.code_side`). So the code under test can't see, change, signal or end what runs the tests and says how they
-ended. It says what its own objects are and do: ``==`` between two of them, ``isinstance``, ``in``.
+Two named pipes of a directory that both sandboxes see, read-only, are all that they share. In the tests' sandbox
+proxies stand for what the tests import of the repository (:mod:`.tests_side`), in the other sandbox a program does
+what these ask for (:mod:`.code_side`). So the code under test can't see, change, signal or end what runs the tests
+and says how they ended. It says what its own objects are and do: ``==`` between two of them, ``isinstance``, ``in``.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from sandbox import SandboxBackend, SandboxSpec, open_pipes
 
 PIPES = "/opt/agent-rl/pipes"
 UNANSWERED = 75
-"""Exit code of a test run whose other box did not answer before anything of the repository's ran."""
+"""Exit code of a test run whose other sandbox did not answer before anything of the repository's ran."""
 _PREFIX = "agent_rl_"
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One run's two ends. ``folder`` is the boxes' host's, with the pipes in it; ``hidden`` are the hidden tests'
-    paths."""
+    """One run's two ends. ``directory`` is the sandboxes' host's, with the pipes in it; ``hidden`` are the hidden
+    tests' paths."""
 
-    folder: str
+    directory: str
     hidden: Sequence[str]
     token: str = field(default_factory=lambda: secrets.token_hex(8))
 
     @classmethod
     @asynccontextmanager
     async def open(cls, backend: SandboxBackend, spec: SandboxSpec, hidden: Sequence[str]) -> AsyncIterator[Link]:
-        """The pipes for two boxes of ``spec``, in a folder that is removed at the end."""
-        async with open_pipes(backend, ("asked", "answered"), spec) as folder:
-            yield cls(folder, hidden)
+        """The pipes for two sandboxes of ``spec``, in a directory that is removed at the end."""
+        async with open_pipes(backend, ("asked", "answered"), spec) as directory:
+            yield cls(directory, hidden)
 
     @property
     def binds(self) -> Mapping[str, str]:
-        return {self.folder: PIPES}
+        return {self.directory: PIPES}
 
     @property
     def _inside(self) -> str:
@@ -52,11 +52,11 @@ class Link:
         return {f"{self._inside}/{_PREFIX}{name}.py": _source(name) for name in modules}
 
     def code_files(self) -> Mapping[str, bytes]:
-        """What has to lie in the box of the code under test: absolute path -> content."""
+        """What has to lie in the sandbox of the code under test: absolute path -> content."""
         return self._files("wire", "code_side")
 
     def tests_files(self) -> Mapping[str, bytes]:
-        """What has to lie in the tests' box."""
+        """What has to lie in the tests' sandbox."""
         order = json.dumps({"pipes": PIPES, "hidden": list(self.hidden)}).encode()
         return {**self._files("wire", "tests_side"), f"{self._inside}/order.json": order}
 

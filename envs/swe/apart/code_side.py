@@ -1,4 +1,4 @@
-"""Runs the code under test for hidden tests that run in another box: imports it, and does what the tests ask for.
+"""Runs the code under test for hidden tests that run in another sandbox: imports it, and does what the tests ask for.
 
 All of this is at the mercy of the code under test, and so is every answer. What keeps the tests safe is the other end
 (:mod:`envs.swe.apart.tests_side`), which takes nothing from here but values and numbers of objects.
@@ -197,9 +197,9 @@ def _special(kind: type) -> "list[str]":
 
 
 def main() -> None:
-    folder, top = sys.argv[1:]
-    read = os.fdopen(os.open(os.path.join(folder, "asked"), os.O_RDWR), "rb", 1 << 16)
-    write = os.fdopen(os.open(os.path.join(folder, "answered"), os.O_RDWR), "wb", 1 << 16)
+    directory, top = sys.argv[1:]
+    read = os.fdopen(os.open(os.path.join(directory, "asked"), os.O_RDWR), "rb", 1 << 16)
+    write = os.fdopen(os.open(os.path.join(directory, "answered"), os.O_RDWR), "wb", 1 << 16)
     link = Link(read, write, os.path.realpath(top))
     link.send(["value", True])
     sys.stdout, sys.stderr = Printed(link, "stdout"), Printed(link, "stderr")

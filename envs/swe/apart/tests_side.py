@@ -1,8 +1,9 @@
-"""The pytest plugin that keeps hidden tests and the code that they test in two boxes; :mod:`envs.swe.apart` loads it.
+"""The pytest plugin that keeps hidden tests and the code that they test in two sandboxes; :mod:`envs.swe.apart`
+loads it.
 
-What the tests import of the repository (all of it but the hidden tests) is imported in the other box. Here stand
+What the tests import of the repository (all of it but the hidden tests) is imported in the other sandbox. Here stand
 proxies, whose attributes, calls and operators are asked for there. Values of built-in types are copied, so that they
-are compared here: of what the other box sends only values and numbers of objects are taken, and no code.
+are compared here: of what the other sandbox sends only values and numbers of objects are taken, and no code.
 """
 
 import contextlib
@@ -20,14 +21,14 @@ from typing import Any
 
 from agent_rl_wire import GONE, TYPES, Ended, Wire  # type: ignore[import-not-found]
 
-_WAIT = 150.0  # the other box's command may wait for its turn behind tool calls
+_WAIT = 150.0  # the other sandbox's command may wait for its turn behind tool calls
 _PRIVATE = ("_pytest", "pytest", "__test__", "__unittest", "__tracebackhide__", "__wrapped__", "__signature__")
 """Attributes that pytest, unittest and inspect look for: the code under test has no say in how tests are run."""
 _OWN = frozenset({"__eq__", "__ne__", "__hash__", "__instancecheck__", "__class__", "__dict__"})
 
 
 def _number(value: Any) -> "int | None":
-    """The number of the object in the other box that a proxy stands for."""
+    """The number of the object in the other sandbox that a proxy stands for."""
     found = getattr(type(value), "_far", None)
     return found(value) if found is not None else None
 
@@ -86,7 +87,7 @@ class Thing(Far):
 
 
 class Module(types.ModuleType):
-    """A module of the other box."""
+    """A module of the other sandbox."""
 
     def _far(self) -> "int | None":
         return vars(self).get("_number")
@@ -107,7 +108,7 @@ class Module(types.ModuleType):
 
 
 class ErrorClass(type):
-    """The class of exception classes of the other box: real ones here, so that they can be raised and caught."""
+    """The class of exception classes of the other sandbox: real ones here, so that they can be raised and caught."""
 
     def _far(cls) -> "int | None":
         return cls.__dict__.get("_class")
@@ -122,7 +123,7 @@ class ErrorClass(type):
 
 
 class Error(Far):
-    """An exception of the other box."""
+    """An exception of the other sandbox."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)  # what raises and handles it sets its own attributes
@@ -153,7 +154,7 @@ class Link(Wire):
         self._locals: list[Any] = []
 
     def ask(self, what: str, *arguments: Any) -> Any:
-        """The other box's answer. Raises what was raised there, or ``Ended``."""
+        """The other sandbox's answer. Raises what was raised there, or ``Ended``."""
         with self._lock:
             try:
                 self.send([what, *map(self.encode, arguments)])
@@ -276,12 +277,12 @@ def _pickled(value: Any) -> bytes:
     kind = value if isinstance(value, (type, types.BuiltinFunctionType)) else type(value)
     source = getattr(sys.modules.get(str(kind.__module__)), "__file__", None) or ""
     if "-packages" in source or source.startswith(_top):
-        raise TypeError("of no module that the other box surely has")
+        raise TypeError("of no module that the other sandbox surely has")
     return pickle.dumps(value, 2)
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds modules of the repository, but not the hidden tests, in the other box."""
+    """Finds modules of the repository, but not the hidden tests, in the other sandbox."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         spec = importlib.machinery.PathFinder.find_spec(name, path)
@@ -305,19 +306,19 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
-def _connect(folder: str) -> Link:
-    """The link to the other box; ends this process where that does not answer in time."""
+def _connect(directory: str) -> Link:
+    """The link to the other sandbox; ends this process where that does not answer in time."""
     deadline = time.time() + _WAIT
     while True:
         try:
-            write = os.open(os.path.join(folder, "asked"), os.O_WRONLY | os.O_NONBLOCK)
+            write = os.open(os.path.join(directory, "asked"), os.O_WRONLY | os.O_NONBLOCK)
             break
         except OSError:
             if time.time() > deadline:
                 os._exit(75)
             time.sleep(0.005)
     os.set_blocking(write, True)
-    answers = os.open(os.path.join(folder, "answered"), os.O_RDONLY)
+    answers = os.open(os.path.join(directory, "answered"), os.O_RDONLY)
     link = Link(os.fdopen(answers, "rb", 1 << 16), os.fdopen(write, "wb", 1 << 16))
     link.answer()
     return link

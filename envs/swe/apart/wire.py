@@ -1,8 +1,8 @@
-"""What the two boxes of a task with ``isolated`` say to each other: lines of JSON over two named pipes.
+"""What the two sandboxes of a task with ``isolated`` say to each other: lines of JSON over two named pipes.
 
 Values of exactly these types are copied: None, bool, int, float, str, bytes, tuple, list, dict, set, frozenset, slice,
 Decimal, OrderedDict. Anything else stays where it is, and the other side gets a number for it. No name that the other
-side sends is looked up but those in ``TYPES``. Runs on the box's own Python (3.6 and newer).
+side sends is looked up but those in ``TYPES``. Runs on the sandbox's own Python (3.6 and newer).
 """
 
 import builtins

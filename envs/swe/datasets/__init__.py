@@ -1,7 +1,7 @@
 """Rows of the data sets that tasks come from, recognised by their fields and brought into a record's shape.
 
 Each family has a module; docs/datasets.md says which fields it reads and by which rules it is graded. A row that no
-family recognises has a record's own fields: R2E-Gym's, or those of a local task.
+family recognizes has a record's own fields: R2E-Gym's, or those of a local task.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ class Family:
     it, and what would be right."""
 
     name: str
-    recognises: Callable[[Row], bool]
+    recognizes: Callable[[Row], bool]
     read: Callable[[Row], dict[str, Any]]
 
 
 FAMILIES = (
-    Family("Nemotron", nemo.recognises, nemo.read),
-    Family("SWE-smith", smith.recognises, smith.read),
-    Family("SWE-rebench", rebench.recognises, rebench.read),
-    Family("SWE-Gym", gym.recognises, gym.read),
-    Family("SWE-bench", swebench.recognises, swebench.read),
+    Family("Nemotron", nemo.recognizes, nemo.read),
+    Family("SWE-smith", smith.recognizes, smith.read),
+    Family("SWE-rebench", rebench.recognizes, rebench.read),
+    Family("SWE-Gym", gym.recognizes, gym.read),
+    Family("SWE-bench", swebench.recognizes, swebench.read),
 )
-"""The first that recognises a row reads it."""
+"""The first that recognizes a row reads it."""
 
 _REQUIRED = ("problem_statement", "expected_output_json", "repo_name")
 
 
-def normalise(row: Row) -> dict[str, Any]:
+def normalize(row: Row) -> dict[str, Any]:
     """The row under a record's field names. Fields that are null are left out, so that they take their defaults.
 
     Raises ``ValueError`` for a row that its family cannot grade.
     """
     found = {key: value for key, value in nemo.unwrapped(row).items() if value is not None or key in _REQUIRED}
-    family = next((family for family in FAMILIES if family.recognises(found)), None)
+    family = next((family for family in FAMILIES if family.recognizes(found)), None)
     if family is not None:
         return family.read(found)
     if "repo" in found and "repo_name" not in found:

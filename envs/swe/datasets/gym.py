@@ -31,7 +31,7 @@ _MYPY = "python/mypy"
 _MYPY_CASE = re.compile(r"\[case ([^\]]+)\]")
 
 
-def recognises(row: Row) -> bool:
+def recognizes(row: Row) -> bool:
     return "instance_id" in row and not row.get("eval_script") and _repository(row) in _TEST_COMMANDS
 
 

@@ -18,7 +18,7 @@ _SIF = re.compile(r"(?:.*/)?(?P<namespace>[a-z0-9]+)_(?P<name>sweb\.eval\.[^/]+)
 _SHEBANG = re.compile(r"#!/bin/bash\n")
 
 
-def recognises(row: Row) -> bool:
+def recognizes(row: Row) -> bool:
     return _REQUEST in row
 
 

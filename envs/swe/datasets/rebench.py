@@ -31,7 +31,7 @@ _DURATIONS = (
 )
 
 
-def recognises(row: Row) -> bool:
+def recognizes(row: Row) -> bool:
     return bool(row.get(_CONFIG)) and not row.get("eval_script")
 
 
@@ -72,14 +72,18 @@ def _read_v2(row: Row, config: Mapping[str, Any]) -> dict[str, Any]:
             f"{_CONFIG}.log_parser: {parser!r} is none that swebench 5 has, or it names tests otherwise there, so the "
             "row cannot be graded; right would be parse_log_pytest or parse_log_cargo, say"
         )
-    folder = f"/{str(row['repo']).rpartition('/')[2]}"
+    directory = f"/{str(row['repo']).rpartition('/')[2]}"
     tests = {key: [without_duration(test) for test in strings(row.get(key, ()))] for key in _TESTS}
     script = eval_script(
-        [f"cd {shlex.quote(folder)}", "git update-index -q --refresh", *apply_patch(str(row["test_patch"]), _V2_APPLY)],
+        [
+            f"cd {shlex.quote(directory)}",
+            "git update-index -q --refresh",
+            *apply_patch(str(row["test_patch"]), _V2_APPLY),
+        ],
         _commands(config, "test_cmd"),
     )
     spec = {**_spec(row, script, parser), **tests, "rules": "swe-rebench-v2"}
-    return as_record(row, spec, docker_image=row["image_name"], workdir=folder)
+    return as_record(row, spec, docker_image=row["image_name"], workdir=directory)
 
 
 def _commands(config: Mapping[str, Any], name: str) -> list[str]:

@@ -26,7 +26,7 @@ _TEST_COMMANDS = {
 _OTHER_RUNNERS = ("python__mypy", "tornadoweb__tornado", "un33k__python-slugify")
 
 
-def recognises(row: Row) -> bool:
+def recognizes(row: Row) -> bool:
     """By what no other data set has: an id of repository, commit and bug, or a mirror or an image of SWE-smith's."""
     names = f"{row.get('image_name', '')} {row.get('repo', '')}"
     return "instance_id" in row and "test_patch" not in row and "swesmith" in names

@@ -23,7 +23,7 @@ JOINED = (*_SPEC_FIELDS, "install_config", "docker_image", "image_name")
 """What a row takes from the row of its ``instance_id`` in another source."""
 
 
-def recognises(row: Row) -> bool:
+def recognizes(row: Row) -> bool:
     return "instance_id" in row and "parsed_commit_content" not in row  # NeMo Gym gives R2E-Gym's rows an id, too
 
 

@@ -1,4 +1,4 @@
-"""The agent's patch, read back from its box."""
+"""The agent's patch, read back from its sandbox."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from envs.swe.diff.git_diff import FilePatch
 from envs.swe.diff.snapshot import SKIPPED, Base, look_up
 from envs.swe.diff.tree_diff import changed_paths, changes, needed
 from envs.swe.records import SweRecord
-from envs.swe.sandboxes import task_box
+from envs.swe.sandboxes import task_sandbox
 from envs.types import EnvsError
 from sandbox import Sandbox, SandboxFileError, TreeFile
 
@@ -23,11 +23,11 @@ class PatchError(EnvsError):
 
 
 async def take_patch(context: EnvContext, sandbox: Sandbox, record: SweRecord, listing: bytes) -> Sequence[FilePatch]:
-    """What the agent changed: the files of its box, read without its programs, against what they were.
+    """What the agent changed: the files of its sandbox, read without its programs, against what they were.
 
     ``listing`` says what they were for a task in an image. What is no UTF-8 text is shown as binary. Raises
     ``PatchError`` if the agent left a state that no patch can be taken from or changed more than ``MAX_PATCH_BYTES``,
-    ``SandboxLostError`` if the box is gone.
+    ``SandboxLostError`` if the sandbox is gone.
     """
     base = await asyncio.to_thread(_base, record, listing)
     try:
@@ -36,7 +36,7 @@ async def take_patch(context: EnvContext, sandbox: Sandbox, record: SweRecord, l
     except SandboxFileError as error:
         raise PatchError(f"no patch can be taken: {error}") from None
     paths = await asyncio.to_thread(changed_paths, base, found)
-    fresh = partial(task_box, context, record, context.without_agent(sandbox.spec))
+    fresh = partial(task_sandbox, context, record, context.without_agent(sandbox.spec))
     contents = await look_up(fresh, sandbox, base, needed(base, found, paths))
     return await asyncio.to_thread(partial(_bounded, base, found, paths, contents))
 

@@ -31,7 +31,7 @@ TEST_INFRASTRUCTURE = frozenset(
         "site-packages",
     }
 )
-"""Names (of a file or of any folder above it) that decide how tests are found, run or reported."""
+"""Names (of a file or of any directory above it) that decide how tests are found, run or reported."""
 
 _INSTALLATION = (".pth", ".egg-info", ".dist-info", ".egg-link", ".egg")
 """Endings of names that bring code into an interpreter, or plugins into pytest, without being imported."""
@@ -58,8 +58,8 @@ _QUOTED_HEADER = re.compile(rf"({_QUOTED}) ({_QUOTED})")
 _TWO_NAMES = ("rename from ", "rename to ", "rename old ", "rename new ", "copy from ", "copy to ")
 
 IMPORTED_BY_TESTS = (frozenset(sys.stdlib_module_names) | {"pytest", "_pytest", "pluggy", "iniconfig"}) - {"test"}
-"""Modules that a new one at the top of the repository would shadow while the tests run. Whether a folder further down
-is on the import path is not known here; the run's report names what was shadowed from there (:mod:`.witness`)."""
+"""Modules that a new one at the top of the repository would shadow while the tests run. Whether a directory further
+down is on the import path is not known here; the run's report names what was shadowed from there (:mod:`.witness`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +93,12 @@ class Screened:
 
 
 def is_test_path(path: str) -> bool:
-    """Whether a path looks like a test's: a test folder above it, or a test's file name."""
-    *folders, name = PurePosixPath(path).parts
+    """Whether a path looks like a test's: a test directory above it, or a test's file name."""
+    *directories, name = PurePosixPath(path).parts
     return (
-        bool({"test", "tests"} & set(folders)) or name.startswith("test_") or name.endswith(("_test.py", "_tests.py"))
+        bool({"test", "tests"} & set(directories))
+        or name.startswith("test_")
+        or name.endswith(("_test.py", "_tests.py"))
     )
 
 
@@ -333,21 +335,21 @@ class _Tests:
 
     paths: frozenset[str]
     above: frozenset[str]
-    """Every folder above a hidden test, the top one left out."""
-    folders: frozenset[str]
-    """The folders that hold one, the top one left out."""
+    """Every directory above a hidden test, the top one left out."""
+    directories: frozenset[str]
+    """The directories that hold one, the top one left out."""
     depths: frozenset[int]
-    """How many parts the paths and folders have."""
+    """How many parts the paths and directories have."""
 
     @classmethod
     def of(cls, hidden: Collection[str]) -> _Tests:
         paths = [PurePosixPath(path) for path in hidden]
-        folders = {path.parent for path in paths if path.parent.parts}
+        directories = {path.parent for path in paths if path.parent.parts}
         return cls(
             paths=frozenset(map(str, paths)),
-            above=frozenset(str(folder) for path in paths for folder in path.parents if folder.parts),
-            folders=frozenset(map(str, folders)),
-            depths=frozenset(len(path.parts) for path in (*paths, *folders)),
+            above=frozenset(str(directory) for path in paths for directory in path.parents if directory.parts),
+            directories=frozenset(map(str, directories)),
+            depths=frozenset(len(path.parts) for path in (*paths, *directories)),
         )
 
     def touched_by(self, path: str) -> bool:
@@ -355,8 +357,8 @@ class _Tests:
         return path in self.paths or path in self.above or self._is_below(path, self.paths)
 
     def beside(self, path: str) -> bool:
-        """Whether ``path`` is a test's and lies in or below a folder that holds a hidden test."""
-        return is_test_path(path) and self._is_below(path, self.folders)
+        """Whether ``path`` is a test's and lies in or below a directory that holds a hidden test."""
+        return is_test_path(path) and self._is_below(path, self.directories)
 
     def _is_below(self, path: str, places: Collection[str]) -> bool:
         parts = path.split("/")
@@ -377,7 +379,7 @@ def _tampering(name: str, is_new: bool, tests: _Tests) -> str:
 
 
 def is_unusual(name: str) -> bool:
-    """Whether a name is one that git would quote, or no plain path below the working folder."""
+    """Whether a name is one that git would quote, or no plain path below the working directory."""
     if len(name) > _MAX_PATH or not name.isprintable() or any(mark in name for mark in '"\\'):
         return True
     return any(part in ("", ".", "..", ".git") for part in name.split("/"))

@@ -1,7 +1,8 @@
 """A repository as it was before the agent's first command: each file's mode and git's name of its content.
 
-For a task in an image that is what the untouched box's own git lists, once it has made the first commit. Contents are
-looked up by those names afterwards, and believed only if they have them, so that where they come from doesn't matter.
+For a task in an image that is what the untouched sandbox's own git lists, once it has made the first commit.
+Contents are looked up by those names afterwards, and believed only if they have them, so that where they come from
+doesn't matter.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from functools import cached_property
 from sandbox import Sandbox, SandboxFileError, TreeFile, TreeLimits, blob_name
 
 SKIPPED = frozenset({".git", "__pycache__", ".pytest_cache", ".venv"})
-"""Names of files and folders that are not even looked at."""
+"""Names of files and directories that are not even looked at."""
 
 LISTING = ".git/agent-rl-base"
 LIST = f"git ls-files -t -s -o -z -x .venv -x __pycache__ > {LISTING}"
@@ -82,7 +83,7 @@ class Base:
         return {path: blob for path, blob in self.blobs.items() if path not in self.rules and not self.is_link(path)}
 
     def limits(self, file_bytes: int) -> TreeLimits:
-        """What may be read of a folder that started as this: new and changed files of ``file_bytes`` each."""
+        """What may be read of a directory that started as this: new and changed files of ``file_bytes`` each."""
         return TreeLimits(file_bytes, files=TreeLimits().files + len(self.modes) + len(self.others))
 
     def is_link(self, path: str) -> bool:
@@ -112,12 +113,15 @@ def _is_looked_at(path: str) -> bool:
 
 
 async def look_up(
-    fresh_box: Callable[[], AbstractAsyncContextManager[Sandbox]], sandbox: Sandbox, base: Base, blobs: Collection[str]
+    fresh_sandbox: Callable[[], AbstractAsyncContextManager[Sandbox]],
+    sandbox: Sandbox,
+    base: Base,
+    blobs: Collection[str],
 ) -> Mapping[str, bytes]:
     """The contents named ``blobs``, as far as they are no larger than 8 MiB.
 
-    They are read from the objects of the git folder in the agent's box, without its git. What isn't there any more is
-    read from a box as ``fresh_box`` opens them. Raises ``SandboxError``.
+    They are read from the objects of the git directory in the agent's sandbox, without its git. What isn't there any
+    more is read from a sandbox as ``fresh_sandbox`` opens them. Raises ``SandboxError``.
     """
     found = {blob: base.contents[blob] for blob in blobs if blob in base.contents}
     missing = {blob for blob in blobs if blob not in found}
@@ -125,14 +129,14 @@ async def look_up(
         for contents in await asyncio.gather(*(_of_object(sandbox, blob) for blob in missing)):
             found |= contents
     missing -= found.keys()
-    return {**found, **(await _of_fresh_box(fresh_box, base, missing) if missing else {})}
+    return {**found, **(await _of_fresh_sandbox(fresh_sandbox, base, missing) if missing else {})}
 
 
 async def _of_object(sandbox: Sandbox, blob: str) -> Mapping[str, bytes]:
     """The content of a git object that is not packed, by its name; nothing where that is not found."""
     try:
-        folder = await sandbox.read_tree(f".git/objects/{blob[:2]}", limits=TreeLimits(_MOST_BYTES))
-        packed = folder[blob[2:]].data or b""
+        directory = await sandbox.read_tree(f".git/objects/{blob[:2]}", limits=TreeLimits(_MOST_BYTES))
+        packed = directory[blob[2:]].data or b""
         whole = zlib.decompressobj().decompress(packed, _MOST_BYTES + _HEADER)
     except (SandboxFileError, KeyError, zlib.error):
         return {}
@@ -140,11 +144,11 @@ async def _of_object(sandbox: Sandbox, blob: str) -> Mapping[str, bytes]:
     return {blob: whole.partition(b"\0")[2]} if is_it else {}
 
 
-async def _of_fresh_box(
-    fresh_box: Callable[[], AbstractAsyncContextManager[Sandbox]], base: Base, blobs: Collection[str]
+async def _of_fresh_sandbox(
+    fresh_sandbox: Callable[[], AbstractAsyncContextManager[Sandbox]], base: Base, blobs: Collection[str]
 ) -> Mapping[str, bytes]:
     known = {path: blob for path, blob in base.known.items() if blob not in blobs}
-    async with fresh_box() as fresh:
+    async with fresh_sandbox() as fresh:
         found = await fresh.read_tree(fresh.spec.workdir, skip=SKIPPED, limits=base.limits(_MOST_BYTES), known=known)
     contents = {blob_name(file.data): file.data for file in found.values() if file.data is not None}
     return {blob: contents[blob] for blob in blobs if blob in contents}

@@ -1,6 +1,6 @@
-"""What the agent changed, as git file patches that are made here: its files, read out of its box, against the base.
+"""What the agent changed, as git file patches that are made here: its files, read out of its sandbox, against the base.
 
-No program of the box is asked, so nothing that the agent does to its git, its shell or its repository's data shows.
+No program of the sandbox is asked, so nothing that the agent does to its git, its shell or its repository's data shows.
 """
 
 from __future__ import annotations
@@ -92,37 +92,39 @@ class _Ignored:
 
     def __init__(self, base: Base, found: Mapping[str, TreeFile], contents: Mapping[str, bytes]) -> None:
         texts = {path: contents.get(base.blobs[path], b"").decode(errors="surrogateescape") for path in base.rules}
-        rules = {_folder(path): text.splitlines() for path, text in texts.items()}
+        rules = {_directory(path): text.splitlines() for path, text in texts.items()}
         rules |= {
-            _folder(path): ["*"] for path, file in found.items() if path not in base.modes and _is_cache(path, file)
+            _directory(path): ["*"] for path, file in found.items() if path not in base.modes and _is_cache(path, file)
         }
         rules[""] = [*LITTER, *rules.get("", ())]
-        self._specs = {folder: GitIgnoreSpec.from_lines(lines) for folder, lines in rules.items()}
-        self._folders: dict[str, bool] = {}
+        self._specs = {directory: GitIgnoreSpec.from_lines(lines) for directory, lines in rules.items()}
+        self._directories: dict[str, bool] = {}
 
     def __call__(self, path: str) -> bool:
         above = path.rpartition("/")[0]
         return self._is_in_ignored(above) or self._matches(path)
 
-    def _is_in_ignored(self, folder: str) -> bool:
-        """Whether a folder is ignored, or one above it: git does not look into those again."""
-        if folder not in self._folders:
-            above = folder.rpartition("/")[0]
-            self._folders[folder] = bool(folder) and (self._is_in_ignored(above) or self._matches(f"{folder}/"))
-        return self._folders[folder]
+    def _is_in_ignored(self, directory: str) -> bool:
+        """Whether a directory is ignored, or one above it: git does not look into those again."""
+        if directory not in self._directories:
+            above = directory.rpartition("/")[0]
+            self._directories[directory] = bool(directory) and (
+                self._is_in_ignored(above) or self._matches(f"{directory}/")
+            )
+        return self._directories[directory]
 
     def _matches(self, path: str) -> bool:
         parts = path.removesuffix("/").split("/")
         for depth in reversed(range(len(parts))):
-            folder = "".join(f"{part}/" for part in parts[:depth])
-            spec = self._specs.get(folder)
-            decided = spec.check_file(path.removeprefix(folder)).include if spec else None
+            directory = "".join(f"{part}/" for part in parts[:depth])
+            spec = self._specs.get(directory)
+            decided = spec.check_file(path.removeprefix(directory)).include if spec else None
             if decided is not None:
                 return decided
         return False
 
 
-def _folder(path: str) -> str:
+def _directory(path: str) -> str:
     return path.removesuffix(".gitignore")
 
 

@@ -14,8 +14,8 @@ from envs.context import EnvContext
 from envs.swe.repositories import WORKDIR, in_workdir
 from envs.swe.sandboxes import SITE
 from envs.swe.task_synthesis.candidate import (
+    Candidate,
     Change,
-    Draft,
     Fallen,
     draft,
     egg_info,
@@ -26,8 +26,8 @@ from envs.swe.task_synthesis.candidate import (
 )
 from envs.swe.task_synthesis.checkout import Checkout
 from envs.swe.task_synthesis.mutations import Bug, Site, sites
-from envs.swe.task_synthesis.requirements import needs_of
-from envs.swe.task_synthesis.site_packages import Sites
+from envs.swe.task_synthesis.requirements import requirements_of
+from envs.swe.task_synthesis.site_packages import SitePackages
 from envs.swe.task_synthesis.tracer import TRACER
 from envs.swe.task_synthesis.validation import USAGE, without_addopts
 from sandbox import SandboxError, SandboxFileError, SandboxSpec
@@ -51,8 +51,8 @@ class Injection:
 
     checkout: Checkout
     context: EnvContext
-    sites: Sites
-    folder: Path
+    sites: SitePackages
+    directory: Path
     seed: int = 0
     jobs: int = 2
     _places: dict[str, tuple[str, Site, tuple[str, ...]]] = field(default_factory=dict)
@@ -93,7 +93,7 @@ class Injection:
             self._places.setdefault(key, (path, site, tuple(run[:_RUN])))
             by_function[(path, *site.bugs[0].function)].append(key)
 
-    async def draft(self, key: str) -> Draft:
+    async def draft(self, key: str) -> Candidate:
         path, site, run = self._places[key]
         bug = random.Random(f"{self.seed}/{key}").choice(site.bugs)
         files = self._shown(run) | {path: bug.source}
@@ -117,7 +117,7 @@ class Injection:
 
     async def _site(self) -> str:
         checkout = self.checkout
-        return await self.sites.of(needs_of(checkout.files, checkout.package, checkout.metadata))
+        return await self.sites.of(requirements_of(checkout.files, checkout.package, checkout.metadata))
 
     async def _covering(self, modules: Sequence[str]) -> dict[tuple[str, int], list[str]]:
         """The test modules that run each function (its file and first line), the quickest first."""
@@ -139,18 +139,18 @@ class Injection:
         script = f"export PYTHONPATH=/tmp:$PYTHONPATH AGENT_RL_TRACE={_TRACE}; {command}"
         seconds = _MODULE_SECONDS * len(modules)
         try:
-            async with self.context.box(site_spec(self.context, self.folder / site)) as box:
-                await box.write_files({**in_workdir(files), "/tmp/agent_rl_tracer.py": TRACER.encode()})
-                ran = await box.exec(script, timeout=seconds, cwd=WORKDIR)
+            async with self.context.sandbox(site_spec(self.context, self.directory / site)) as sandbox:
+                await sandbox.write_files({**in_workdir(files), "/tmp/agent_rl_tracer.py": TRACER.encode()})
+                ran = await sandbox.exec(script, timeout=seconds, cwd=WORKDIR)
                 if ran.exit_code == USAGE:
-                    await box.exec(without_addopts(script), timeout=seconds, cwd=WORKDIR)
-                return _traced(await box.read_file(_TRACE, max_bytes=_TRACE_BYTES))
+                    await sandbox.exec(without_addopts(script), timeout=seconds, cwd=WORKDIR)
+                return _traced(await sandbox.read_file(_TRACE, max_bytes=_TRACE_BYTES))
         except (SandboxFileError, SandboxError):
             return []
 
 
 def site_spec(context: EnvContext, site: Path) -> SandboxSpec:
-    """A box that imports from the folder ``site``."""
+    """A sandbox that imports from the directory ``site``."""
     env = {**context.limits.env, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": SITE}
     return replace(context.limits, workdir=WORKDIR, env=env, ro_binds={**context.limits.ro_binds, str(site): SITE})
 

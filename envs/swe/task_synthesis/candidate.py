@@ -49,7 +49,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class Candidate:
     """A record whose expected output is still to be measured, and whose issue is to be written unless it is given.
 
     ``message`` says what was changed; ``decoys`` are patches that must not resolve it.
@@ -61,8 +61,8 @@ class Draft:
     issue: str = ""
 
 
-def draft(change: Change, site: str) -> Draft:
-    """The draft of a candidate whose tests import from the folder ``site``. Raises ``Fallen`` for one too large."""
+def draft(change: Change, site: str) -> Candidate:
+    """The draft of a candidate whose tests import from the directory ``site``. Raises ``Fallen`` for one too large."""
     size = sum(map(len, change.files.values())) + sum(map(len, change.hidden.values()))
     if size > MAX_RECORD_BYTES:
         raise Fallen("repository too large", f"{size >> 20} MiB of text")
@@ -89,7 +89,7 @@ def draft(change: Change, site: str) -> Draft:
         site_packages=site,
     )
     decoys = tuple(diff_files({path: change.files[path] for path in decoy}, decoy) for decoy in change.decoys)
-    return Draft(record, change.message, decoys, change.issue)
+    return Candidate(record, change.message, decoys, change.issue)
 
 
 def pytest_command(root: str, run: Sequence[str]) -> str:
@@ -98,14 +98,14 @@ def pytest_command(root: str, run: Sequence[str]) -> str:
 
 
 def import_root(files: Mapping[str, str]) -> str:
-    """The folder to put on the import path: ``src`` with the top folder where there are packages in it."""
+    """The directory to put on the import path: ``src`` with the top directory where there are packages in it."""
     return "src:." if any(path.startswith("src/") and path.endswith(".py") for path in files) else "."
 
 
 def egg_info(files: Mapping[str, str], name: str, root: str, version: str = "0.0.0") -> dict[str, str]:
     """The metadata that an installation in place leaves beside the code, and that code asks for its version."""
-    folder = "src/" if root.startswith("src") else ""
-    path = f"{folder}{name.replace('-', '_')}.egg-info/PKG-INFO"
+    directory = "src/" if root.startswith("src") else ""
+    path = f"{directory}{name.replace('-', '_')}.egg-info/PKG-INFO"
     return {} if path in files else {path: f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"}
 
 

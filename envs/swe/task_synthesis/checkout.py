@@ -1,4 +1,4 @@
-"""The text files of a repository at its newest commit, of a folder, or of a source release. Nothing of it is run."""
+"""The text files of a repository at its newest commit, of a directory, or of a source release. Nothing of it is run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Checkout:
 
 
 async def read_checkout(context: EnvContext, place: Path) -> Checkout:
-    """What ``place`` holds: a git repository (its newest commit), a source release (``.tar.gz``), or a plain folder.
+    """What ``place`` holds: a git repository (its newest commit), a source release (``.tar.gz``), or a plain directory.
 
     Raises ``Fallen`` for one too large and ``EnvsError`` where there is nothing."""
     if await asyncio.to_thread((place / ".git").exists):
@@ -57,17 +57,17 @@ def _read_plain(place: Path) -> Checkout:
     if place.name.endswith(".tar.gz") and place.is_file():
         return read_release(place)
     if not place.is_dir():
-        raise EnvsError(f"{place}: right would be a folder with a repository, or a source release (.tar.gz)")
+        raise EnvsError(f"{place}: right would be a directory with a repository, or a source release (.tar.gz)")
     return Checkout(name_of(place), dict(_text_files(place)))
 
 
 def name_of(place: Path) -> str:
-    """What the repository in a folder is called: the folder's name."""
+    """What the repository in a directory is called: the directory's name."""
     return place.resolve().name
 
 
 def read_release(path: Path) -> Checkout:
-    """A source release: its text files without its top folder; hidden and metadata files are left out."""
+    """A source release: its text files without its top directory; hidden and metadata files are left out."""
     name, _, version = path.name.removesuffix(".tar.gz").rpartition("-")
     contents: dict[str, bytes] = {}
     metadata = ""
@@ -121,10 +121,10 @@ def _is_metadata(parts: tuple[str, ...]) -> bool:
 
 
 def _text_files(top: Path) -> Iterator[tuple[str, str]]:
-    """The text files below a folder; links are not followed."""
+    """The text files below a directory; links are not followed."""
     total = 0
-    for place, folders, names in os.walk(top):
-        folders[:] = sorted(set(folders) - _SKIPPED)
+    for place, directories, names in os.walk(top):
+        directories[:] = sorted(set(directories) - _SKIPPED)
         for path in (Path(place, name) for name in sorted(names)):
             if path.is_symlink() or not path.is_file() or path.stat().st_size > MAX_FILE_BYTES:
                 continue

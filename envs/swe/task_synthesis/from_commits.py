@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from envs.swe.diff.git_diff import is_test_path
 from envs.swe.task_synthesis.candidate import (
+    Candidate,
     Change,
-    Draft,
     Fallen,
     as_text,
     draft,
@@ -20,8 +20,8 @@ from envs.swe.task_synthesis.candidate import (
 )
 from envs.swe.task_synthesis.checkout import left_out, texts
 from envs.swe.task_synthesis.git import LINK, SUBMODULE, Commit, FileChange, Git
-from envs.swe.task_synthesis.requirements import name_of_project, needs_of
-from envs.swe.task_synthesis.site_packages import Sites
+from envs.swe.task_synthesis.requirements import name_of_project, requirements_of
+from envs.swe.task_synthesis.site_packages import SitePackages
 
 MOST_CHANGED = 30
 """Files of code that a commit may change: one that changes more has no issue that names them all."""
@@ -32,7 +32,7 @@ class History:
     """The commits of a repository ``repo``, the newest ``count`` of them."""
 
     git: Git
-    sites: Sites
+    sites: SitePackages
     repo: str
     count: int = 500
     left_out: Mapping[str, int] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class History:
             raise Fallen("no tests", "no file test_*.py or *_test.py")
         return list(self._commits)
 
-    async def draft(self, key: str) -> Draft:
+    async def draft(self, key: str) -> Candidate:
         commit = self._commits[key]
         code, tests = _sorted_out(commit)
         tree = await self.git.tree(commit.parents[0])
@@ -73,7 +73,7 @@ class History:
             message=commit.message,
             root=root,
         )
-        return draft(change, await self.sites.of(needs_of({**files, **hidden}, name)))
+        return draft(change, await self.sites.of(requirements_of({**files, **hidden}, name)))
 
     async def _after(self, changes: Sequence[FileChange]) -> list[str | None]:
         """The texts after the commit, None for a file that it removes. Raises ``Fallen`` for what no record holds."""

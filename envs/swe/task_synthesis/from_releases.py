@@ -13,8 +13,8 @@ from pathlib import Path
 
 from envs.swe.diff.git_diff import is_test_path
 from envs.swe.task_synthesis.candidate import (
+    Candidate,
     Change,
-    Draft,
     Fallen,
     draft,
     egg_info,
@@ -23,8 +23,8 @@ from envs.swe.task_synthesis.candidate import (
     is_test_module,
 )
 from envs.swe.task_synthesis.checkout import Checkout, read_release
-from envs.swe.task_synthesis.requirements import needs_of
-from envs.swe.task_synthesis.site_packages import Sites, pip, pip_error, run_watched
+from envs.swe.task_synthesis.requirements import requirements_of
+from envs.swe.task_synthesis.site_packages import SitePackages, pip, pip_error, run_watched
 
 MOST_CHANGED = 60
 _SDIST_MB = 256
@@ -42,7 +42,7 @@ class Releases:
 
     package: str
     sdists: Path
-    sites: Sites
+    sites: SitePackages
     steps: Sequence[tuple[str, str]] = ()
     _steps: dict[str, tuple[str, str]] = field(default_factory=dict)
 
@@ -59,7 +59,7 @@ class Releases:
         self._steps = {f"{old} {new}": (old, new) for old, new in steps}
         return list(self._steps)
 
-    async def draft(self, key: str) -> Draft:
+    async def draft(self, key: str) -> Candidate:
         old, new = [read_release(await download(self.package, version, self.sdists)) for version in self._steps[key]]
         root = import_root(old.files)
         hidden = {path: text for path, text in new.files.items() if _is_changed_test(path, text, old)}
@@ -77,7 +77,7 @@ class Releases:
         )
         if not change.run:
             raise Fallen("changes no test")
-        return draft(change, await self.sites.of(needs_of(new.files, self.package, new.metadata)))
+        return draft(change, await self.sites.of(requirements_of(new.files, self.package, new.metadata)))
 
     async def _all_steps(self) -> list[tuple[str, str]]:
         """The steps between final releases that have a source release. Raises ``Fallen`` where there are none."""
@@ -91,12 +91,13 @@ class Releases:
         return [(old, new) for new, old in pairwise(final)]
 
 
-async def download(package: str, version: str, folder: Path) -> Path:
-    """The source release in ``folder``, downloaded unless it is there. None of its code is run. Raises ``Fallen``."""
-    target = folder / f"{package}-{version}.tar.gz"
+async def download(package: str, version: str, directory: Path) -> Path:
+    """The source release in ``directory``, downloaded unless it is there. None of its code is run. Raises
+    ``Fallen``."""
+    target = directory / f"{package}-{version}.tar.gz"
     if target.is_file():
         return target
-    with _scratch(folder) as fresh:
+    with _scratch(directory) as fresh:
         program = str(Path(__file__).with_name("fetch_source.py"))
         wanted = ["--no-deps", "--no-binary", ":all:", "--dest", str(fresh / "got"), f"{package}=={version}"]
         command = [sys.executable, program, "--disable-pip-version-check", "--quiet", "download", *wanted]
@@ -110,10 +111,10 @@ async def download(package: str, version: str, folder: Path) -> Path:
 
 @contextmanager
 def _scratch(above: Path) -> Iterator[Path]:
-    """A folder below another one, removed in the end."""
+    """A directory below another one, removed in the end."""
     above.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=above, prefix=".pip.", ignore_cleanup_errors=True) as folder:
-        yield Path(folder)
+    with tempfile.TemporaryDirectory(dir=above, prefix=".pip.", ignore_cleanup_errors=True) as directory:
+        yield Path(directory)
 
 
 def _is_changed_test(path: str, text: str, old: Checkout) -> bool:

@@ -1,4 +1,4 @@
-"""Reads a git repository in a box: its configuration, hooks and filters can do nothing to the machine."""
+"""Reads a git repository in a sandbox: its configuration, hooks and filters can do nothing to the machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OUTPUT = 96 << 20
 _GIT = (
     *("git", f"--git-dir={_PLACE}", "--no-replace-objects", "-c", "core.fsmonitor=false"),
     *("-c", "core.quotePath=false", "-c", "core.hooksPath=/dev/null", "-c", "protocol.allow=never"),
-    # A pack of gigabytes is mapped in small pieces, within a box's memory.
+    # A pack of gigabytes is mapped in small pieces, within a sandbox's memory.
     *("-c", "core.packedGitWindowSize=32m", "-c", "core.packedGitLimit=256m"),
 )
 _RAW = re.compile(r":(\d{6}) (\d{6}) ([0-9a-f]{40}) ([0-9a-f]{40}) ([A-Z])\d*\t(.+)")
@@ -58,9 +58,9 @@ class Node:
 
 @dataclass
 class Git:
-    """A repository that a box shows read-only."""
+    """A repository that a sandbox shows read-only."""
 
-    box: Sandbox
+    sandbox: Sandbox
     _kept: dict[str, bytes] = field(default_factory=dict)
 
     async def log(self, count: int, revision: str = "HEAD") -> list[Commit]:
@@ -103,7 +103,7 @@ class Git:
         return self._kept
 
     async def _run(self, *arguments: str, stdin: bytes | None = None) -> bytes:
-        result = await self.box.exec([*_GIT, *arguments], timeout=_SECONDS, cwd="/", stdin=stdin)
+        result = await self.sandbox.exec([*_GIT, *arguments], timeout=_SECONDS, cwd="/", stdin=stdin)
         if result.truncated or result.timed_out:
             raise Fallen("repository too large", f"git {arguments[0]} was cut off after {result.seconds:.0f} s")
         if not result.ok:
@@ -112,27 +112,27 @@ class Git:
 
 
 @asynccontextmanager
-async def open_git(context: EnvContext, folder: Path) -> AsyncIterator[Git]:
-    """The repository that ``folder`` is a checkout of, or holds. Raises ``EnvsError`` where it is none."""
+async def open_git(context: EnvContext, directory: Path) -> AsyncIterator[Git]:
+    """The repository that ``directory`` is a checkout of, or holds. Raises ``EnvsError`` where it is none."""
     env = {"GIT_CONFIG_NOSYSTEM": "1", "GIT_NO_LAZY_FETCH": "1", "GIT_TERMINAL_PROMPT": "0", "HOME": "/tmp"}
-    binds = {str(git_folder(folder)): _PLACE}
+    binds = {str(git_dir(directory)): _PLACE}
     spec = replace(context.limits, env=env, ro_binds=binds, output_limit_bytes=_OUTPUT, memory_mb=2048)
-    async with context.box(spec) as box:
-        yield Git(box)
+    async with context.sandbox(spec) as sandbox:
+        yield Git(sandbox)
 
 
-def git_folder(folder: Path) -> Path:
+def git_dir(directory: Path) -> Path:
     """Where the objects of a checkout, a linked work tree, a submodule or a bare repository are."""
-    place = folder.resolve() / ".git"
-    if place.is_file():  # a linked work tree or a submodule says where its own folder is
+    place = directory.resolve() / ".git"
+    if place.is_file():  # a linked work tree or a submodule says where its own directory is
         named = place.read_text(errors="replace").removeprefix("gitdir:").strip()
-        place = (folder / named).resolve()
+        place = (directory / named).resolve()
         if (place / "commondir").is_file():
             place = (place / (place / "commondir").read_text().strip()).resolve()
-    for found in (place, folder.resolve()):
+    for found in (place, directory.resolve()):
         if (found / "objects").is_dir() and (found / "HEAD").is_file():
             return found
-    raise EnvsError(f"{folder}: no git repository; right would be the folder of a clone (git clone URL)")
+    raise EnvsError(f"{directory}: no git repository; right would be the directory of a clone (git clone URL)")
 
 
 def _commit(text: str) -> Commit | None:

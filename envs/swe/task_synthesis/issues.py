@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 
 from envs.swe.records import SweRecord
-from envs.swe.task_synthesis.candidate import Draft, is_changed_line
+from envs.swe.task_synthesis.candidate import Candidate, is_changed_line
 
 _LONGEST_SHARED = 60
 _LINE = 24
@@ -72,7 +72,7 @@ def holds_fix(text: str, gold: str) -> str:
     return ""
 
 
-def from_message(draft: Draft, failed: Sequence[str]) -> str:
+def from_message(draft: Candidate, failed: Sequence[str]) -> str:
     """The issue in the words of the commit, and of the failing tests where there are few words or they tell the fix."""
     message = _TRAILER.sub("", draft.message).strip()
     if holds_fix(message, draft.record.gold) or len(message) > _LONGEST:
@@ -103,7 +103,7 @@ class Writer:
     written: int = 0
     fallbacks: Counter[str] = field(default_factory=Counter)
 
-    async def write(self, draft: Draft, failed: Sequence[str]) -> str:
+    async def write(self, draft: Candidate, failed: Sequence[str]) -> str:
         """The model's issue, or that of the commit's message where the model's can't be used."""
         answer = await self._ask(draft, failed)
         if why := "no answer" if answer is None else _fault(answer, draft.record, failed):
@@ -112,7 +112,7 @@ class Writer:
         self.written += 1
         return (answer or "").strip()
 
-    async def _ask(self, draft: Draft, failed: Sequence[str]) -> str | None:
+    async def _ask(self, draft: Candidate, failed: Sequence[str]) -> str | None:
         prompt = _PROMPT.format(
             repo=draft.record.repo_name,
             message=draft.message[:_LONGEST] or "(nothing)",

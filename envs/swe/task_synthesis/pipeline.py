@@ -1,11 +1,11 @@
 """From candidates to healthy records: in parallel, each candidate once, whatever kills the build in between.
 
-The folder of a build::
+The directory of a build::
 
     tasks.jsonl     the healthy records, as they are found
     journal.jsonl   one line a candidate that was decided: its key, and why it fell or which record it became
     report.json     how many of how many survived, and why the others fell, by source
-    site-*/         packages that the tests import, one folder for each set of requirements
+    site-*/         packages that the tests import, one directory for each set of requirements
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from envs.swe.records import SweRecord, write_jsonl
-from envs.swe.task_synthesis.candidate import Draft, Fallen, is_changed_line
-from envs.swe.task_synthesis.site_packages import folder_mb
-from envs.swe.task_synthesis.validation import Trial
+from envs.swe.task_synthesis.candidate import Candidate, Fallen, is_changed_line
+from envs.swe.task_synthesis.site_packages import dir_mb
+from envs.swe.task_synthesis.validation import Validation
 from envs.types import EnvsError
 
 TASKS, JOURNAL, REPORT = "tasks.jsonl", "journal.jsonl", "report.json"
@@ -46,7 +46,7 @@ class Source(Protocol):
         """The keys of its candidates, the same every time. Raises ``Fallen`` where there can be none."""
         ...
 
-    async def draft(self, key: str) -> Draft:
+    async def draft(self, key: str) -> Candidate:
         """The draft of a candidate. Raises ``Fallen``."""
         ...
 
@@ -63,7 +63,8 @@ class Progress(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """``tasks``: healthy ones wanted; ``tried``: candidates tried at most; ``jobs``: at once; ``mb``: of the folder."""
+    """``tasks``: healthy ones wanted; ``tried``: candidates tried at most; ``jobs``: at once; ``mb``: of the
+    directory."""
 
     tasks: int | None = None
     tried: int | None = None
@@ -84,29 +85,29 @@ class Entry:
 
 
 @dataclass
-class Harvest:
-    """The folder of a build: what was decided in it so far."""
+class TaskSynthesis:
+    """The directory of a build: what was decided in it so far."""
 
-    folder: Path
+    directory: Path
     entries: dict[tuple[str, str], Entry] = field(default_factory=dict)
     healthy: set[str] = field(default_factory=set)
 
     @classmethod
-    def open(cls, folder: Path) -> Harvest:
-        """The build in ``folder``. A record that a kill left out of the journal is dropped, and its candidate tried
+    def open(cls, directory: Path) -> TaskSynthesis:
+        """The build in ``directory``. A record that a kill left out of the journal is dropped, and its candidate tried
         again."""
-        folder.mkdir(parents=True, exist_ok=True)
-        rows = [Entry(**row) for row in _whole_lines(folder / JOURNAL)]
-        harvest = cls(folder, {(row.source, row.key): row for row in rows})
+        directory.mkdir(parents=True, exist_ok=True)
+        rows = [Entry(**row) for row in _whole_lines(directory / JOURNAL)]
+        harvest = cls(directory, {(row.source, row.key): row for row in rows})
         known = {row.task_id for row in rows if row.task_id}
-        held = [SweRecord.model_validate(row) for row in _whole_lines(folder / TASKS)]
+        held = [SweRecord.model_validate(row) for row in _whole_lines(directory / TASKS)]
         kept = {record.id: record for record in held if record.id in known}
         if len(kept) != len(held):
-            write_jsonl(folder / TASKS, kept.values())
+            write_jsonl(directory / TASKS, kept.values())
         harvest.healthy = set(kept)
         return harvest
 
-    async def gather(self, source: Source, trial: Trial, bounds: Bounds, progress: Progress) -> None:
+    async def gather(self, source: Source, trial: Validation, bounds: Bounds, progress: Progress) -> None:
         """Decide the candidates of ``source`` within the ``bounds``."""
         progress.stage(f"{source.name}: looking for candidates")
         try:
@@ -132,7 +133,7 @@ class Harvest:
             for _ in range(bounds.jobs):
                 group.create_task(work())
 
-    async def _try(self, source: Source, key: str, trial: Trial) -> Entry:
+    async def _try(self, source: Source, key: str, trial: Validation) -> Entry:
         digest = ""
         try:
             draft = await source.draft(key)
@@ -142,7 +143,7 @@ class Harvest:
             self._check_new(digest, record)
         except Fallen as fallen:
             return Entry(source.name, key, reason=fallen.reason, detail=fallen.detail, digest=digest)
-        _append(self.folder / TASKS, record.model_dump_json())
+        _append(self.directory / TASKS, record.model_dump_json())
         self.healthy.add(record.id)
         return Entry(source.name, key, task_id=record.id, digest=digest)
 
@@ -153,7 +154,7 @@ class Harvest:
 
     def _decide(self, entry: Entry) -> None:
         if self.entries.get((entry.source, entry.key)) != entry:
-            _append(self.folder / JOURNAL, json.dumps(asdict(entry)))
+            _append(self.directory / JOURNAL, json.dumps(asdict(entry)))
             self.entries[entry.source, entry.key] = entry
 
     def _tried(self, name: str) -> int:
@@ -163,8 +164,10 @@ class Harvest:
         found = sum(entry.source == name and bool(entry.task_id) for entry in self.entries.values())
         if bounds.tasks is not None and found >= bounds.tasks:
             return True
-        if folder_mb(self.folder) > bounds.mb:
-            raise EnvsError(f"{self.folder}: larger than {bounds.mb} MiB: raise --disk-mb, or remove site-* folders")
+        if dir_mb(self.directory) > bounds.mb:
+            raise EnvsError(
+                f"{self.directory}: larger than {bounds.mb} MiB: raise --disk-mb, or remove site-* directories"
+            )
         return False
 
     def report(self) -> Mapping[str, Mapping[str, Any]]:

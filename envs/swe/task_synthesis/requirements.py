@@ -31,7 +31,7 @@ _IMPORTED = {
 """What tests import that no requirement may name: module -> package."""
 
 
-def needs_of(files: Mapping[str, str], name: str, metadata: str = "") -> tuple[str, ...]:
+def requirements_of(files: Mapping[str, str], name: str, metadata: str = "") -> tuple[str, ...]:
     """The requirements of a repository ``name`` and its tests, without the repository itself and pytest, sorted.
 
     ``metadata`` is the text of a source release's PKG-INFO, where there is one.

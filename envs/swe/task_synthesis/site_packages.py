@@ -1,4 +1,4 @@
-"""Folders of the packages that tests import, one for each set of requirements.
+"""Directories of the packages that tests import, one for each set of requirements.
 
 Only wheels are installed: pip unpacks them, and nothing of a package is run. It is the one step that uses the network.
 """
@@ -29,31 +29,32 @@ _MISSING = re.compile(r"requirement ([A-Za-z0-9][\w.-]*)[^\n]*?(?:\(from ([A-Za-
 _ABOUT = "agent-rl-site.json"
 
 
-class Sites:
-    """The folders ``site-*`` in ``folder`` for boxes whose Python is ``python`` (as "3.11"), of ``mb`` MiB at most.
+class SitePackages:
+    """The directories ``site-*`` in ``directory`` for sandboxes whose Python is ``python`` (as "3.11"), of ``mb``
+    MiB at most.
 
     ``always`` is what each of them holds.
     """
 
-    def __init__(self, folder: Path, python: str, mb: int = 4096, always: str = PYTEST) -> None:
-        self._folder, self._python, self._mb, self._always = folder, python, mb, always
+    def __init__(self, directory: Path, python: str, mb: int = 4096, always: str = PYTEST) -> None:
+        self._directory, self._python, self._mb, self._always = directory, python, mb, always
         self._locks: dict[str, asyncio.Lock] = {}
 
     async def of(self, requirements: Sequence[str]) -> str:
-        """The name of the folder that holds the requirements, made unless it is there.
+        """The name of the directory that holds the requirements, made unless it is there.
 
-        A requirement that can't be had as a wheel is left out, and named in the folder's file ``agent-rl-site.json``.
-        Raises ``Fallen``.
+        A requirement that can't be had as a wheel is left out, and named in the directory's file
+        ``agent-rl-site.json``. Raises ``Fallen``.
         """
         asked = [self._always, *requirements]
         key = hashlib.sha256(json.dumps([self._python, asked]).encode()).hexdigest()[:10]
         return await self.named(f"site-{key}", asked)
 
     async def named(self, name: str, asked: Sequence[str]) -> str:
-        """The same for a folder that is given a name, of these requirements alone."""
+        """The same for a directory that is given a name, of these requirements alone."""
         async with self._locks.setdefault(name, asyncio.Lock()):
-            if not (self._folder / name).is_dir():
-                await self._make(self._folder / name, asked)
+            if not (self._directory / name).is_dir():
+                await self._make(self._directory / name, asked)
         return name
 
     async def _make(self, target: Path, asked: Sequence[str]) -> None:
@@ -113,7 +114,7 @@ async def run_watched(command: Sequence[str], *, watched: Path, mb: int, seconds
     try:
         ends = asyncio.get_running_loop().time() + seconds
         while not (await asyncio.wait((talking,), timeout=0.5))[0]:
-            if await asyncio.to_thread(folder_mb, watched) > mb:
+            if await asyncio.to_thread(dir_mb, watched) > mb:
                 raise Fallen("dependencies too large", f"more than {mb} MiB")
             if asyncio.get_running_loop().time() > ends:
                 raise Fallen("dependencies can't be installed", f"no end within {seconds:.0f} s")
@@ -124,10 +125,10 @@ async def run_watched(command: Sequence[str], *, watched: Path, mb: int, seconds
             await asyncio.wait((talking,))
 
 
-def folder_mb(folder: Path) -> int:
-    """MiB of the files below a folder, links not followed."""
+def dir_mb(directory: Path) -> int:
+    """MiB of the files below a directory, links not followed."""
     total = 0
-    for place, _, names in os.walk(folder):
+    for place, _, names in os.walk(directory):
         for name in names:
             try:
                 total += os.lstat(os.path.join(place, name)).st_size

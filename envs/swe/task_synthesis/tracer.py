@@ -1,5 +1,5 @@
-"""A pytest plugin, as text for a box: it writes which functions below the working folder each test module's passing
-tests called, and how many seconds the module took: module -> [seconds, [[path, first line], ...]].
+"""A pytest plugin, as text for a sandbox: it writes which functions below the working directory each test module's
+passing tests called, and how many seconds the module took: module -> [seconds, [[path, first line], ...]].
 
 It writes as each module ends, so that one that hangs takes only itself and those after it along.
 """

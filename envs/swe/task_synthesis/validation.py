@@ -12,8 +12,8 @@ from envs.context import EnvContext
 from envs.swe.audit import audit_record
 from envs.swe.pytest_log import parse_summary
 from envs.swe.records import SweRecord
-from envs.swe.sandboxes import TestRun, box_spec, run_tests
-from envs.swe.task_synthesis.candidate import Draft, Fallen
+from envs.swe.sandboxes import TestRun, run_tests, sandbox_spec
+from envs.swe.task_synthesis.candidate import Candidate, Fallen
 from envs.swe.task_synthesis.issues import Writer, failures, from_message
 from envs.types import GradingError
 from sandbox import SandboxError
@@ -32,22 +32,22 @@ Statuses = Mapping[str, str]
 
 
 @dataclass(frozen=True)
-class Trial:
-    """Runs tests in boxes of ``context``; the drafts' sites lie in ``folder``."""
+class Validation:
+    """Runs tests in sandboxes of ``context``; the drafts' sites lie in ``directory``."""
 
     context: EnvContext
-    folder: Path
+    directory: Path
     writer: Writer | None = None
     repeats: int = REPEATS
 
-    async def judge(self, draft: Draft) -> SweRecord:
-        """The verified record of a draft. Raises ``Fallen``; a box that breaks is one of its reasons."""
+    async def judge(self, draft: Candidate) -> SweRecord:
+        """The verified record of a draft. Raises ``Fallen``; a sandbox that breaks is one of its reasons."""
         try:
             return await self._judge(draft)
         except (SandboxError, GradingError) as error:
-            raise Fallen("box or grading failed", str(error)[:300]) from None
+            raise Fallen("sandbox or grading failed", str(error)[:300]) from None
 
-    async def _judge(self, draft: Draft) -> SweRecord:
+    async def _judge(self, draft: Candidate) -> SweRecord:
         record, after, fixed = await self._after(draft.record)
         verbose = record.model_copy(update={"test_command": record.test_command.replace("--tb=no", "--tb=short")})
         first = await self._run(verbose, "")
@@ -68,7 +68,7 @@ class Trial:
         }
         return await self._audited(record.model_copy(update=update))
 
-    async def _issue(self, draft: Draft, failed: Sequence[str]) -> str:
+    async def _issue(self, draft: Candidate, failed: Sequence[str]) -> str:
         return await self.writer.write(draft, failed) if self.writer else from_message(draft, failed)
 
     async def _after(self, record: SweRecord) -> tuple[SweRecord, TestRun, Statuses]:
@@ -87,11 +87,11 @@ class Trial:
         return record, run, statuses
 
     async def _run(self, record: SweRecord, patch: str) -> TestRun:
-        return await run_tests(self.context, record, box_spec(self.context, record, self.folder), patch)
+        return await run_tests(self.context, record, sandbox_spec(self.context, record, self.directory), patch)
 
     async def _audited(self, record: SweRecord) -> SweRecord:
         """The record marked verified, once no leak and no hack is found. Raises ``Fallen``."""
-        for finding in await audit_record(self.context, record, site_root=self.folder):
+        for finding in await audit_record(self.context, record, site_root=self.directory):
             if not finding.ok:
                 raise Fallen(f"audit: {finding.check}", finding.detail)
         return record.model_copy(update={"verified": True})

@@ -17,16 +17,16 @@ URL = os.environ["AGENT_RL_URL"]
 MODEL = os.environ["AGENT_RL_MODEL"]
 
 
-def box(path: str, body: Any = None) -> Any:
-    """One request to the task's box."""
+def sandbox(path: str, body: Any = None) -> Any:
+    """One request to the task's sandbox."""
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(f"{URL}/box/{path}", data=data)
+    request = urllib.request.Request(f"{URL}/sandbox/{path}", data=data)
     with urllib.request.urlopen(request) as answer:
         return json.load(answer)
 
 
 def main() -> None:
-    task = box("task")
+    task = sandbox("task")
     client = openai.OpenAI(max_retries=0)
     messages: list[Any] = task["messages"]
     failures = 0
@@ -44,7 +44,7 @@ def main() -> None:
             failures = 0
             call = message.tool_calls[0]
             asked = {"name": call.function.name, "arguments": json.loads(call.function.arguments)}
-            result = box("call", asked)
+            result = sandbox("call", asked)
             if result["submitted"]:
                 return
             seen = {"role": "tool", "tool_call_id": call.id, "content": result["text"]}

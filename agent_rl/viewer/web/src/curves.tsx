@@ -75,7 +75,7 @@ function RunRow({ line, shown, alone, toggle }: { line: RunLine; shown: boolean;
       {line.total !== null && ` of ${line.total}`} steps
       {line.pass_at_1 && ` · Pass@1 ${percent(line.pass_at_1[0])} [${percent(line.pass_at_1[1])}, ${percent(line.pass_at_1[2])}]`}
       {line.guard > 0 && <span class="bad"> · guard spoke: {line.guard}</span>} ·{" "}
-      <a href={link(["trajectories", line.run])}>trajectories</a> <span class="dim">{visible(line.folder)}</span>
+      <a href={link(["trajectories", line.run])}>trajectories</a> <span class="dim">{visible(line.directory)}</span>
     </li>
   );
 }
@@ -127,7 +127,7 @@ function Charts({ read, axis, search }: { read: Read[]; axis: Axis; search: stri
   );
 }
 
-const FIRST = ["reward", "mismatch_native", "mismatch", "r3", "train", "rollout", "time"];
+const FIRST = ["reward", "mismatch_without_replay", "mismatch", "r3", "train", "rollout", "time"];
 
 function grouped(read: Read[], search: string): [string, string[]][] {
   const names = [...new Set(read.flatMap(({ metrics }) => Object.keys(metrics?.columns ?? {})))];

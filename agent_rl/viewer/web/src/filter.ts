@@ -4,8 +4,8 @@ import type { Columns } from "./types";
 
 type Numeric =
   | "step" | "reward" | "turns" | "tokens" | "sampled" | "hacks" | "branches" | "versions"
-  | "advantage" | "seconds" | "worst_gap" | "worst_native_gap";
-export type Sortable = Numeric | "task" | "stop" | "fate";
+  | "advantage" | "seconds" | "worst_gap" | "worst_gap_without_replay";
+export type Sortable = Numeric | "task" | "stop" | "training_status";
 
 export const RANGES: { key: Numeric; name: string; hint: string }[] = [
   { key: "step", name: "step", hint: "3..9" },
@@ -14,10 +14,10 @@ export const RANGES: { key: Numeric; name: string; hint: string }[] = [
   { key: "hacks", name: "suspected hacks", hint: "1.." },
   { key: "branches", name: "branches", hint: "2.." },
   { key: "versions", name: "weight versions", hint: "2.." },
-  { key: "worst_native_gap", name: "worst gap without replay", hint: "0.1.." },
+  { key: "worst_gap_without_replay", name: "worst gap without replay", hint: "0.1.." },
   { key: "worst_gap", name: "worst gap with replay", hint: "0.1.." },
 ];
-const CHOICES = ["stop", "fate", "n"] as const;
+const CHOICES = ["stop", "training_status", "n"] as const;
 
 /** `3..9`, `3..`, `..9` or `7` as bounds, both included; null for a text that is neither. */
 export function bounds(text: string): [number, number] | null {

@@ -29,12 +29,12 @@ export const MEASURES: Measure[] = [
     values: (tokens) => tokens.logprob.map((value) => -value),
   },
   {
-    key: "native_gap",
+    key: "gap_without_replay",
     name: "gap without replay",
     unit: "nats",
     scale: "signed",
     explain: "Trainer minus engine log-prob where the trainer chose its own experts.",
-    values: (tokens) => tokens.nativeGap,
+    values: (tokens) => tokens.gapWithoutReplay,
   },
   {
     key: "gap",
@@ -45,12 +45,12 @@ export const MEASURES: Measure[] = [
     values: (tokens) => tokens.gap,
   },
   {
-    key: "native_differs",
+    key: "differs_without_replay",
     name: "differing layers without replay",
     unit: "layers",
     scale: "ramp",
     explain: "MoE layers that chose other experts in the trainer than in the engine, when the token was made.",
-    values: (tokens) => tokens.nativeDiffers,
+    values: (tokens) => tokens.differsWithoutReplay,
     limit: layers,
   },
   {

@@ -59,7 +59,7 @@ function Values({ tokens, token }: { tokens: BranchTokens; token: number }) {
             <span data-value="gap">{value(gap)}</span>
           </Fact>
           <Fact name="gap without replay" title="trainer minus engine">
-            <span data-value="native_gap">{value(at(tokens.nativeGap))}</span>
+            <span data-value="gap_without_replay">{value(at(tokens.gapWithoutReplay))}</span>
           </Fact>
           <Fact name="entropy">{value(at(tokens.entropy))}</Fact>
           <Fact name="weights">
@@ -90,8 +90,8 @@ function Layers({ tokens, token, map, run, id }: Panel & { token: number }) {
       <h3>MoE layers with other experts than the engine</h3>
       <dl class="facts tall">
         <Fact name="without replay">
-          <span data-value="native_layers">{named(map.value?.native_differs, tokens.nativeDiffers)}</span>
-          <Before pairs={map.value?.native_differs} row={row} />
+          <span data-value="layers_without_replay">{named(map.value?.differs_without_replay, tokens.differsWithoutReplay)}</span>
+          <Before pairs={map.value?.differs_without_replay} row={row} />
         </Fact>
         <Fact name="with replay">
           <span data-value="layers">{named(map.value?.differs, tokens.differs)}</span>

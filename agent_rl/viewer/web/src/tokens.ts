@@ -15,12 +15,12 @@ export interface BranchTokens {
   sampled: Float64Array;
   version: Float64Array;
   gap: Float64Array | null;
-  nativeGap: Float64Array | null;
+  gapWithoutReplay: Float64Array | null;
   entropy: Float64Array | null;
   flags: Float64Array | null;
   advantage: Float64Array | null;
   differs: Float64Array | null;
-  nativeDiffers: Float64Array | null;
+  differsWithoutReplay: Float64Array | null;
 }
 
 export function tokensOf(branch: Branch, trajectory: Trajectory, layers: number): BranchTokens {
@@ -40,12 +40,12 @@ export function tokensOf(branch: Branch, trajectory: Trajectory, layers: number)
     sampled: zeros(constant(1)),
     version: versionColumn(branch, versions, count),
     gap: spread(detail?.gap) ?? null,
-    nativeGap: spread(detail?.native_gap) ?? null,
+    gapWithoutReplay: spread(detail?.gap_without_replay) ?? null,
     entropy: spread(detail?.entropy) ?? null,
     flags: spread(detail?.flags) ?? null,
     advantage: trajectory.advantage === null ? null : constant(trajectory.advantage),
     differs: madeBy(detail?.differs),
-    nativeDiffers: madeBy(detail?.native_differs),
+    differsWithoutReplay: madeBy(detail?.differs_without_replay),
   };
 }
 
@@ -112,7 +112,7 @@ export function bySize(values: Float64Array): number[] {
 /** Where the gap without replay is largest over all branches; null where none of them has any. */
 export function worstNativeGap(branches: Branch[]): { branch: number; token: number } | null {
   const found = branches.flatMap(({ sampled, detail, tokens }, branch) => {
-    const gaps = spreadOver(detail?.native_gap ?? [], sampled, tokens.length);
+    const gaps = spreadOver(detail?.gap_without_replay ?? [], sampled, tokens.length);
     return bySize(gaps).slice(0, 1).map((token) => ({ branch, token, size: Math.abs(gaps[token]) }));
   });
   return found.sort((a, b) => b.size - a.size)[0] ?? null;

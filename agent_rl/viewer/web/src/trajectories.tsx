@@ -17,7 +17,7 @@ interface Column {
   explain: string;
 }
 
-const numeric = (key: Exclude<Sortable, "task" | "stop" | "fate" | "id">, name: string, explain: string): Column => ({
+const numeric = (key: Exclude<Sortable, "task" | "stop" | "training_status" | "id">, name: string, explain: string): Column => ({
   key,
   name,
   explain,
@@ -29,12 +29,12 @@ const COLUMNS: Column[] = [
   { key: "task", name: "task", text: (c, row) => visible(c.task[row]), explain: "The task's id." },
   numeric("reward", "reward", "Its reward; – where the infrastructure broke it."),
   { key: "stop", name: "ending", text: (c, row) => c.stop[row], explain: "Why the episode ended." },
-  { key: "fate", name: "fate", text: (c, row) => c.fate[row] ?? "–", explain: "What the trainer made of it." },
+  { key: "training_status", name: "fate", text: (c, row) => c.training_status[row] ?? "–", explain: "What the trainer made of it." },
   numeric("advantage", "advantage", "Its advantage within its group."),
   numeric("turns", "turns", "Turns that were taken."),
   numeric("tokens", "tokens", "All tokens of the trajectory."),
   numeric("hacks", "hacks", "Suspected hacks: changed test infrastructure."),
-  numeric("worst_native_gap", "gap without replay", "The largest gap of log-probs between trainer and engine, own experts."),
+  numeric("worst_gap_without_replay", "gap without replay", "The largest gap of log-probs between trainer and engine, own experts."),
   numeric("worst_gap", "gap with replay", "The largest gap of log-probs between trainer and engine, experts replayed."),
   { key: "seconds", name: "time", text: (c, row) => seconds(c.seconds[row]), explain: "From its start to its reward." },
 ];
@@ -79,7 +79,7 @@ function List({ run, index }: { run: number; index: Index }) {
 
 function Filters({ columns, query }: { columns: Columns; query: URLSearchParams }) {
   const choices = useMemo(
-    () => ({ n: unique(columns.n), stop: unique(columns.stop), fate: unique(columns.fate) }),
+    () => ({ n: unique(columns.n), stop: unique(columns.stop), training_status: unique(columns.training_status) }),
     [columns],
   );
   return (
@@ -90,7 +90,7 @@ function Filters({ columns, query }: { columns: Columns; query: URLSearchParams 
       </label>
       <Choice name="filed under" param="n" values={choices.n} query={query} />
       <Choice name="ending" param="stop" values={choices.stop} query={query} />
-      <Choice name="fate" param="fate" values={choices.fate} query={query} />
+      <Choice name="training_status" param="fate" values={choices.training_status} query={query} />
       <Choice name="resolved" param="resolved" values={["true", "false"]} query={query} />
       {RANGES.map(({ key, name, hint }) => {
         const value = query.get(key) ?? "";

@@ -64,7 +64,7 @@ function Heading({ run, value }: { run: string; value: Trajectory }) {
         </Fact>
         <Fact name="reward">{number(value.reward)}</Fact>
         <Fact name="ending">{value.stop}</Fact>
-        <Fact name="fate">{value.fate ?? "–"}</Fact>
+        <Fact name="training_status">{value.training_status ?? "–"}</Fact>
         <Fact name="advantage">{number(value.advantage)}</Fact>
         <Fact name="turns">{value.turns.length}</Fact>
         <Fact name="tokens">{value.branches.reduce((sum, branch) => sum + branch.tokens.length, 0).toLocaleString("en")}</Fact>
@@ -139,7 +139,7 @@ function Toolbar({ measure, tokens, values, token, select, branches }: Colouring
   const at = token === null ? -1 : order.indexOf(token);
   const go = (place: number) => select(order[Math.min(order.length - 1, Math.max(0, place))] ?? null);
   const worst = useMemo(() => worstNativeGap(branches), [branches]);
-  const goToWorst = () => setQuery({ by: "native_gap", branch: worst?.branch ? String(worst.branch) : "", token: String(worst?.token) });
+  const goToWorst = () => setQuery({ by: "gap_without_replay", branch: worst?.branch ? String(worst.branch) : "", token: String(worst?.token) });
   return (
     <div class="toolbar" role="toolbar" aria-label="Colours of tokens">
       <label>
@@ -314,7 +314,7 @@ function PlainText({ trajectory }: { trajectory: Trajectory }) {
 }
 
 function Mismatch({ map, onPick }: { map: RouteMap; onPick: (row: number) => void }) {
-  const native = useMemo(() => heatOf(map, map.native_differs, "without replay"), [map]);
+  const native = useMemo(() => heatOf(map, map.differs_without_replay, "without replay"), [map]);
   const replay = useMemo(() => heatOf(map, map.differs, "with replay"), [map]);
   return (
     <section aria-label="Differing experts">

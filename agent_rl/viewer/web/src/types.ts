@@ -12,7 +12,7 @@ export interface Answer {
 export interface RunLine {
   run: number;
   name: string;
-  folder: string;
+  directory: string;
   kind: string;
   steps: number;
   total: number | null;
@@ -42,7 +42,7 @@ export interface Evaluation {
 
 export interface Run extends Answer {
   name: string;
-  folder: string;
+  directory: string;
   kind: string;
   state: string;
   steps: number;
@@ -81,14 +81,14 @@ export interface Columns {
   tokens: number[];
   sampled: number[];
   hacks: number[];
-  fate: (string | null)[];
+  training_status: (string | null)[];
   advantage: (number | null)[];
   branches: number[];
   versions: number[];
   seconds: number[];
   began: (number | null)[];
   worst_gap: (number | null)[];
-  worst_native_gap: (number | null)[];
+  worst_gap_without_replay: (number | null)[];
 }
 
 export interface Index extends Answer {
@@ -127,11 +127,11 @@ export interface Turn {
 
 export interface Detail {
   gap: (number | null)[];
-  native_gap: (number | null)[] | null;
+  gap_without_replay: (number | null)[] | null;
   entropy: (number | null)[] | null;
   flags: number[];
   differs: number[] | null;
-  native_differs: number[] | null;
+  differs_without_replay: number[] | null;
 }
 
 export interface Branch {
@@ -158,7 +158,7 @@ export interface Trajectory extends Answer {
   resolved: boolean;
   stop: string;
   error: string;
-  fate: string | null;
+  training_status: string | null;
   advantage: number | null;
   hacks: string[];
   patch: string;
@@ -182,7 +182,7 @@ export interface RouteMap extends Answer {
   layers: number;
   rows: number;
   differs: [number, number][] | null;
-  native_differs: [number, number][] | null;
+  differs_without_replay: [number, number][] | null;
 }
 
 export interface Routes extends Answer {
@@ -193,7 +193,7 @@ export interface Routes extends Answer {
   experts: number[][][];
   present: boolean[];
   differs: number[][] | null;
-  native_differs: number[][] | null;
+  differs_without_replay: number[][] | null;
 }
 
 export interface Loads extends Answer {

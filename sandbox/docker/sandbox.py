@@ -1,4 +1,4 @@
-"""A container box: its commands, its files, its end."""
+"""A container sandbox: its commands, its files, its end."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from functools import partial
 from pathlib import PurePosixPath
 from typing import Protocol, TypeVar
 
-from sandbox.box import BaseBox
-from sandbox.cgroup import folders_of, oom_kills, ran_out_of_memory
+from sandbox.cgroup import dirs_of, oom_kills, ran_out_of_memory
 from sandbox.disk import Usage, usage
 from sandbox.docker.disk import Written, layer_size, written
 from sandbox.docker.engine import EngineClient, remove_container
 from sandbox.docker.exec import KILL_ALL, WRAPPER, ExecLink, ExecOutcome, run_exec
-from sandbox.docker.files import gather_folder, read_archive
+from sandbox.docker.files import gather_dir, read_archive
 from sandbox.errors import SandboxDiskFullError, SandboxError, SandboxFileError, SandboxLostError
 from sandbox.files import Tree, archive
+from sandbox.sandbox import BaseSandbox
 from sandbox.shielded import shielded
 from sandbox.types import OVERGROWN, ExecResult, SandboxSpec, TreeFile, TreeLimits
 
@@ -29,32 +29,33 @@ _HASTE = 15.0
 """Seconds at the end of the grace in which what is left of a killed command's output is taken without a toll."""
 _WRAPPER_KILLED = 137
 _GVISOR_PANIC = 2
-"""Exit code of a container whose kernel is gVisor's and died: where runc's boxes bump into a limit, that may happen."""
+"""Exit code of a container whose kernel is gVisor's and died: where runc's sandboxes bump into a limit, that may
+happen."""
 _OOM_LOOKS, _OOM_LOOK_SECONDS = 10, 0.1
 _PROGRAMS = ("/bin", "/lib", "/sbin", "/usr", "/etc/ld.so")
-_FIRST_PROCESS = {"/usr", "/usr/sbin", "/usr/sbin/docker-init"}  # what the engine itself puts into every box
+_FIRST_PROCESS = {"/usr", "/usr/sbin", "/usr/sbin/docker-init"}  # what the engine itself puts into every sandbox
 _NOTHING_RAN = ExecResult(OVERGROWN, b"", b"", 0.0)
 _NOTHING = ("/bin/sh", "-c", "exit 0")
-_NO_SHELL = b"the box can't run commands any more: its own programs or libraries were changed\n"
+_NO_SHELL = b"the sandbox can't run commands any more: its own programs or libraries were changed\n"
 
 
-class BoxOwner(Protocol):
-    """What a box needs of the backend that started it."""
+class SandboxOwner(Protocol):
+    """What a sandbox needs of the backend that started it."""
 
     async def call(self, work: Callable[[], T], error: type[SandboxError]) -> T: ...
 
     def check_room(self) -> None: ...
 
-    def forget(self, box: DockerBox) -> None: ...
+    def forget(self, sandbox: DockerSandbox) -> None: ...
 
 
-class DockerBox(BaseBox):
+class DockerSandbox(BaseSandbox):
     """One container. Made by :class:`DockerBackend`."""
 
-    def __init__(self, container: str, spec: SandboxSpec, api: EngineClient, backend: BoxOwner) -> None:
+    def __init__(self, container: str, spec: SandboxSpec, api: EngineClient, backend: SandboxOwner) -> None:
         super().__init__(container[:12], spec)
         self._container, self._api, self._owner = container, api, backend
-        # A command's end ends all that runs in the box, so there is one at a time.
+        # A command's end ends all that runs in the sandbox, so there is one at a time.
         self._turn = asyncio.Lock()
         self._oom_seen = 0
         self._link: ExecLink | None = None
@@ -70,11 +71,11 @@ class DockerBox(BaseBox):
         stdin: bytes | None = None,
     ) -> ExecResult:
         """Run ``command``; see :class:`sandbox.types.Sandbox`. What it leaves running ends with it."""
-        argv, folder = self._invocation(command, cwd)
-        if (refused := self._unspeakable(*argv, folder, *(env or {}).values())) is not None:
+        argv, directory = self._invocation(command, cwd)
+        if (refused := self._unspeakable(*argv, directory, *(env or {}).values())) is not None:
             return refused
         size = "-1" if stdin is None else str(len(stdin))
-        whole = ["/bin/sh", "-c", WRAPPER, "sh", f"{timeout:.3f}", folder, size, *argv]
+        whole = ["/bin/sh", "-c", WRAPPER, "sh", f"{timeout:.3f}", directory, size, *argv]
         async with self._turn:
             started = time.perf_counter()
             self.growth.command_begins()
@@ -89,7 +90,7 @@ class DockerBox(BaseBox):
         return result
 
     async def _died(self, lost: SandboxError, seconds: float) -> ExecResult:
-        """What a command gives whose container ended by the box's own doing; raises ``lost`` where it did not."""
+        """What a command gives whose container ended by the sandbox's own doing; raises ``lost`` where it did not."""
         if self.growth.overgrown:
             return _NOTHING_RAN
         if self._closed or not isinstance(lost, SandboxLostError):
@@ -106,7 +107,7 @@ class DockerBox(BaseBox):
             await asyncio.sleep(_OOM_LOOK_SECONDS)
         else:
             raise lost
-        why = f"box {self.id}: it ended as a whole, as it ran out of memory or processes\n"
+        why = f"sandbox {self.id}: it ended as a whole, as it ran out of memory or processes\n"
         return ExecResult(137, b"", why.encode(), seconds, oom_killed=memory)
 
     async def _result(
@@ -156,12 +157,13 @@ class DockerBox(BaseBox):
         limits: TreeLimits | None = None,
         known: Mapping[str, str] | None = None,
     ) -> Mapping[str, TreeFile]:
-        """The files and links below the folder, read on this machine where they are seen here, else by the engine."""
+        """The files and links below the directory, read on this machine where they are seen here, else by the
+        engine."""
         self._check_in_use()
         self._check_path(path)
         tree = Tree(path, limits or TreeLimits(), known)
         whole = str(PurePosixPath(self._spec.workdir) / path)
-        work = partial(gather_folder, self._api, self._container, whole, tree, skip=skip)
+        work = partial(gather_dir, self._api, self._container, whole, tree, skip=skip)
         await self._owner.call(work, SandboxFileError)
         return tree.files
 
@@ -206,13 +208,13 @@ class DockerBox(BaseBox):
         return outcome
 
     async def _has_no_shell(self) -> bool:
-        """Whether the engine cannot even start a shell, though there is room: the box took it, or its rights."""
+        """Whether the engine cannot even start a shell, though there is room: the sandbox took it, or its rights."""
         await self._check_growth_or_room()
         probe = await self._run(_NOTHING, _GRACE, {}, None)
         return probe.exit_code in (126, 127)
 
     def _has_other_programs(self) -> bool:
-        """Whether something in the box changed what its shell needs: what fails then is not the engine's."""
+        """Whether something in the sandbox changed what its shell needs: what fails then is not the engine's."""
         changes = self._api.diff(self._container) or []
         paths = {change["Path"] for change in changes} - _FIRST_PROCESS
         return any(path.startswith(_PROGRAMS) for path in paths)
@@ -220,7 +222,7 @@ class DockerBox(BaseBox):
     def _tell_lost(self, outcome: ExecOutcome) -> None:
         text = (outcome.out.data + outcome.err.data)[-300:].decode(errors="replace").strip()
         raise SandboxLostError(
-            f"box {self.id}: the engine lost a command's output, or could not run it; it gave {text!r}"
+            f"sandbox {self.id}: the engine lost a command's output, or could not run it; it gave {text!r}"
         )
 
     async def _abandon(self, running: asyncio.Future[ExecOutcome]) -> None:
@@ -245,7 +247,7 @@ class DockerBox(BaseBox):
         )
         outcome = await self._owner.call(work, SandboxLostError)
         if outcome.exit_code is None:
-            raise SandboxLostError(f"box {self.id}: its processes could not be killed within {_GRACE:.0f} s")
+            raise SandboxLostError(f"sandbox {self.id}: its processes could not be killed within {_GRACE:.0f} s")
 
     async def _oom_killed(self) -> bool:
         count = await self._owner.call(self._count_oom_kills, SandboxLostError)
@@ -255,10 +257,10 @@ class DockerBox(BaseBox):
     def _count_oom_kills(self) -> int:
         """Read from the container's control group where the engine is this machine's, else what the engine knows."""
         state = self._api.inspect_container(self._container)["State"]
-        folders = folders_of(state["Pid"])
-        folder = folders.get("memory", folders.get(""))
-        if folder is not None and self._container in str(folder) and folder.is_dir():
-            return oom_kills(folder)
+        directories = dirs_of(state["Pid"])
+        directory = directories.get("memory", directories.get(""))
+        if directory is not None and self._container in str(directory) and directory.is_dir():
+            return oom_kills(directory)
         return int(state["OOMKilled"])
 
     def _runs(self) -> bool:
@@ -277,7 +279,7 @@ class DockerBox(BaseBox):
                 self._link.cut()
             if self._written is None:
                 self._written = await self._owner.call(partial(written, self._api, self._container), SandboxLostError)
-            taken = await usage(*self._written.folders) if self._written.folders else Usage()
+            taken = await usage(*self._written.directories) if self._written.directories else Usage()
             if taken is None or not self._written.by_engine:
                 return taken
             return taken + await self._owner.call(partial(layer_size, self._api, self._container), SandboxLostError)

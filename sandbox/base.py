@@ -1,4 +1,4 @@
-"""What the boxes of every backend share: a name, the form of a command, and an end that comes once."""
+"""What the sandboxes of every backend share: a name, the form of a command, and an end that comes once."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from sandbox.shielded import shielded
 from sandbox.types import OVERGROWN, ExecResult, SandboxSpec
 
 
-class BaseBox(ABC):
-    """The part of :class:`sandbox.types.Sandbox` that does not depend on what a box is made of."""
+class BaseSandbox(ABC):
+    """The part of :class:`sandbox.types.Sandbox` that does not depend on what a sandbox is made of."""
 
     def __init__(self, id: str, spec: SandboxSpec) -> None:
         self._id, self._spec = id, spec
@@ -34,7 +34,7 @@ class BaseBox(ABC):
         return self._spec
 
     async def close(self) -> None:
-        """Kill what runs and remove the box."""
+        """Kill what runs and remove the sandbox."""
         if self._closing is None:
             self._closed = True
             self._closing = asyncio.ensure_future(self._end())
@@ -42,23 +42,23 @@ class BaseBox(ABC):
 
     @abstractmethod
     async def _end(self) -> None:
-        """Kill what runs and remove the box; called once."""
+        """Kill what runs and remove the sandbox; called once."""
 
     @abstractmethod
     async def _used(self) -> Usage | None:
-        """What the box takes of the disk; None where that can't be found out."""
+        """What the sandbox takes of the disk; None where that can't be found out."""
 
     @abstractmethod
     async def _give_back(self) -> None:
-        """Kill what runs and remove the files of a box that has grown too much. What can't be removed is left to
+        """Kill what runs and remove the files of a sandbox that has grown too much. What can't be removed is left to
         ``_end``, which raises."""
 
     @abstractmethod
     def _check_room(self) -> None:
-        """Raise ``SandboxDiskFullError`` where the disk that the box is on is full."""
+        """Raise ``SandboxDiskFullError`` where the disk that the sandbox is on is full."""
 
     async def _check_growth_or_room(self) -> None:
-        """After what failed: a full disk is the box's own doing where it grew beyond its limit, else it is a
+        """After what failed: a full disk is the sandbox's own doing where it grew beyond its limit, else it is a
         ``SandboxDiskFullError``."""
         self._check_open()
         try:
@@ -69,18 +69,18 @@ class BaseBox(ABC):
                 raise
 
     async def _overgrown(self, stdout: bytes, seconds: float) -> ExecResult:
-        """What every command of a box that has grown too much gives, once its files are gone."""
+        """What every command of a sandbox that has grown too much gives, once its files are gone."""
         await self.growth.emptied()
         return ExecResult(OVERGROWN, stdout, f"{self.growth.overgrown}\n".encode(), seconds=seconds)
 
     def _check_in_use(self) -> None:
-        """Raise where the box is closed, or ended as it has grown too much."""
+        """Raise where the sandbox is closed, or ended as it has grown too much."""
         self._check_open()
         if self.growth.overgrown:
             raise SandboxFileError(self.growth.overgrown)
 
     def _invocation(self, command: str | Sequence[str], cwd: str | None) -> tuple[list[str], str]:
-        """The argument list of ``command`` and the folder that it runs in."""
+        """The argument list of ``command`` and the directory that it runs in."""
         argv = ["bash", "-c", command] if isinstance(command, str) else list(command)
         return argv, str(PurePosixPath(self._spec.workdir) / (cwd or ""))
 
@@ -96,4 +96,4 @@ class BaseBox(ABC):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise SandboxLostError(f"box {self._id} is closed")
+            raise SandboxLostError(f"sandbox {self._id} is closed")

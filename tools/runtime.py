@@ -1,4 +1,4 @@
-"""What the sandboxed tools share: their box, their style of answer, their time limit."""
+"""What the sandboxed tools share: their sandbox, their style of answer, their time limit."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from sandbox import ExecResult, Sandbox
 from tools.errors import ToolError
 from tools.text import MAX_CHARS, Style
 
-# Linux takes at most 128 KiB in one argument of a command; past that exec fails, which would look like a broken box.
+# Linux takes at most 128 KiB in one argument of a command; past that exec fails, which would look like a broken
+# sandbox.
 _ARGUMENT_BYTES = 120_000
 
 
 @dataclass(frozen=True, slots=True)
-class ToolBox:
+class ToolRuntime:
     """A sandbox as the tools use it. ``timeout`` is in seconds, for each command; ``max_chars`` caps each answer."""
 
     sandbox: Sandbox
@@ -28,7 +29,7 @@ class ToolBox:
         return self.style == "concise"
 
     def path(self, path: str) -> str:
-        """``path`` made absolute (against the box's working directory) and normal."""
+        """``path`` made absolute (against the sandbox's working directory) and normal."""
         if not path:
             raise ToolError("path is empty; give a file or a directory")
         if len(path.encode()) > 4000:
@@ -36,7 +37,8 @@ class ToolBox:
         return posixpath.normpath(posixpath.join(self.sandbox.spec.workdir, path))
 
     async def run(self, *command: str, stdin: bytes | None = None, env: Mapping[str, str] | None = None) -> ExecResult:
-        """Run ``command``, an argument a string, in the working directory, with ``env`` beside the box's variables."""
+        """Run ``command``, an argument a string, in the working directory, with ``env`` beside the sandbox's
+        variables."""
         longest = max(len(argument.encode()) for argument in command)
         if longest > _ARGUMENT_BYTES:
             raise ToolError(f"an argument of {longest} bytes is too long; {_ARGUMENT_BYTES} is the most")

@@ -1,4 +1,4 @@
-"""The environment maths: exact answers in all forms, rows of data sets, hostile answers, and single-turn episodes."""
+"""The environment math: exact answers in all forms, rows of data sets, hostile answers, and single-turn episodes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from agent_rl.cli import app
 from agent_rl.config.loader import load_config
-from agent_rl.controller.rollout_runtime import open_workshop
+from agent_rl.controller.rollout_runtime import open_task_runtime
 from agent_rl.monitoring.console import Display
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.scripted_policies import solver_runner
@@ -33,8 +33,8 @@ from envs.math import (
     LEVELS,
     Exact,
     Grader,
-    MathsEnvironment,
-    MathsUnavailableError,
+    MathEnvironment,
+    MathUnavailableError,
     answer_of,
     generate,
     grader,
@@ -43,20 +43,20 @@ from envs.math import (
     stream,
 )
 from envs.math.grading_process import compare
-from sandbox import NoBoxes
+from sandbox import NullBackend
 
 ROOT = Path(__file__).resolve().parents[2]
-CONTEXT = EnvContext(NoBoxes())
+CONTEXT = EnvContext(NullBackend())
 
 
 @pytest.fixture(scope="module")
-def env() -> MathsEnvironment:
+def env() -> MathEnvironment:
     """One for all tests that can share it: its process takes a second to start."""
-    return MathsEnvironment(CONTEXT, train_tasks=3, heldout_tasks=3)
+    return MathEnvironment(CONTEXT, train_tasks=3, heldout_tasks=3)
 
 
 @pytest.fixture
-def asked(env: MathsEnvironment) -> Grader:
+def asked(env: MathEnvironment) -> Grader:
     return env._grader
 
 
@@ -158,8 +158,8 @@ def test_levels_are_those_asked_for_and_a_stream_that_is_exhausted_ends(monkeypa
     for name in set(FAMILIES) - {"arithmetic"}:
         monkeypatch.delitem(FAMILIES, name)  # type: ignore[arg-type]
     assert 20 < len(list(stream("train", 0))) < 60
-    with pytest.raises(TaskRecordError, match=r"maths: levels \[1, 2, 3, 4, 5\] have \d\d train problems under seed 0"):
-        MathsEnvironment(CONTEXT, train_tasks=60).tasks("train")
+    with pytest.raises(TaskRecordError, match=r"math: levels \[1, 2, 3, 4, 5\] have \d\d train problems under seed 0"):
+        MathEnvironment(CONTEXT, train_tasks=60).tasks("train")
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_the_answer_is_the_last_one_that_is_marked(turn: str, answer: str | None
 HOSTILE = {
     "10 MB": "x" * 10_000_000,
     "10 MB of digits": r"\boxed{" + "7" * 10_000_000 + "}",
-    "a million boxes": r"\boxed{7}" * 1_000_000,
+    "a million sandboxes": r"\boxed{7}" * 1_000_000,
     "open": r"\boxed{" + "(" * 60 + "}",
     "power of powers in Python": r"\boxed{9**9**9}",
     "surrogates": "\\boxed{\ud800\udfff}",
@@ -342,7 +342,7 @@ def test_rows_of_the_usual_data_sets(
         ({"question": "Q", "answer": "(((("}, r"row 2: answer: '\(\(\(\(' can't be read; right would be a number"),
         ({"question": "Q", "answer": ""}, "row 2: answer: str ''; right would be a text or a number"),
         ({"question": "\ud800", "answer": "1"}, "row 2: question: str"),
-        ({"problem": "P", "solution": "it is 7"}, "row 2: solution: boxes no answer, and there is no field answer"),
+        ({"problem": "P", "solution": "it is 7"}, "row 2: solution: sandboxes no answer, and there is no field answer"),
         ({"prompt": [{"role": "user", "content": "Q"}]}, "row 2: reward_model.ground_truth: missing"),
         ({"prompt": [], "reward_model": {"ground_truth": "1"}}, r"row 2: prompt: list '\[\]'; right would be messages"),
         ({"reward_model": {"ground_truth": "1"}}, "row 2: prompt: missing; right would be messages"),
@@ -362,31 +362,31 @@ def test_a_row_that_lacks_something_is_told_in_one_line_or_left_out(
 
 def test_rows_are_one_problem_each_and_are_dealt_out(tmp_path: Path) -> None:
     rows = [{"question": f"{at}?", "answer": at} for at in (1, 2, 1, 3, 4, 4)]
-    rest = MathsEnvironment(CONTEXT, write(tmp_path / "rows.jsonl", rows), heldout=1)
+    rest = MathEnvironment(CONTEXT, write(tmp_path / "rows.jsonl", rows), heldout=1)
     questions = {split: [task.record["question"] for task in rest.tasks(split)] for split in ("train", "heldout")}
     assert questions == {"train": ["1?", "2?", "3?"], "heldout": ["4?"]}
 
 
 @pytest.mark.parametrize("levels", [3, "12", [], [0], [[1]]])
 def test_levels_that_there_are_not_are_refused_in_a_line(levels: Any) -> None:
-    with pytest.raises(TaskRecordError, match=r"maths: levels is .*; right would be some of \[1, 2, 3, 4, 5\]"):
-        load_environment("maths", CONTEXT, {"levels": levels})
+    with pytest.raises(TaskRecordError, match=r"math: levels is .*; right would be some of \[1, 2, 3, 4, 5\]"):
+        load_environment("math", CONTEXT, {"levels": levels})
 
 
 def test_without_math_verify_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grader.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MathsUnavailableError, match=r"maths needs math-verify: pip install 'agent-rl\[maths\]'"):
-        load_environment("maths", CONTEXT)
+    with pytest.raises(MathUnavailableError, match=r"math needs math-verify: pip install 'agent-rl\[math\]'"):
+        load_environment("math", CONTEXT)
 
 
-async def test_the_environment_keeps_every_promise(env: MathsEnvironment) -> None:
+async def test_the_environment_keeps_every_promise(env: MathEnvironment) -> None:
     assert [finding for finding in await check_environment(env) if not finding.ok] == []
 
 
 @pytest.mark.parametrize(
     ("turn", "reward"), [(None, 1.0), ("It is <function=finish></function>", 0.0), (r"<think>\boxed{%s}", 0.0)]
 )
-async def test_an_episode_is_one_turn_in_words(env: MathsEnvironment, turn: str | None, reward: float) -> None:
+async def test_an_episode_is_one_turn_in_words(env: MathEnvironment, turn: str | None, reward: float) -> None:
     task = env.tasks("train")[0]
     solver = "gold" if turn is None else lambda env, task: [turn]
     trajectory = await solver_runner(env, solver, EpisodeRules())(task)
@@ -399,17 +399,17 @@ async def test_an_episode_is_one_turn_in_words(env: MathsEnvironment, turn: str 
 
 async def test_no_sandbox_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/nobody")
-    overrides = ["env.name=maths", "sandbox.backend=docker", f"runs_dir={tmp_path}"]
+    overrides = ["env.name=math", "sandbox.backend=docker", f"runs_dir={tmp_path}"]
     config = load_config(ROOT / "configs/quickstart.yaml", overrides)
-    async with open_workshop(config, Display("test")) as workshop:
-        assert workshop.backend.name == "none"
+    async with open_task_runtime(config, Display("test")) as task_runtime:
+        assert task_runtime.backend.name == "none"
 
 
 def test_the_commands_evaluate_and_show_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     config = str(ROOT / "configs/quickstart.yaml")
-    ran = CliRunner().invoke(app, ["eval", config, "env.name=maths", "--policy", "gold", "--tasks", "3"])
+    ran = CliRunner().invoke(app, ["eval", config, "env.name=math", "--policy", "gold", "--tasks", "3"])
     assert ran.exit_code == 0, ran.output
     assert "100.0%" in ran.output
-    shown = CliRunner().invoke(app, ["show", "runs/quickstart/eval/gold-heldout", "--task", "maths-heldout-0-00000"])
+    shown = CliRunner().invoke(app, ["show", "runs/quickstart/eval/gold-heldout", "--task", "math-heldout-0-00000"])
     assert r"\boxed{" in shown.output

@@ -1,4 +1,4 @@
-"""A folder is held by one process, and by nobody after that process is gone, however it went."""
+"""A directory is held by one process, and by nobody after that process is gone, however it went."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from pathlib import Path
 import pytest
 
 from agent_rl.errors import UserError
-from agent_rl.utils.folder_lock import hold_folder
+from agent_rl.utils.directory_lock import lock_directory
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from agent_rl.utils.folder_lock import hold_folder
+from agent_rl.utils.directory_lock import hold_folder
 with hold_folder(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
 """
 
 
-def holder(folder: Path) -> subprocess.Popen[str]:
-    """A process that holds ``folder`` until its standard input is closed."""
-    command = [sys.executable, "-c", HOLD, str(folder)]
+def holder(directory: Path) -> subprocess.Popen[str]:
+    """A process that holds ``directory`` until its standard input is closed."""
+    command = [sys.executable, "-c", HOLD, str(directory)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
@@ -33,12 +33,12 @@ def holder(folder: Path) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("end", ["exit", "kill -9"])
-def test_a_held_folder_is_refused_until_its_holder_is_gone(tmp_path: Path, end: str) -> None:
-    folder = tmp_path / "runs" / "first"
-    process = holder(folder)
+def test_a_held_directory_is_refused_until_its_holder_is_gone(tmp_path: Path, end: str) -> None:
+    directory = tmp_path / "runs" / "first"
+    process = holder(directory)
     with (
         pytest.raises(UserError, match=rf"first: in use by process {process.pid} on \S+: wait until it ends"),
-        hold_folder(folder),
+        lock_directory(directory),
     ):
         pass
     if end == "exit":
@@ -46,14 +46,14 @@ def test_a_held_folder_is_refused_until_its_holder_is_gone(tmp_path: Path, end: 
     else:
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-    with hold_folder(folder):
+    with lock_directory(directory):
         pass
 
 
-def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file")
-    for folder in (tmp_path / "runs", tmp_path / "runs" / "first"):
-        with pytest.raises(UserError, match=r"cannot be written .*: choose another one"), hold_folder(folder):
+    for directory in (tmp_path / "runs", tmp_path / "runs" / "first"):
+        with pytest.raises(UserError, match=r"cannot be written .*: choose another one"), lock_directory(directory):
             pass
 
 
@@ -82,8 +82,8 @@ def test_what_a_killed_holder_was_writing_is_removed_and_what_another_one_writes
             assert process.stdout.readline() == "written\n"
             process.kill()
     assert len(list(tmp_path.rglob("*.tmp"))) == 2
-    with hold_folder(tmp_path / "run"):
+    with lock_directory(tmp_path / "run"):
         assert [path.parent for path in tmp_path.rglob("*.tmp")] == [other.parent]
         assert whole.read_text() == other.read_text() == "whole"
-    with hold_folder(other.parent):
+    with lock_directory(other.parent):
         assert not list(tmp_path.rglob("*.tmp"))

@@ -2,7 +2,7 @@
 
 ::
 
-    settings.json             what is evaluated; another evaluation is refused the same folder
+    settings.json             what is evaluated; another evaluation is refused the same directory
     results.jsonl             one line a sample that ended, in the order they ended; what a resume reads
     logs/<task>/<sample>.json the messages, tool calls, times and every test's status of that sample
     logs/<task>/<sample>.log  what its tests printed (the end of it)
@@ -32,12 +32,12 @@ from envs import Task
 _LONGEST_NAME = 200
 
 
-class EvalFolder:
-    """The folder of one evaluation. ``settings`` are what its figures depend on. Raises ConfigError for a folder that
-    holds graded samples of other settings; one in which nothing was graded is begun anew.
+class EvaluationDirectory:
+    """The directory of one evaluation. ``settings`` are what its figures depend on. Raises ConfigError for a
+    directory that holds graded samples of other settings; one in which nothing was graded is begun anew.
 
-    ``defaults`` are the settings that a release may add: one that an older folder says nothing of had this value.
-    A setting that only the folder has is of another release, and is not compared.
+    ``defaults`` are the settings that a release may add: one that an older directory says nothing of had this value.
+    A setting that only the directory has is of another release, and is not compared.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class EvalFolder:
         return read_results(self._results)
 
     def record(self, result: EpisodeResult, trajectory: Trajectory | None) -> None:
-        """Write a sample that ended, its log first: a result that stands in the folder has one. The first result comes
-        with the settings: an evaluation that never got anywhere leaves its folder free."""
+        """Write a sample that ended, its log first: a result that stands in the directory has one. The first result
+        comes with the settings: an evaluation that never got anywhere leaves its directory free."""
         if not (self.path / "settings.json").exists():
             write_json(self.path / "settings.json", self._settings)
         if trajectory is not None:
@@ -137,13 +137,13 @@ def swebench_report(
     }
 
 
-def log_path(folder: Path, task_id: str, sample: int) -> Path:
-    """The log of a sample in an evaluation's folder."""
-    return folder / "logs" / _folder_name(task_id) / f"{sample}.json"
+def log_path(directory: Path, task_id: str, sample: int) -> Path:
+    """The log of a sample in an evaluation's directory."""
+    return directory / "logs" / _dir_name(task_id) / f"{sample}.json"
 
 
-def _folder_name(task_id: str) -> str:
-    """A folder's name for a task: never ``.`` or ``..``, no hidden one, and short enough for every file system."""
+def _dir_name(task_id: str) -> str:
+    """A directory's name for a task: never ``.`` or ``..``, no hidden one, and short enough for every file system."""
     name = quote(task_id, safe="@[]=,+", errors="surrogatepass") or "%"
     name = f"%2E{name[1:]}" if name.startswith(".") else name
     if len(name) <= _LONGEST_NAME:
@@ -168,7 +168,7 @@ def _check_same(path: Path, held: Mapping[str, Any], asked: Mapping[str, Any]) -
         if held.get(key) != asked.get(key):
             raise ConfigError(
                 f"{path}: holds an evaluation with {key} {_short(held.get(key))}, this one has "
-                f"{_short(asked.get(key))}: give another --out, or remove the folder"
+                f"{_short(asked.get(key))}: give another --out, or remove the directory"
             )
 
 
