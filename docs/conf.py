@@ -9,3 +9,4 @@ extensions = ["myst_parser"]
 myst_heading_anchors = 4
 highlight_language = "text"
 exclude_patterns = ["examples"]
+suppress_warnings = ["toc.not_included"]  # research/ is linked from the pages and not in the menu

@@ -1,6 +1,6 @@
-"""Questions whose answers stand in a folder of text files. Run: ``agent-rl envs check retrieval_tools:RetrievalTools``.
+"""Questions about a directory of text files. Run: ``agent-rl envs check retrieval_tools:RetrievalTools``.
 
-The folder lies in a box of its own, so that nothing the agent asks for can reach the machine's other files.
+The directory is in a sandbox, so the agent cannot access other files of the machine.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ class RetrievalTools:
     """Find the answer in the documents: look with search and read, give the number with answer, then finish."""
 
     class Options(BaseModel):
-        """What a config may set under env.options."""
+        """The keys of env.options."""
 
-        count: int = Field(200, gt=0, description="Tasks a split.")
-        documents: int = Field(6, gt=0, le=8, description="Documents a task.")
+        count: int = Field(200, gt=0, description="Tasks of each split.")
+        documents: int = Field(6, gt=0, le=8, description="Documents of each task.")
 
     def __init__(self, options: Options, sandbox: Sandbox) -> None:
         self.sandbox = sandbox
 
     @classmethod
     def tasks(cls, split: str, options: Options) -> list[dict[str, Any]]:
-        """Documents and a question each; the splits come from different seeds."""
+        """Documents and a question for each task; the splits use different seeds."""
         first = 0 if split == "train" else 1_000_000
-        return [_task(first + at, options.documents) for at in range(options.count)]
+        return [_task(first + index, options.documents) for index in range(options.count)]
 
     async def setup(self, task: Task) -> str:
-        """Write the documents into the box; the question is the user's message."""
-        self.right: int = task.record["answer"]
-        self.given: int | None = None
+        """Write the documents into the sandbox; the question is the user's message."""
+        self.expected: int = task.record["answer"]
+        self.number: int | None = None
         self.finished = False
         self.names = sorted(task.record["documents"])
         await self.sandbox.write_files({n: text.encode() for n, text in task.record["documents"].items()})
@@ -58,8 +58,8 @@ class RetrievalTools:
             words: What to look for; upper and lower case are the same.
         """
         files = shlex.join(self.names)
-        found = await self.sandbox.exec(f"grep -iFn -m {MAX_HITS} -e {shlex.quote(words)} -- {files}", timeout=10)
-        return found.text.strip() or "(no line holds that)"
+        matches = await self.sandbox.exec(f"grep -iFn -m {MAX_HITS} -e {shlex.quote(words)} -- {files}", timeout=10)
+        return matches.text.strip() or "(no line holds that)"
 
     async def read(self, document: str) -> str:
         """Read a whole document.
@@ -77,7 +77,7 @@ class RetrievalTools:
         Args:
             number: The answer.
         """
-        self.given = number
+        self.number = number
         return "noted"
 
     async def finish(self, command: Literal["submit"] = "submit") -> ToolResult:
@@ -90,12 +90,12 @@ class RetrievalTools:
         return ToolResult("submitted", submitted=True)
 
     async def grade(self) -> float:
-        """1 for the right answer; a little for having finished in time."""
-        return 1.0 if self.given == self.right else 0.1 * self.finished
+        """1 for the correct answer; 0.1 for a wrong but submitted one."""
+        return 1.0 if self.number == self.expected else 0.1 * self.finished
 
     @classmethod
     def solution(cls, task: Task) -> list[ToolCall]:
-        """Search for the fact, and say what it says."""
+        """Search for the fact and answer with its number."""
         return [
             ToolCall("search", {"words": task.record["fact"]}),
             ToolCall("answer", {"number": task.record["answer"]}),

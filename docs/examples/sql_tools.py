@@ -21,28 +21,28 @@ class SqlTools:
     """Answer the question about the shop's sales. Look with run_query, give the number with answer, then finish."""
 
     class Options(BaseModel):
-        """What a config may set under env.options."""
+        """The keys of env.options."""
 
-        count: int = Field(200, gt=0, description="Tasks a split.")
+        count: int = Field(200, gt=0, description="Tasks of each split.")
         sales: int = Field(30, gt=0, description="Rows of the table.")
 
     @classmethod
     def tasks(cls, split: str, options: Options) -> list[dict[str, Any]]:
-        """A shop and a question each; the splits' shops come from different seeds."""
+        """A shop and a question for each task; the splits use different seeds."""
         first = 0 if split == "train" else 1_000_000
-        return [_task(first + at, options.sales) for at in range(options.count)]
+        return [_task(first + index, options.sales) for index in range(options.count)]
 
     async def setup(self, task: Task) -> str:
         """Fill a database in memory; the question is the user's message."""
-        self.right: int = task.record["answer"]
-        self.given: int | None = None
+        self.expected: int = task.record["answer"]
+        self.number: int | None = None
         self.finished = False
-        # The connection serves one episode, one call at a time, from whatever thread runs it.
+        # Calls of an episode run one at a time, but in different threads.
         self.database = sqlite3.connect(":memory:", check_same_thread=False)
         self.database.execute("CREATE TABLE sales (day INTEGER, item TEXT, amount INTEGER)")
         self.database.executemany("INSERT INTO sales VALUES (?, ?, ?)", task.record["sales"])
         self.database.commit()
-        # From here on it can only be read, and no query takes for ever.
+        # From here on the database is read-only, and each query has a step limit.
         self.database.set_authorizer(lambda action, *_: sqlite3.SQLITE_OK if action in READS else sqlite3.SQLITE_DENY)
         steps = iter(range(MAX_STEPS))
         self.database.set_progress_handler(lambda: next(steps, None) is None, 100_000)
@@ -66,7 +66,7 @@ class SqlTools:
         Args:
             number: The answer.
         """
-        self.given = number
+        self.number = number
         return "noted"
 
     async def finish(self, command: Literal["submit"] = "submit") -> ToolResult:
@@ -79,11 +79,11 @@ class SqlTools:
         return ToolResult("submitted", submitted=True)
 
     async def grade(self) -> float:
-        """1 for the right answer; a little for having finished in time."""
-        return 1.0 if self.given == self.right else 0.1 * self.finished
+        """1 for the correct answer; 0.1 for a wrong but submitted one."""
+        return 1.0 if self.number == self.expected else 0.1 * self.finished
 
     async def close(self) -> None:
-        """Let the database go."""
+        """Close the database."""
         self.database.close()
 
     @classmethod
