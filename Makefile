@@ -1,42 +1,46 @@
-# `make quickstart` and `make test` do all the set-up they need.
+# `make quickstart` and `make test` include all setup steps.
 PYTHON ?= python3
 VENV := .venv/bin
+FAST := not (exhaustive or slow or docker or podman or sglang or megatron or browser)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup prepare image real-tasks agents quickstart test check docs bench view-build
+.PHONY: help setup prepare image real-tasks agents quickstart test test-fast check docs bench view-build
 
 help: ## Show this help
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
-setup: ## Make the trainer and engine environments and see to a sandbox
+setup: ## Create the trainer and engine environments and install a sandbox
 	@$(PYTHON) -m agent_rl.bootstrap trainer engine sandbox
 
-prepare: setup ## Make and verify the quickstart's tasks
+prepare: setup ## Create and verify the quickstart's tasks
 	@$(VENV)/agent-rl setup configs/quickstart.yaml
 
-image: setup ## Build the containers' base image, where a container engine answers
-	@if docker info >/dev/null 2>&1; then $(VENV)/python -m sandbox.base_image; else echo "==> image: no container engine answers"; fi
+image: setup ## Build the base image of containers, if a container engine responds
+	@if docker info >/dev/null 2>&1; then $(VENV)/python -m sandbox.base_image; else echo "==> image: no container engine responds, skipped"; fi
 
-real-tasks: image ## Build the tasks made of real package releases (downloads their sources)
+real-tasks: image ## Build tasks from real package releases (downloads their sources)
 	@$(VENV)/python -m scripts.build_release_tasks --out .cache/tasks/real.jsonl
 
-agents: setup ## Install mini-swe-agent, an agent program that the tests drive
+agents: setup ## Install mini-swe-agent, the agent program of the tests
 	@$(PYTHON) -m agent_rl.bootstrap agents
 
 quickstart: prepare ## Train a small MoE agent end to end on this machine
 	@$(VENV)/agent-rl train configs/quickstart.yaml
 
-test: prepare image agents ## Run the whole test suite, in two processes
+test: prepare image agents ## Run the whole test suite in two processes
 	@$(VENV)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
 
-check: ## Lint, check types and the import direction
+test-fast: prepare ## Run the tests that need no server, container engine, browser or full run
+	@$(VENV)/python -m pytest -n 2 --dist loadgroup -m "$(FAST)" $(PYTEST_ARGS)
+
+check: ## Run the linter, the type checker and the architecture tests
 	@$(PYTHON) -m agent_rl.bootstrap trainer
 	@$(VENV)/ruff check .
 	@$(VENV)/ruff format --check .
 	@$(VENV)/mypy
 	@$(VENV)/python -m pytest -q tests/test_architecture.py
 
-docs: ## Build the documentation into site/; a dead link or anchor fails
+docs: ## Build the documentation into site/; fails on dead links
 	@$(PYTHON) -m agent_rl.bootstrap docs
 	@.venv-docs/bin/sphinx-build --fail-on-warning --keep-going --fresh-env --quiet docs site
 	@echo "==> docs: open site/index.html"
@@ -44,5 +48,5 @@ docs: ## Build the documentation into site/; a dead link or anchor fails
 bench: setup ## Run the benchmarks and print their ratios
 	@for bench in benchmarks/bench_*.py; do echo "== $$bench"; $(VENV)/python $$bench || exit 1; done
 
-view-build: ## Build the viewer's page from its sources (needs Node)
+view-build: ## Build the viewer's page from its sources (requires Node)
 	@cd agent_rl/viewer/web && npm ci --silent && npm run --silent build -- $(VIEW_OUT)

@@ -1,7 +1,7 @@
-"""Makes the virtual environments and sees to a sandbox. Standard library only: it runs before any install.
+"""Creates the virtual environments and installs a sandbox. Standard library only: it runs before any install.
 
-``python3 -m agent_rl.bootstrap trainer engine sandbox`` announces each step, shows pip's progress, and skips with a
-word what is already done. A step is done when its stamp holds the hash of what it would install.
+``python3 -m agent_rl.bootstrap trainer engine sandbox`` prints each step and pip's progress. It skips a step whose
+stamp file contains the hash of its requirements.
 """
 
 from __future__ import annotations
@@ -20,9 +20,14 @@ ROOT = Path(__file__).resolve().parent.parent
 TRAINER = ROOT / ".venv"
 DOCS = ROOT / ".venv-docs"
 ENGINE_REQUIREMENTS = ROOT / "agent_rl" / "engine" / "requirements.txt"
+TRAINER_CONSTRAINTS = ROOT / "constraints" / "trainer.txt"
+DOCS_CONSTRAINTS = ROOT / "constraints" / "docs.txt"
 MINI_SWE_AGENT = ROOT / ".cache" / "agents" / "mini-swe-agent"
-MINI_SWE_AGENT_REQUIREMENTS = ROOT / "tests" / "gateway" / "programs" / "mini-swe-agent.txt"
+MINI_SWE_AGENT_REQUIREMENTS = ROOT / "tests" / "endpoint" / "programs" / "mini-swe-agent.txt"
+ENGINE_CONSTRAINTS = ROOT / "agent_rl" / "engine" / "constraints.txt"
 ENGINE_NODEPS = ROOT / "agent_rl" / "engine" / "requirements-nodeps.txt"
+ENGINE_FILES = (ENGINE_REQUIREMENTS, ENGINE_NODEPS, ENGINE_CONSTRAINTS)
+PYPROJECT = ROOT / "pyproject.toml"
 TORCH = "torch==2.13.0"
 
 
@@ -31,45 +36,48 @@ class BootstrapError(Exception):
 
 
 def engine_venv() -> Path:
-    """The engine environment's directory: the checkout's, else beside the environment that agent-rl is installed in,
-    else (agent-rl in no virtual environment) in the working directory."""
+    """Directory of the engine environment.
+
+    It is in the checkout; without a checkout next to agent-rl's virtual environment; without one in the working
+    directory.
+    """
     if (ROOT / "pyproject.toml").is_file():
         return ROOT / ".venv-engine"
     return (Path.cwd() if sys.prefix == sys.base_prefix else Path(sys.prefix).parent) / ".venv-engine"
 
 
 def engine_python() -> Path:
-    """The engine environment's interpreter, whether it is there or not."""
+    """Path of the engine environment's interpreter. The file may not exist."""
     return engine_venv() / "bin" / "python"
 
 
-def say(text: str) -> None:
+def log_step(text: str) -> None:
     print(f"\033[1m==>\033[0m {text}" if sys.stdout.isatty() else f"==> {text}", flush=True)
 
 
 def run(*command: str | Path) -> None:
-    """Run a command with its output shown. Raises BootstrapError with the command when it fails."""
+    """Run a command and show its output. Raises BootstrapError if it fails."""
     if subprocess.run([str(part) for part in command], cwd=ROOT).returncode != 0:
-        raise BootstrapError(f"this command failed, its reason stands above: {' '.join(map(str, command))}")
+        raise BootstrapError(f"command failed, see its output above: {' '.join(map(str, command))}")
 
 
-def once(venv: Path, wanted: Sequence[Path], build: Callable[[], None], what: str) -> None:
-    """Run ``build`` unless ``venv`` carries the stamp of just these files and this Python."""
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in wanted) + sys.version.encode()).hexdigest()
+def build_once(venv: Path, requirements: Sequence[Path], build: Callable[[], None], label: str) -> None:
+    """Run ``build`` unless the stamp in ``venv`` matches these files and this Python version."""
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in requirements) + sys.version.encode()).hexdigest()
     stamp = venv / ".agent-rl-ready"
     if stamp.is_file() and stamp.read_text() == digest:
-        say(f"{what}: already there ({venv.name})")
+        log_step(f"{label}: up to date ({venv.name})")
         return
-    say(f"{what}: installing into {venv.name} (a few minutes the first time)")
+    log_step(f"{label}: installing into {venv.name} (a few minutes the first time)")
     started = time.monotonic()
     stamp.unlink(missing_ok=True)
     build()
     stamp.write_text(digest)
-    say(f"{what}: ready after {time.monotonic() - started:.0f} s")
+    log_step(f"{label}: ready after {time.monotonic() - started:.0f} s")
 
 
 def make_venv(venv: Path) -> Path:
-    """Create ``venv`` where it is missing and return its pip command."""
+    """Create ``venv`` if it is missing and return the path of its pip."""
     if not (venv / "bin" / "python").exists():
         run(sys.executable, "-m", "venv", venv)
     return venv / "bin" / "pip"
@@ -77,47 +85,48 @@ def make_venv(venv: Path) -> Path:
 
 def build_trainer() -> None:
     pip = make_venv(TRAINER)
-    # torch first, alone: a range in another package's metadata would otherwise choose the newest CUDA build.
+    # torch first: another package's version range would otherwise select the newest CUDA build.
     run(pip, "install", "--quiet", "--progress-bar=on", TORCH)
-    run(pip, "install", "--quiet", "--progress-bar=on", "--editable", ".[train,dev]")
+    run(pip, "install", "--quiet", "--progress-bar=on", "-c", TRAINER_CONSTRAINTS, "--editable", ".[train,dev]")
 
 
 def trainer_packages() -> list[str]:
-    """The requirements of the extra ``train``, as the installed agent-rl names them."""
-    marked = [text.partition(";") for text in importlib.metadata.requires("agent-rl") or ()]
-    return [package.strip() for package, _, marker in marked if 'extra == "train"' in marker]
+    """The requirements of the extra ``train`` of the installed agent-rl."""
+    requirements = [text.partition(";") for text in importlib.metadata.requires("agent-rl") or ()]
+    return [package.strip() for package, _, marker in requirements if 'extra == "train"' in marker]
 
 
 def add_trainer_packages() -> None:
-    """Install the trainer's packages into the environment that runs this, torch first."""
-    for wanted in ([TORCH], trainer_packages()):
-        run(sys.executable, "-m", "pip", "install", "--quiet", "--progress-bar=on", *wanted)
-    say("trainer packages: ready")
+    """Install the trainer's packages into the current environment, torch first."""
+    for packages in ([TORCH], trainer_packages()):
+        run(sys.executable, "-m", "pip", "install", "--quiet", "--progress-bar=on", *packages)
+    log_step("trainer packages: ready")
 
 
 def build_engine() -> None:
     pip = make_venv(engine_venv())
     run(pip, "install", "--quiet", "--progress-bar=on", TORCH)
     run(pip, "install", "--quiet", "--no-deps", "--progress-bar=on", "--requirement", ENGINE_NODEPS)
-    run(pip, "install", "--quiet", "--progress-bar=on", "--requirement", ENGINE_REQUIREMENTS)
+    run(pip, "install", "--quiet", "--progress-bar=on", "-c", ENGINE_CONSTRAINTS, "-r", ENGINE_REQUIREMENTS)
 
 
 def build_docs() -> None:
-    """The site generator alone: the documentation needs nothing of the project installed."""
-    import tomllib  # not at the top: an interpreter older than 3.11 is to reach main(), which says what is needed
+    """Install the site generator only. The documentation does not import the project."""
+    import tomllib  # not at module level: Python before 3.11 lacks it, and main() reports the required version
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    run(make_venv(DOCS), "install", "--quiet", "--progress-bar=on", *project["optional-dependencies"]["docs"])
+    packages = project["optional-dependencies"]["docs"]
+    run(make_venv(DOCS), "install", "--quiet", "--progress-bar=on", "-c", DOCS_CONSTRAINTS, *packages)
 
 
 def build_agents() -> None:
-    """The agent program that the tests drive, in sandboxes of the trainer environment's Python."""
-    into = ("--no-deps", "--upgrade", "--target", MINI_SWE_AGENT)
-    run(make_venv(TRAINER), "install", "--quiet", "--progress-bar=on", *into, "-r", MINI_SWE_AGENT_REQUIREMENTS)
+    """Install the agent program of the tests. It runs in sandboxes with the trainer environment's Python."""
+    options = ("--no-deps", "--upgrade", "--target", MINI_SWE_AGENT)
+    run(make_venv(TRAINER), "install", "--quiet", "--progress-bar=on", *options, "-r", MINI_SWE_AGENT_REQUIREMENTS)
 
 
 def docker_answers() -> bool:
-    """Whether a container engine answers within five seconds."""
+    """Whether a container engine responds within 5 seconds."""
     if not shutil.which("docker"):
         return False
     try:
@@ -127,32 +136,34 @@ def docker_answers() -> bool:
 
 
 def ensure_sandbox() -> None:
-    """bubblewrap must be there, which the quickstart uses, or at least a container engine; root on Debian gets it."""
+    """Require bubblewrap or a container engine. Installs bubblewrap if run as root on Debian."""
     if shutil.which("bwrap"):
-        say("sandbox: bubblewrap is there")
+        log_step("sandbox: bubblewrap is installed")
     elif os.geteuid() == 0 and shutil.which("apt-get"):
-        say("sandbox: installing bubblewrap")
+        log_step("sandbox: installing bubblewrap")
         run("apt-get", "update", "-qq")
         run("apt-get", "install", "-y", "-qq", "--no-install-recommends", "bubblewrap", "git")
     elif docker_answers():
-        say("sandbox: a container engine answers; the quickstart is faster with bubblewrap (apt install bubblewrap)")
+        log_step(
+            "sandbox: a container engine responds; the quickstart is faster with bubblewrap (apt install bubblewrap)"
+        )
     else:
         raise BootstrapError(
-            "no container engine answers and bubblewrap is missing: install one (apt install bubblewrap)"
+            "no container engine responds and bubblewrap is missing: install one (apt install bubblewrap)"
         )
 
 
 def main(steps: Sequence[str]) -> int:
-    if sys.version_info < (3, 11):  # noqa: UP036 - an older interpreter may well be the one that runs this
-        print(f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}; try: make PYTHON=python3.11 setup")
+    if sys.version_info < (3, 11):  # noqa: UP036 - this file may run on an older interpreter
+        print(f"Python 3.11 or newer is required, this is {sys.version.split()[0]}; try: make PYTHON=python3.11 setup")
         return 2
     actions = {
-        "trainer": lambda: once(TRAINER, [ROOT / "pyproject.toml"], build_trainer, "trainer environment"),
-        "engine": lambda: once(engine_venv(), [ENGINE_REQUIREMENTS, ENGINE_NODEPS], build_engine, "engine environment"),
+        "trainer": lambda: build_once(TRAINER, [PYPROJECT, TRAINER_CONSTRAINTS], build_trainer, "trainer environment"),
+        "engine": lambda: build_once(engine_venv(), ENGINE_FILES, build_engine, "engine environment"),
         "trainer-packages": add_trainer_packages,
-        "docs": lambda: once(DOCS, [ROOT / "pyproject.toml"], build_docs, "documentation environment"),
+        "docs": lambda: build_once(DOCS, [PYPROJECT, DOCS_CONSTRAINTS], build_docs, "documentation environment"),
         "sandbox": ensure_sandbox,
-        "agents": lambda: once(MINI_SWE_AGENT, [MINI_SWE_AGENT_REQUIREMENTS], build_agents, "agent program"),
+        "agents": lambda: build_once(MINI_SWE_AGENT, [MINI_SWE_AGENT_REQUIREMENTS], build_agents, "agent program"),
     }
     try:
         for step in steps:

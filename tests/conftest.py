@@ -1,6 +1,7 @@
-"""Skips a test whose real part this machine lacks, with the reason.
+"""Skips tests whose external part is missing on this machine, and reports in the last line what was skipped.
 
-``AGENT_RL_NO_SKIPS=1`` fails the session where anything at all was skipped: CI, which installs every part, sets it.
+``AGENT_RL_NO_SKIPS=1`` fails the session if any test was skipped. ``AGENT_RL_SKIPPED_TO=FILE`` writes the ids of
+skipped tests to FILE, which pytest reads again as ``@FILE``: CI runs them once every part is installed.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import importlib.util
 import os
 import shutil
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 import hypothesis
@@ -22,18 +24,29 @@ hypothesis.settings.load_profile("no_deadline")
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def _docker() -> str | None:
-    if not shutil.which("docker"):
-        return "no docker command"
+MARKERS = ("docker", "podman", "bubblewrap", "sglang", "megatron", "browser")
+
+
+def _engine_answers(command: str) -> bool:
+    if not shutil.which(command):
+        return False
+    client = [command, "--remote", "info"] if command == "podman" else [command, "info"]
     try:
-        answer = subprocess.run(["docker", "info"], capture_output=True, timeout=10)
+        return subprocess.run(client, capture_output=True, timeout=10).returncode == 0
     except subprocess.TimeoutExpired:
-        return "the container engine does not answer"
-    return None if answer.returncode == 0 else "no container engine answers"
+        return False
+
+
+def _docker() -> str | None:
+    return None if _engine_answers("docker") else "no docker engine answers (.ci/start-docker)"
+
+
+def _podman() -> str | None:
+    return None if _engine_answers("podman") else "no podman service answers (.ci/start-podman)"
 
 
 def _bubblewrap() -> str | None:
-    return None if shutil.which("bwrap") else "bubblewrap is not installed"
+    return None if shutil.which("bwrap") else "bubblewrap is not installed (apt-get install bubblewrap)"
 
 
 def _sglang() -> str | None:
@@ -41,37 +54,28 @@ def _sglang() -> str | None:
 
 
 def _chromium() -> str | None:
-    return None if shutil.which("chromium") else "chromium is not installed (Debian: apt-get install chromium)"
+    return None if shutil.which("chromium") else "chromium is not installed (apt-get install chromium)"
 
 
 def _megatron() -> str | None:
     missing = [name for name in ("torch", "megatron", "ray") if importlib.util.find_spec(name) is None]
-    return f"not installed: {', '.join(missing)}" if missing else None
+    return f"not installed: {', '.join(missing)} (make setup)" if missing else None
 
 
 @functools.cache
 def missing_part(marker: str) -> str | None:
-    """Why the part behind ``marker`` cannot be used here, or None where it can."""
-    parts = {
-        "docker": _docker,
-        "bubblewrap": _bubblewrap,
-        "sglang": _sglang,
-        "megatron": _megatron,
-        "browser": _chromium,
-    }
-    return parts[marker]()
+    """Why the part behind ``marker`` is unavailable here, with the command that provides it; None if available."""
+    checks = (_docker, _podman, _bubblewrap, _sglang, _megatron, _chromium)
+    return dict(zip(MARKERS, checks, strict=True))[marker]()
 
 
 WHOLE_DIRS = ("engine", "envs", "rollout", "sandbox")
-"""Directories whose tests share a server or images, or look for what each other left: one process runs each of them."""
+"""Each of these directories runs in one process: its tests share a server or images, or check for leftovers."""
 
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where the suite is spread over processes (pytest-xdist), what belongs together stays together, the longest first.
-
-    So the processes end at about the same time.
-    """
+    """Keep tests of one group in one process of pytest-xdist, and start the long groups first."""
     for item in items:
         item.add_marker(pytest.mark.xdist_group(_group(item)))
     long = {_group(item) for item in items if item.get_closest_marker("slow")}
@@ -84,7 +88,7 @@ def _group(item: pytest.Item) -> str:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    for marker in ("docker", "bubblewrap", "sglang", "megatron", "browser"):
+    for marker in MARKERS:
         if item.get_closest_marker(marker) and (reason := missing_part(marker)):
             pytest.skip(reason)
 
@@ -102,10 +106,25 @@ def megatron_shim() -> None:
         install_cpu_shim()
 
 
+def _skipped(config: pytest.Config) -> list[pytest.TestReport]:
+    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    return terminal.stats.get("skipped", []) if terminal else []
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    terminal = session.config.pluginmanager.get_plugin("terminalreporter")
-    skipped = terminal.stats.get("skipped", []) if terminal else []
+    skipped = _skipped(session.config)
     if skipped and os.environ.get("AGENT_RL_NO_SKIPS"):
-        terminal.write_line(f"\nAGENT_RL_NO_SKIPS: {len(skipped)} skipped, none may be", red=True)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    if file := os.environ.get("AGENT_RL_SKIPPED_TO"):
+        # pytest-xdist appends "@GROUP" to the id of a test.
+        Path(file).write_text("".join(f"{report.nodeid.rpartition('@')[0] or report.nodeid}\n" for report in skipped))
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Print as the last line what was skipped and the commands that provide the missing parts."""
+    reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in _skipped(config))
+    if reasons:
+        rule = " (AGENT_RL_NO_SKIPS is set: none may be skipped)" if os.environ.get("AGENT_RL_NO_SKIPS") else ""
+        listed = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common())
+        print(f"skipped {reasons.total()} tests{rule}: {listed}")
